@@ -1,0 +1,95 @@
+"""The one interface of every drafting method, the empty proposer that *is* plain decoding, and a scripted one for tests.
+
+A proposer knows the committed text and, if it declares ``needs_hidden``, features of the target. It knows no verifier and no engine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from outrider.types import Context, Proposal, Verdict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from outrider.runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a proposer is built for: the target it drafts for and what the user gave beside it."""
+
+    target: ModelRunner
+    tokenizer: PreTrainedTokenizerBase | None = None
+    draft: object = None  # a folder, a hub id or a loaded model, for methods that take a second model
+    draft_tokenizer: PreTrainedTokenizerBase | None = None
+
+
+class Proposer(ABC):
+    """Where drafts come from. One method = one subclass = one file."""
+
+    name: str = "custom"
+    needs_hidden: tuple[int, ...] = ()  # target layers it wants to see: data, read generically by the runner
+    has_probs: bool = False  # whether sampled drafts carry the distribution they were drawn from
+    max_drafts: int = 64  # the longest path it can draft
+
+    @classmethod
+    def build(cls, setting: Setting) -> Proposer:
+        """Makes the proposer for a target. Raises ``OutriderError`` when it does not fit the target."""
+        return cls()
+
+    @abstractmethod
+    def propose(self, context: Context, k: int) -> Proposal:
+        """Drafts at most k tokens on a path for each of the B requests, ``context.limits`` being of use at most."""
+
+    def commit(self, context: Context, verdict: Verdict) -> None:
+        """Learns what was kept, before the scheduler appends it to ``requests[b].token_ids``. Text-based proposers need nothing."""
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Forgets requests that ended. Unknown ids are ignored."""
+
+    def warmup(self, k: int, batch: int) -> None:
+        """Does now what would make the first rounds slow (compiling, measuring)."""
+
+
+class PlainProposer(Proposer):
+    """Proposes nothing: plain decoding is speculation with K = 0."""
+
+    name = "plain"
+    max_drafts = 0
+
+    def propose(self, context: Context, k: int) -> Proposal:
+        return Proposal.empty(len(context.requests))
+
+
+class ScriptedProposer(Proposer):
+    """Calls a function of yours: the mock of this interface, public so that your tests can use it too.
+
+    >>> proposer = ScriptedProposer(lambda context, k: Proposal.empty(len(context.requests)))
+    """
+
+    name = "scripted"
+
+    def __init__(self, script: Callable[[Context, int], Proposal]) -> None:
+        self._script = script
+
+    def propose(self, context: Context, k: int) -> Proposal:
+        return self._script(context, k)
+
+    @classmethod
+    def of_chains(cls, chains: Callable[[Context, int], Sequence[Sequence[int]]]) -> ScriptedProposer:
+        """From a function that gives each request's drafts as a list of ids: point masses, ragged."""
+        return cls(lambda context, k: chain_proposal(chains(context, k)))
+
+
+def chain_proposal(chains: Sequence[Sequence[int]]) -> Proposal:
+    """Ragged lists of draft ids -> a right-padded chain proposal of point masses."""
+    lens = [len(chain) for chain in chains]
+    width = max(lens, default=0)
+    padded = [list(chain) + [0] * (width - len(chain)) for chain in chains]
+    return Proposal(torch.tensor(padded, dtype=torch.long).view(len(chains), width), torch.tensor(lens, dtype=torch.long))

@@ -1,0 +1,163 @@
+"""The nouns of speculative decoding, shared by every room.
+
+This module knows nothing of models, caches, methods or the loop. It imports torch and nothing of Outrider.
+
+A *round* is: propose -> score -> verify -> commit. Each arrow is one of the frozen dataclasses below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from outrider.sampling import Sampler
+
+
+class OutriderError(Exception):
+    """A mistake of the user's that one clear line explains: the command line prints it and exits with code 2."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What the user asks of one generation. The same values shape the draft's and the target's distribution.
+
+    Logits become probabilities in this order: logit bias and token masks, penalties, temperature, top-k, top-p, min-p.
+    Raises ``OutriderError`` for a value outside its range.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0  # 0 is greedy: a one-hot at the argmax
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0
+    min_p: float = 0.0  # keeps tokens at least min_p times as likely as the likeliest
+    repetition_penalty: float = 1.0  # over prompt and output, as in CTRL (Keskar et al. 2019)
+    presence_penalty: float = 0.0  # over the output, as in the OpenAI API
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
+    allowed_token_ids: tuple[int, ...] | None = None  # None allows all
+    banned_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None  # None: no logprobs; 0: of the emitted token; m: and of the m likeliest
+
+    def __post_init__(self) -> None:
+        checks = {
+            "max_tokens must be at least 1": self.max_tokens >= 1,
+            "temperature must be >= 0 and finite": 0 <= self.temperature < float("inf"),
+            "top_k must be >= 0 (0 keeps all)": self.top_k >= 0,
+            "top_p must be in (0, 1]": 0 < self.top_p <= 1,
+            "min_p must be in [0, 1]": 0 <= self.min_p <= 1,
+            "repetition_penalty must be > 0 and finite": 0 < self.repetition_penalty < float("inf"),
+            "presence_penalty must be in [-2, 2]": -2 <= self.presence_penalty <= 2,
+            "frequency_penalty must be in [-2, 2]": -2 <= self.frequency_penalty <= 2,
+            "allowed_token_ids must not be empty": self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
+            "stop strings must not be empty": all(self.stop),
+            "n must be at least 1": self.n >= 1,
+            "logprobs must be >= 0": self.logprobs is None or self.logprobs >= 0,
+        }
+        for message, holds in checks.items():
+            if not holds:
+                raise OutriderError(message)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One generation under way. The scheduler alone appends to ``token_ids``; every other room only reads."""
+
+    request_id: str
+    token_ids: list[int]  # committed text: the prompt, then the output
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int  # params.seed, or one drawn for this request; sample i of n has its own
+    generator: torch.Generator  # on the CPU, seeded with `seed`
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a round is about: B running requests. Row b of every tensor of this round belongs to ``requests[b]``."""
+
+    requests: tuple[Request, ...]
+    limits: tuple[int, ...]  # most drafts that are of use to each request this round (0 allowed); B entries
+    sampler: Sampler  # turns logits into probabilities or tokens, for draft and target alike
+    hidden: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
+    # layer -> B tensors [T_b, H]: target features of the committed tokens scored since the proposer last saw them
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        return tuple(request.request_id for request in self.requests)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a proposer says: drafts for B requests, a chain (``parents=None``) or a tree of N nodes.
+
+    In a tree ``parents[b, i] < i`` (-1 is the root, the last committed token) and siblings stand in the order in which they are
+    to be tried. ``probs[b, i]`` is the distribution that draft i was really drawn from, *given that its earlier siblings were
+    drawn and rejected*, so sampling without replacement is the proposer's business and the verifier is method-blind.
+    """
+
+    token_ids: Tensor  # [B, N] int64; root and bonus excluded; right-padded
+    lens: Tensor  # [B] int64, on the CPU: valid drafts per request; 0 allowed
+    probs: Tensor | None = None  # [B, N, V] float32; None: every draft is a point mass
+    parents: Tensor | None = None  # [B, N] int64; None: a chain
+
+    @staticmethod
+    def empty(batch: int, device: torch.device | str = "cpu") -> Proposal:
+        """No drafts for any of ``batch`` requests: plain decoding."""
+        return Proposal(torch.zeros(batch, 0, dtype=torch.long, device=device), torch.zeros(batch, dtype=torch.long))
+
+    @property
+    def num_nodes(self) -> int:
+        return self.token_ids.shape[1]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the target says of a proposal. Row 0 follows the root (the last committed token), row i + 1 follows draft i.
+
+    Rows beyond ``lens[b]`` are undefined.
+    """
+
+    logits: Tensor  # [B, N + 1, V] float32
+    hidden: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> [B, N + 1, H]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a verifier says. The round emits ``num_accepted[b] + 1`` tokens: the drafts on the path, then ``next_token``."""
+
+    path: Tensor  # [B, D] int64, on the CPU: indices of accepted drafts, root to leaf, -1 padded
+    num_accepted: Tensor  # [B] int64, on the CPU
+    next_token: Tensor  # [B] int64, on the CPU: recovered (after a rejection) or bonus (all accepted): always one
+
+
+class Randomness(Protocol):
+    """The only two random decisions a verifier makes. Tests replace it by one that enumerates every outcome."""
+
+    def bernoulli(self, probs: Tensor) -> Tensor:
+        """Independent coins: float [B, N] in [0, 1] -> bool [B, N]."""
+        ...
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        """One draw a row: float [B, V] (each row sums to 1) -> int64 [B]."""
+        ...
