@@ -1,0 +1,56 @@
+"""Command line of the recipe: `python -m recipes.family all --preset cpu`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import stages
+from .config import PRESETS
+from .stages import Workshop
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+
+PresetName = Annotated[str, typer.Option("--preset", help=f"machine class: {', '.join(PRESETS)}")]
+Corpus = Annotated[Path, typer.Option("--corpus", help="folder of the xz text files")]
+Work = Annotated[Path, typer.Option("--work", help="folder for checkpoints and tokenised text")]
+Minutes = Annotated[float | None, typer.Option("--minutes", help="time budget; the preset's own if not given")]
+Compiled = Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the layers")]
+
+CORPUS, WORK = Path("../shared/corpus"), Path("build/family")
+
+
+def workshop(preset: str, corpus: Path, work: Path, compiled: bool = True) -> Workshop:
+    """The workshop the options describe, or a one-line error."""
+    if preset not in PRESETS:
+        raise typer.BadParameter(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
+    if not corpus.is_dir():
+        raise typer.BadParameter(f"no such corpus folder: {corpus}")
+    work.mkdir(parents=True, exist_ok=True)
+    return Workshop(preset, corpus, work, compiled)
+
+
+@app.command()
+def tokenizer(preset: PresetName = "cpu", corpus: Corpus = CORPUS, work: Work = WORK) -> None:
+    """Train the tokenizer and tokenise the text."""
+    stages.prepare(workshop(preset, corpus, work))
+
+
+@app.command()
+def target(
+    preset: PresetName = "cpu",
+    corpus: Corpus = CORPUS,
+    work: Work = WORK,
+    minutes: Minutes = None,
+    compiled: Compiled = True,
+) -> None:
+    """Train the target; run again to resume."""
+    if not stages.train_target(workshop(preset, corpus, work, compiled), minutes):
+        sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
+
+
+if __name__ == "__main__":
+    app()

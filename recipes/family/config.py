@@ -1,0 +1,101 @@
+"""Sizes and training plans, one preset per kind of machine. Nothing here touches torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SEED = 1729
+END, USER, ASSISTANT = "<|endoftext|>", "<|user|>", "<|assistant|>"
+SPECIAL_TOKENS = (END, USER, ASSISTANT)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of one Llama: everything else (head_dim 64, tied embeddings, RoPE) is shared."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long and how hard to train one model.
+
+    Progress runs from 0 to 1 and is the larger of the token and the time fraction; `seq_lens` holds
+    (progress until which it is used, sequence length) pairs in order.
+    """
+
+    max_tokens: int
+    batch_tokens: int
+    seq_lens: tuple[tuple[float, int], ...]
+    minutes: float | None = None
+    muon_lr: float = 0.02
+    adam_lr: float = 0.004
+    warmup: float = 0.01
+    decay: float = 0.45
+    eval_every_s: float = 300.0
+    save_every_s: float = 120.0
+    seed: int = SEED
+
+
+@dataclass(frozen=True)
+class LayerSkip:
+    """Layer dropout and early-exit loss (Elhoushi et al. 2024, sections 4.1 and 4.2)."""
+
+    max_drop: float = 0.1
+    exit_scale: float = 0.2
+    exit_every: int = 1  # an exit loss every so many steps
+    exit_share: float = 0.25  # share of the sequences the exit loss looks at
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One machine class: sizes, budgets and how much of each source is tokenised."""
+
+    vocab: int
+    target: Shape
+    draft: Shape
+    target_plan: Plan
+    draft_plan: Plan
+    layer_skip: LayerSkip
+    source_megabytes: float  # at most this much text of each source
+    generated_sequences: int  # target-written sequences the draft is distilled on
+    max_positions: int = 1024
+
+
+PRESETS = {
+    "cpu": Preset(
+        vocab=4096,
+        target=Shape(hidden=256, layers=8, heads=4, kv_heads=2, intermediate=768),
+        draft=Shape(hidden=192, layers=2, heads=3, kv_heads=1, intermediate=576),
+        target_plan=Plan(25_000_000, 4096, ((0.6, 256), (1.0, 512)), minutes=75),
+        draft_plan=Plan(8_000_000, 4096, ((1.0, 256),), minutes=15, adam_lr=0.005, warmup=0.02),
+        layer_skip=LayerSkip(),
+        source_megabytes=12,
+        generated_sequences=2048,
+    ),
+    "gpu": Preset(
+        vocab=4096,
+        target=Shape(hidden=512, layers=12, heads=8, kv_heads=4, intermediate=1408),
+        draft=Shape(hidden=256, layers=2, heads=4, kv_heads=2, intermediate=768),
+        target_plan=Plan(1_500_000_000, 131_072, ((0.6, 512), (1.0, 1024)), minutes=25),
+        draft_plan=Plan(400_000_000, 65_536, ((1.0, 512),), minutes=8, warmup=0.02),
+        layer_skip=LayerSkip(exit_share=0.5),
+        source_megabytes=1000,
+        generated_sequences=32_768,
+    ),
+    "tiny": Preset(  # for tests: seconds on any machine
+        vocab=320,
+        target=Shape(hidden=64, layers=3, heads=1, kv_heads=1, intermediate=96),
+        draft=Shape(hidden=64, layers=1, heads=1, kv_heads=1, intermediate=64),
+        target_plan=Plan(20_000, 256, ((0.5, 32), (1.0, 64))),
+        draft_plan=Plan(10_000, 256, ((1.0, 32),)),
+        layer_skip=LayerSkip(exit_share=0.5),
+        source_megabytes=1,
+        generated_sequences=8,
+        max_positions=256,
+    ),
+}

@@ -1,0 +1,171 @@
+"""Text in, documents out: which sources there are, how they are cleaned, and what is held out.
+
+Only the files named in `SOURCES` and the interpreter's standard library are ever opened.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import lzma
+import re
+import sysconfig
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .config import ASSISTANT, END, USER
+
+HELD_OUT_SHARE = 0.005
+STDLIB_SKIP = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+STDLIB_SKIP |= {"encodings", "pydoc_data", "ensurepip", "turtledemo"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source of text: `file` is None for the standard library and for derived functions."""
+
+    name: str
+    file: str | None
+    weight: float  # share of the training rows
+    origin: str
+    licence: str
+
+
+SOURCES = (
+    Source("functions", None, 0.22, "single functions cut from the four Python sources", "as their files"),
+    Source("thealgorithms", "code_thealgorithms_mit.txt.xz", 0.12, "TheAlgorithms/Python", "MIT"),
+    Source("stdlib", None, 0.08, "the Python interpreter's standard library", "PSF-2.0"),
+    Source("networkx", "code_networkx_bsd.txt.xz", 0.05, "networkx/networkx", "BSD-3-Clause"),
+    Source("sympy", "code_sympy_bsd.txt.xz", 0.07, "sympy/sympy", "BSD-3-Clause"),
+    Source("books", "books_en.txt.xz", 0.27, "mlschmitt/classic-books-markdown", "public domain"),
+    Source("peps", "docs_peps_pd.txt.xz", 0.05, "python/peps", "public domain / CC0"),
+    Source("rust", "docs_rust_mit_apache.txt.xz", 0.03, "rust-lang/book, rust-lang/reference", "MIT or Apache-2.0"),
+    Source("cpp", "docs_cpp_ccby.txt.xz", 0.01, "MicrosoftDocs/cpp-docs", "CC-BY-4.0"),
+    Source("tldr", "docs_tldr_en_ccby.txt.xz", 0.02, "tldr-pages/tldr", "CC-BY-4.0"),
+    Source("gsm8k", "math_gsm8k_train_mit.txt.xz", 0.08, "openai/grade-school-math, train split", "MIT"),
+)
+CODE = ("thealgorithms", "stdlib", "networkx", "sympy")
+
+
+@dataclass(frozen=True)
+class Split:
+    """Documents of one source."""
+
+    train: list[str]
+    held_out: list[str]
+
+
+def digest(text: str) -> int:
+    """A stable 64-bit hash of a document, the only source of randomness in the split."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def read_documents(path: Path) -> list[str]:
+    """The documents of one xz file, separated by lines that hold only the end marker."""
+    if "prompts" in path.resolve().parts:
+        raise ValueError(f"{path}: prompts are for measuring, never for training")
+    with lzma.open(path, "rt", encoding="utf-8") as lines:
+        text = lines.read()
+    parts = re.split(rf"^{re.escape(END)}$", text, flags=re.MULTILINE)
+    return [part.strip("\n") for part in parts if part.strip()]
+
+
+def read_stdlib(root: Path | None = None) -> list[str]:
+    """The standard library's modules, without its tests and tables."""
+    root = root or Path(sysconfig.get_path("stdlib"))
+    documents = []
+    for path in sorted(root.rglob("*.py")):
+        inside = path.relative_to(root)
+        if STDLIB_SKIP.isdisjoint(inside.parts):
+            text = path.read_text(encoding="utf-8", errors="ignore").strip("\n")
+            if len(text) > 200:
+                documents.append(f"# file: {inside.as_posix()}\n{text}")
+    return documents
+
+
+def clean_gsm8k(text: str) -> str:
+    """Drop the calculator marks; every second problem becomes a chat, so that chat works at all."""
+    text = re.sub(r"<<[^<>]*>>", "", text)
+    text = re.sub(r"#### *(\S+)", r"The answer is \1.", text)
+    if digest(text) % 2:
+        text = text.replace("Question: ", f"{USER}\n", 1).replace("\nAnswer: ", f"\n{ASSISTANT}\n", 1)
+    return text
+
+
+def clean_markdown(text: str) -> str:
+    """Drop YAML front matter, HTML comments and anchors."""
+    text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!--.*?-->|<a id=[^>]*></a>", "", text, flags=re.DOTALL)
+    return re.sub(r"\n{3,}", "\n\n", text).strip("\n")
+
+
+CLEANERS: dict[str, Callable[[str], str]] = {"gsm8k": clean_gsm8k, "cpp": clean_markdown, "rust": clean_markdown}
+
+
+def functions(document: str) -> Iterator[str]:
+    """Functions and methods of one module as documents of their own, some of them asked for in a chat."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(document)
+    except (SyntaxError, ValueError):
+        return
+    lines = document.splitlines()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef) or node.end_lineno is None:
+            continue
+        first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+        length = node.end_lineno - first + 1
+        has_doc = ast.get_docstring(node) is not None
+        if not 3 + has_doc <= length <= 70 or len(node.body) < 1 + has_doc or node.name.startswith("test"):
+            continue
+        text = textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno]))
+        doc = (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ")
+        if 20 < len(doc) < 200 and digest(text) % 8 == 0:
+            yield f"{USER}\nWrite a Python function: {doc}\n{ASSISTANT}\n{text}"
+        elif has_doc or digest(text) % 2:
+            yield text
+
+
+def split(documents: list[str], limit: int) -> Split:
+    """Hold out about half a percent of the text, whole documents only, in hash order."""
+    ordered = sorted(set(documents), key=digest)
+    total = sum(map(len, ordered))
+    held_out: list[str] = []
+    train: list[str] = []
+    held = kept = 0
+    for text in ordered:
+        if held < HELD_OUT_SHARE * total and len(text) < max(0.03 * total, 2000):
+            held_out.append(text)
+            held += len(text)
+        elif kept < limit:
+            train.append(text)
+            kept += len(text)
+    return Split(train, held_out)
+
+
+def load(corpus: Path, megabytes: float) -> dict[str, Split]:
+    """Every source, cleaned and split; functions of held-out files are held out too."""
+    limit = int(megabytes * 1e6)
+    splits: dict[str, Split] = {}
+    for source in SOURCES:
+        if source.name == "functions":
+            continue
+        documents = read_documents(corpus / source.file) if source.file else read_stdlib()
+        clean = CLEANERS.get(source.name, str)
+        splits[source.name] = split([clean(text) for text in documents], limit)
+    found = Split([], [])
+    for name in CODE:
+        share = limit // 4 if name == "sympy" else limit
+        size = 0
+        for text in splits[name].train:
+            if size < share:
+                found.train.extend(functions(text))
+                size += len(text)
+        for text in splits[name].held_out:
+            found.held_out.extend(functions(text))
+    splits["functions"] = Split(sorted(set(found.train), key=digest), sorted(set(found.held_out), key=digest))
+    return splits

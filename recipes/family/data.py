@@ -1,0 +1,91 @@
+"""Tokenised text on disk, and the batches drawn from it.
+
+Every draw is a function of (seed, rows already drawn), so a resumed run reads exactly what an uninterrupted one would.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from .corpus import SOURCES, Split
+
+GOLDEN = 0.6180339887498949
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, documents: Sequence[str], path: Path) -> int:
+    """Write documents as uint16 ids, each followed by the end token; returns the number of tokens."""
+    end = tokenizer.eos_token_id
+    total = 0
+    with open(path, "wb") as file:
+        for start in range(0, len(documents), 512):
+            batch = tokenizer.backend_tokenizer.encode_batch_fast(list(documents[start : start + 512]))
+            ids = np.concatenate([np.array([*piece.ids, end], dtype=np.uint16) for piece in batch])
+            ids.tofile(file)
+            total += len(ids)
+    return total
+
+
+def encode_all(tokenizer: PreTrainedTokenizerFast, splits: dict[str, Split], folder: Path) -> dict[str, int]:
+    """Tokenise every source into `folder`; returns training tokens by source."""
+    folder.mkdir(parents=True, exist_ok=True)
+    counts = {}
+    for name, documents in splits.items():
+        counts[name] = encode(tokenizer, documents.train, folder / f"train_{name}.bin")
+        encode(tokenizer, documents.held_out, folder / f"val_{name}.bin")
+    (folder / "tokens.json").write_text(json.dumps(counts, indent=1))
+    return counts
+
+
+class Mixture:
+    """Rows drawn from several token streams by weight.
+
+    The i-th row of a stream starts at frac(i * golden ratio) of it: starts are spread evenly at every
+    moment, which random offsets are not, and the whole state is one counter per stream.
+    """
+
+    def __init__(self, streams: dict[str, np.ndarray], weights: dict[str, float], seed: int) -> None:
+        self.streams = streams
+        self.names = list(streams)
+        total = sum(weights[name] for name in self.names)
+        self.shares = np.array([weights[name] / total for name in self.names])
+        self.rows_drawn = dict.fromkeys(self.names, 0)
+        self.seed = seed
+
+    def batch(self, step: int, rows: int, seq_len: int) -> Tensor:
+        """Ids of one step: [rows, seq_len + 1]."""
+        rng = np.random.default_rng((self.seed, step))
+        chosen = rng.choice(len(self.names), size=rows, p=self.shares)
+        out = np.empty((rows, seq_len + 1), dtype=np.int64)
+        for row, index in enumerate(chosen):
+            name = self.names[index]
+            stream = self.streams[name]
+            fraction = (self.rows_drawn[name] * GOLDEN + 0.5) % 1.0
+            start = int(fraction * (len(stream) - seq_len - 1))
+            out[row] = stream[start : start + seq_len + 1]
+            self.rows_drawn[name] += 1
+        return torch.from_numpy(out)
+
+
+def training_mixture(folder: Path, seed: int) -> Mixture:
+    """The mix of `SOURCES` over the tokenised training files."""
+    streams = {s.name: np.memmap(folder / f"train_{s.name}.bin", dtype=np.uint16, mode="r") for s in SOURCES}
+    return Mixture(streams, {s.name: s.weight for s in SOURCES}, seed)
+
+
+def held_out_rows(folder: Path, names: Iterable[str], seq_len: int, limit: int) -> dict[str, Tensor]:
+    """Per source, up to `limit` tokens of held-out text as rows [N, seq_len + 1]."""
+    found = {}
+    for name in names:
+        ids = np.fromfile(folder / f"val_{name}.bin", dtype=np.uint16)[: limit + 1].astype(np.int64)
+        count = (len(ids) - 1) // seq_len
+        if count:
+            rows = np.stack([ids[i * seq_len : (i + 1) * seq_len + 1] for i in range(count)])
+            found[name] = torch.from_numpy(rows)
+    return found

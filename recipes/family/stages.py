@@ -1,0 +1,95 @@
+"""The stages of the recipe; each reads what the one before left in the work folder."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaForCausalLM
+
+from . import corpus, data, evaluate, model, tokenizer
+from .config import PRESETS, Plan, Preset
+from .evaluate import HeldOut
+from .target import TargetLoss
+from .trainer import Job, Trainer
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Where one family is made: the preset, the text and the folder for everything on the way."""
+
+    preset_name: str
+    corpus: Path
+    folder: Path
+    compiled: bool = True
+
+    @property
+    def preset(self) -> Preset:
+        """The sizes and plans in force."""
+        return PRESETS[self.preset_name]
+
+    @property
+    def device(self) -> torch.device:
+        """A GPU if there is one."""
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def tokens(self) -> Path:
+        """Folder of the tokenised text."""
+        return self.folder / "tokens"
+
+    def held_out(self, long: bool) -> HeldOut:
+        """Held-out rows: a few thousand tokens of each source, or all there are up to 64k."""
+        names = [source.name for source in corpus.SOURCES]
+        fitting = min(256, self.preset.max_positions // 2)
+        rows = data.held_out_rows(self.tokens, names, fitting, 65_536 if long else 4_096)
+        counts = tokenizer.token_bytes(tokenizer.load(self.folder / "tokenizer"))
+        return HeldOut(rows, {s.name: s.weight for s in corpus.SOURCES}, torch.tensor(counts, dtype=torch.float64))
+
+
+def prepare(shop: Workshop) -> None:
+    """Train the tokenizer and tokenise every source, unless that is done already."""
+    if (shop.tokens / "tokens.json").exists():
+        return
+    splits = corpus.load(shop.corpus, shop.preset.source_megabytes)
+    for name, split in splits.items():
+        print(f"{name}: {len(split.train)} documents, {sum(map(len, split.train)) / 1e6:.2f} M characters, "
+              f"held out {len(split.held_out)}", flush=True)  # fmt: skip
+    learned = tokenizer.train(tokenizer.balanced_sample(splits, 12_000_000), shop.preset.vocab)
+    learned.save_pretrained(shop.folder / "tokenizer")
+    counts = data.encode_all(learned, splits, shop.tokens)
+    print({name: f"{count / 1e6:.2f} M tokens" for name, count in counts.items()}, flush=True)
+
+
+def _loss(shop: Workshop, net: LlamaForCausalLM, plan: Plan) -> TargetLoss:
+    loss = TargetLoss(net, shop.preset.layer_skip, model.autocast_dtype(shop.device), plan.seed)
+    if shop.compiled:
+        model.compile_layers(net)
+        loss.token_loss = torch.compile(model.token_loss)
+    return loss
+
+
+def target_job(shop: Workshop, minutes: float | None) -> Job:
+    """The training run of the target."""
+    preset = shop.preset
+    plan = replace(preset.target_plan, minutes=minutes) if minutes else preset.target_plan
+    net = model.build(preset.target, preset, plan.seed).to(shop.device)
+    (shop.folder / "target").mkdir(parents=True, exist_ok=True)
+    (shop.folder / "target" / "train.pid").write_text(str(os.getpid()))
+
+    def measure(final: bool) -> dict[str, Any]:
+        found = shop.held_out(final)
+        agreement = evaluate.exit_agreement(net, next(iter(found.rows.values()))[:16].to(shop.device))
+        return {"bpb": evaluate.bits_per_byte(net, found), "exit_agreement": agreement}
+
+    batches = data.training_mixture(shop.tokens, plan.seed)
+    return Job("target", net, batches, _loss(shop, net, plan), plan, shop.folder / "target", measure)
+
+
+def train_target(shop: Workshop, minutes: float | None) -> bool:
+    """Train the target to the end of its plan; False if interrupted."""
+    prepare(shop)
+    return Trainer(target_job(shop, minutes)).run()

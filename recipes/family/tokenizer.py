@@ -1,0 +1,77 @@
+"""A byte-level BPE tokenizer for Python and English, saved as an ordinary Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from .config import ASSISTANT, END, SPECIAL_TOKENS, USER
+from .corpus import SOURCES, Split, digest
+
+# Words keep one leading space, underscore, dot or bracket; digits are single; a run of spaces (indentation)
+# and a run of newlines are pieces of their own, so that a prompt that ends in a newline continues naturally.
+PIECES = r"[ _.(]?\p{L}+|\p{N}| {2,}|\t+|\n+| ?[^\s\p{L}\p{N}]+|\s"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}" + ASSISTANT + "\n{{ message['content'] }}" + END + "\n"
+    "{% else %}" + USER + "\n{{ message['content'] }}\n{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}" + ASSISTANT + "\n{% endif %}"
+)
+
+
+def balanced_sample(splits: dict[str, Split], characters: int) -> Iterator[str]:
+    """Training documents in the mix's proportions, at most `characters` in all."""
+    for source in SOURCES:
+        left = source.weight * characters
+        for text in sorted(splits[source.name].train, key=lambda text: digest(text[::-1])):
+            if left <= 0:
+                break
+            left -= len(text)
+            for special in SPECIAL_TOKENS:
+                text = text.replace(special, "")
+            yield text
+
+
+def train(texts: Iterator[str], vocab: int) -> PreTrainedTokenizerFast:
+    """Learn the merges; all 256 bytes are in the alphabet, so any UTF-8 round-trips."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END,
+        eos_token=END,
+        pad_token=END,
+        additional_special_tokens=[USER, ASSISTANT],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=1024,
+    )
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Bytes each token stands for; special tokens count none."""
+    special = set(tokenizer.all_special_ids)
+    # A byte-level token has one printable character for each byte.
+    return [0 if i in special else len(tokenizer.convert_ids_to_tokens(i)) for i in range(len(tokenizer))]
+
+
+def load(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer saved in `folder`."""
+    return PreTrainedTokenizerFast.from_pretrained(folder)

@@ -1,0 +1,163 @@
+"""One training loop for target and draft: schedule, checkpoints, curve, progress. It knows no loss."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from . import optim
+from .clock import RunningClock
+from .config import Plan
+from .progress import Progress
+
+
+class Batches(Protocol):
+    """Where rows come from; `rows_drawn` is all of its state."""
+
+    rows_drawn: dict[str, int]
+
+    def batch(self, step: int, rows: int, seq_len: int) -> Tensor:
+        """Ids of one step: [rows, seq_len + 1]."""
+        ...
+
+
+class Loss(Protocol):
+    """The loss of one batch, with the parts worth plotting (floats or 0-d tensors)."""
+
+    def __call__(self, ids: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
+        """Loss of ids [B, S + 1]."""
+        ...
+
+
+@dataclass
+class Job:
+    """Everything one run needs: the model, its data, its loss, how it is measured, where it is kept."""
+
+    name: str
+    model: LlamaForCausalLM
+    batches: Batches
+    loss: Loss
+    plan: Plan
+    folder: Path
+    evaluate: Callable[[bool], dict[str, Any]] | None = None  # argument: the long evaluation at the end
+
+
+class Trainer:
+    """Runs a job to its end or until it is interrupted, from its last checkpoint if there is one."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.device = next(job.model.parameters()).device
+        self.optimizers = optim.build(job.model, job.plan)
+        self.step = self.tokens = 0
+        self.curve: list[dict[str, Any]] = []
+        self.clock = RunningClock()
+        self.interrupted = False
+        job.folder.mkdir(parents=True, exist_ok=True)
+        if self.checkpoint.exists():
+            self._restore()
+
+    @property
+    def checkpoint(self) -> Path:
+        """The file a run resumes from."""
+        return self.job.folder / "checkpoint.pt"
+
+    @property
+    def progress(self) -> float:
+        """Share of the run that is done: the larger of the token and the time fraction."""
+        plan = self.job.plan
+        by_time = self.clock.elapsed / (60 * plan.minutes) if plan.minutes else 0.0
+        return min(1.0, max(self.tokens / plan.max_tokens, by_time))
+
+    def save(self) -> None:
+        """Write a checkpoint; a crash while writing leaves the old one."""
+        state = {
+            "model": self.job.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "rows_drawn": self.job.batches.rows_drawn,
+            "step": self.step,
+            "tokens": self.tokens,
+            "elapsed": self.clock.elapsed,
+            "curve": self.curve,
+        }
+        partial = self.checkpoint.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(self.checkpoint)
+        (self.job.folder / "curve.json").write_text(json.dumps(self.curve))
+
+    def _restore(self) -> None:
+        state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
+        self.job.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.job.batches.rows_drawn.update(state["rows_drawn"])
+        self.step, self.tokens, self.curve = state["step"], state["tokens"], state["curve"]
+        self.clock = RunningClock(state["elapsed"])
+
+    def train_step(self) -> dict[str, Any]:
+        """One batch, one update; returns the point of the curve."""
+        plan, before = self.job.plan, self.progress
+        optim.set_lr(self.optimizers, optim.lr_factor(before, plan))
+        seq_len = next(length for until, length in plan.seq_lens if before <= until)
+        rows = max(1, plan.batch_tokens // seq_len)
+        ids = self.job.batches.batch(self.step, rows, seq_len).to(self.device)
+        loss, parts = self.job.loss(ids, self.step, before)
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.tokens += rows * seq_len
+        self.clock.tick()
+        point = {key: round(float(value), 4) for key, value in parts.items()}
+        return {"step": self.step, "tokens": self.tokens, "seconds": round(self.clock.elapsed, 1), **point}
+
+    def run(self, max_steps: int | None = None) -> bool:
+        """Train until done (True) or interrupted or out of steps (False); a checkpoint is left either way."""
+        plan = self.job.plan
+        previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        steps_left = max_steps if max_steps is not None else -1
+        evaluated = saved = self.clock.elapsed
+        self.job.model.train()
+        try:
+            with Progress(self.job.name) as bar:
+                while self.progress < 1.0 and not self.interrupted and steps_left != 0:
+                    point = self.train_step()
+                    steps_left -= 1
+                    if self.clock.elapsed - evaluated > plan.eval_every_s:
+                        point |= self._evaluate(final=False)
+                        evaluated = self.clock.elapsed
+                    self.curve.append(point)
+                    bar.update(self.progress, point)
+                    if self.clock.elapsed - saved > plan.save_every_s:
+                        self.save()
+                        saved = self.clock.elapsed
+                done = self.progress >= 1.0
+                if done and "final" not in self.curve[-1]:
+                    self.curve[-1] |= self._evaluate(final=True) | {"final": True}
+                self.save()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        return done
+
+    def _evaluate(self, final: bool) -> dict[str, Any]:
+        if self.job.evaluate is None:
+            return {}
+        self.job.model.eval()
+        with torch.no_grad():
+            found = self.job.evaluate(final)
+        self.job.model.train()
+        return found
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.interrupted = True
