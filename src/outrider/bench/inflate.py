@@ -1,0 +1,317 @@
+"""Builds a checkpoint that computes the same function as a small Llama-shaped model at the cost of a large one.
+
+The text, and so the acceptance of every draft, is the small model's; the time of a pass is a 1B or 8B model's; every engine
+that reads Hugging Face folders loads the result. How:
+
+- The hidden state is padded with zeros. RMSNorm then averages over H instead of h values, so its weights are scaled by
+  sqrt(h/H) and its epsilon by h/H: exact in bfloat16 where H/h is a power of four. Where it is twice a power of four, every
+  real feature is stored twice (the second copy has norm weight 0: nothing reads it), and the ratio that counts is one again.
+- Extra heads and feed-forward rows have output projections of zero; so have extra layers, spread evenly between the real ones.
+- All other new weights are random, of the scale of a trained model's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from outrider.bench.shapes import Shape, count_params, head_dim, num_params, shape_for, source_shape
+from outrider.types import OutriderError
+
+FORMAT = 1  # part of the cache key: raise it when the same source and size give other weights
+SHARD_BYTES = 1 << 29
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # same tensor names, same residual structure
+WEIGHT_STD = 0.02
+
+
+class _Noise:
+    """Random weights, cut from one pool so that billions of them cost memory bandwidth only."""
+
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._pool = torch.empty(16_777_213).normal_(0.0, WEIGHT_STD, generator=generator).to(dtype)
+        self._at = 0
+
+    def __call__(self, *shape: int) -> Tensor:
+        flat = torch.empty(math.prod(shape), dtype=self._pool.dtype)
+        done = 0
+        while done < flat.numel():
+            piece = self._pool[self._at : self._at + flat.numel() - done]
+            flat[done : done + piece.numel()] = piece
+            done += piece.numel()
+            self._at = (self._at + piece.numel()) % self._pool.numel()
+        return flat.view(shape)
+
+
+class _Inflater:
+    """Where each number of the small model goes in the large one."""
+
+    def __init__(self, config: Mapping[str, Any], large: Shape, noise: _Noise, dtype: torch.dtype) -> None:
+        small, dim = source_shape(config), head_dim(config)
+        ratio = large.hidden / small.hidden
+        if ratio < 1 or not math.log2(ratio).is_integer():
+            raise OutriderError(f"hidden size {large.hidden} is not the source's {small.hidden} times a power of two")
+        self.copies = 1 if math.log2(ratio) % 2 == 0 else 2
+        self.norm_scale = math.sqrt(self.copies * small.hidden / large.hidden)  # a power of two
+        self.small, self.large, self.dim, self.noise, self.dtype = small, large, dim, noise, dtype
+        group, new_group = small.heads // small.kv_heads, large.heads // large.kv_heads
+        spread = math.ceil(group / new_group)  # new key/value heads that one real one needs to serve its query heads
+        fits = large.kv_heads >= small.kv_heads * spread and large.heads % large.kv_heads == 0
+        if not fits or large.hidden % large.heads or large.layers < small.layers or large.ffn < small.ffn:
+            raise OutriderError(f"the source's shape {small} does not fit into {large}")
+        query_heads = [
+            (kv * spread + i // new_group) * new_group + i % new_group for kv in range(small.kv_heads) for i in range(group)
+        ]
+        key_heads = [kv * spread + i for kv in range(small.kv_heads) for i in range(spread)]
+        self.query_rows = _rows_of_heads(query_heads, dim)
+        self.key_rows = _rows_of_heads(key_heads, dim)
+        self.key_source = _rows_of_heads([kv for kv in range(small.kv_heads) for _ in range(spread)], dim)
+        self.real_layers = [i * large.layers // small.layers for i in range(small.layers)]
+
+    def embedding(self, weight: Tensor) -> Tensor:
+        """[V, h] -> [V, H], zeros beyond the real features."""
+        wide = torch.zeros(weight.shape[0], self.large.hidden, dtype=self.dtype)
+        wide[:, : self.copies * self.small.hidden] = weight.repeat(1, self.copies)
+        return wide
+
+    def norm(self, weight: Tensor) -> Tensor:
+        wide = torch.zeros(self.large.hidden, dtype=self.dtype)
+        wide[: self.small.hidden] = weight * self.norm_scale
+        return wide
+
+    def reader(self, weight: Tensor, num_rows: int, rows: Tensor) -> Tensor:
+        """A projection (or its bias) out of the hidden state: random beyond ``rows`` and beyond the real features."""
+        if weight.ndim == 1:
+            wide = torch.zeros(num_rows, dtype=self.dtype)
+            wide[rows] = weight
+        else:
+            wide = self.noise(num_rows, self.large.hidden)
+            wide[rows, : self.small.hidden] = weight
+        return wide
+
+    def writer(self, weight: Tensor, num_columns: int, columns: Tensor) -> Tensor:
+        """A projection (or its bias) into the hidden state: zeros beyond the real features and ``columns``."""
+        if weight.ndim == 1:
+            return self.embedding(weight[None])[0]
+        wide = torch.zeros(self.large.hidden, num_columns, dtype=self.dtype)
+        for copy in range(self.copies):
+            start = copy * self.small.hidden
+            wide[start : start + self.small.hidden, columns] = weight
+        return wide
+
+    def layer_tensor(self, name: str, weight: Tensor, real: bool) -> Tensor:
+        """A tensor of a real layer; of an extra one, with the shape of ``weight``'s counterpart, if not ``real``."""
+        large, ffn_rows = self.large, torch.arange(self.small.ffn)
+        module = name.rsplit(".", 1)[0].rsplit(".", 1)[-1]
+        if module in ("q_norm", "k_norm"):
+            return weight if real else torch.ones_like(weight)
+        if module.endswith("layernorm"):
+            return self.norm(weight) if real else torch.ones(large.hidden, dtype=self.dtype)
+        if module in ("q_proj", "gate_proj", "up_proj"):
+            rows, total = (self.query_rows, large.heads * self.dim) if module == "q_proj" else (ffn_rows, large.ffn)
+            wide = self.reader(weight, total, rows)
+        elif module in ("k_proj", "v_proj"):
+            wide = self.reader(weight[self.key_source], large.kv_heads * self.dim, self.key_rows)
+        elif module in ("o_proj", "down_proj"):
+            columns, total = (self.query_rows, large.heads * self.dim) if module == "o_proj" else (ffn_rows, large.ffn)
+            wide = self.writer(weight, total, columns)
+            return wide if real else torch.zeros_like(wide)
+        else:
+            raise OutriderError(f"cannot inflate {name}: not a tensor of a Llama-shaped model")
+        return wide if real else self.noise(*wide.shape)
+
+    def tensors(self, source: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the large model, one at a time: embeddings, layer by layer, final norm, head."""
+        yield "model.embed_tokens.weight", self.embedding(source["model.embed_tokens.weight"])
+        real = {layer: i for i, layer in enumerate(self.real_layers)}
+        names = [name.removeprefix("model.layers.0.") for name in source if name.startswith("model.layers.0.")]
+        for layer in range(self.large.layers):
+            for name in names:
+                weight = source[f"model.layers.{real.get(layer, 0)}.{name}"]
+                yield f"model.layers.{layer}.{name}", self.layer_tensor(name, weight, layer in real)
+        yield "model.norm.weight", self.norm(source["model.norm.weight"])
+        if "lm_head.weight" in source:
+            rows = torch.arange(source["lm_head.weight"].shape[0])
+            yield "lm_head.weight", self.reader(source["lm_head.weight"], len(rows), rows)
+
+
+def _rows_of_heads(heads: list[int], dim: int) -> Tensor:
+    return (torch.tensor(heads)[:, None] * dim + torch.arange(dim)).flatten()
+
+
+def _read_source(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config_file = source / "config.json"
+    if not config_file.is_file():
+        raise OutriderError(f"{source} is not a model folder: it has no config.json")
+    config = json.loads(config_file.read_text())
+    if config.get("model_type") not in MODEL_TYPES:
+        known = ", ".join(MODEL_TYPES)
+        raise OutriderError(f"cannot inflate a {config.get('model_type')} model; Llama-shaped ones only: {known}")
+    files = sorted(source.glob("*.safetensors"))
+    if not files:
+        raise OutriderError(f"{source} has no .safetensors file")
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            weights.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+    if config.get("tie_word_embeddings"):
+        weights.pop("lm_head.weight", None)
+    return config, weights
+
+
+def inflate(
+    source: str | Path, out: str | Path, size: str | int | Shape = "1b", *, seed: int = 0, progress: bool = True
+) -> Path:
+    """Writes ``source`` inflated to ``size`` (a name, a number of parameters or a ``Shape``) into the new folder ``out``.
+
+    The folder appears under its name only when it is complete. Raises ``OutriderError`` where ``out`` exists, the source is
+    not a Llama-shaped folder, the shape cannot hold it or the disk is too small.
+    """
+    source, out = Path(source), Path(out)
+    if out.exists():
+        raise OutriderError(f"{out} exists already: delete it or give another folder")
+    config, weights = _read_source(source)
+    params = num_params(size) if isinstance(size, str) else size
+    large = params if isinstance(params, Shape) else shape_for(config, params)
+    dtype = weights["model.embed_tokens.weight"].dtype
+    inflater = _Inflater(config, large, _Noise(dtype, seed), dtype)
+    part = out.with_name(f"{out.name}.part-{os.getpid()}")
+    try:
+        part.mkdir(parents=True)
+        total = count_params(config, large)
+        free = shutil.disk_usage(part).free
+        if free < total * dtype.itemsize * 1.02:
+            raise OutriderError(f"{out}: needs {total * dtype.itemsize / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free")
+        _copy_tokenizer(source, part)
+        written = _write_shards(inflater.tensors(weights), part, total if progress else 0)
+        _write_config(part, config, inflater, written, seed)
+        part.rename(out)
+    except OSError as error:
+        raise OutriderError(f"cannot write {out}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return out
+
+
+def _copy_tokenizer(source: Path, out: Path) -> None:
+    keep = ("token", "vocab", "merges", "special", "added", "chat_template", "generation_config", "spiece")
+    for file in source.iterdir():
+        if file.is_file() and file.name.startswith(keep):
+            shutil.copyfile(file, out / file.name)
+
+
+def _write_shards(tensors: Iterator[tuple[str, Tensor]], out: Path, total: int) -> int:
+    """Writes shards of at most half a gigabyte, so that memory stays low. Returns the number of parameters."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    index: dict[str, int] = {}
+    shard: dict[str, Tensor] = {}
+    written = shards = size = 0
+
+    def flush() -> None:
+        nonlocal shard, shards
+        shards += 1
+        save_file(shard, out / f"{shards}.safetensors", metadata={"format": "pt"})
+        index.update(dict.fromkeys(shard, shards))
+        shard = {}
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not total) as bar:
+        task = bar.add_task(f"building a {total / 1e9:.2f}B checkpoint", total=total or None)
+        for name, tensor in tensors:
+            if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
+                flush()
+            shard[name] = tensor.contiguous()
+            written, size = written + tensor.numel(), size + tensor.nbytes
+            bar.update(task, advance=tensor.numel())
+        flush()
+    names = {i: f"model-{i:05d}-of-{shards:05d}.safetensors" for i in range(1, shards + 1)}
+    for i, name in names.items():
+        (out / f"{i}.safetensors").rename(out / name)
+    weight_map = {name: names[i] for name, i in index.items()}
+    (out / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": size, "total_parameters": written}, "weight_map": weight_map}, indent=1)
+    )
+    return written
+
+
+def _write_config(out: Path, config: Mapping[str, Any], inflater: _Inflater, params: int, seed: int) -> None:
+    large, small = inflater.large, inflater.small
+    new = dict(config) | {
+        "hidden_size": large.hidden,
+        "num_hidden_layers": large.layers,
+        "num_attention_heads": large.heads,
+        "num_key_value_heads": large.kv_heads,
+        "intermediate_size": large.ffn,
+        "head_dim": inflater.dim,
+        "rms_norm_eps": config["rms_norm_eps"] * inflater.norm_scale**2,
+        "outrider_inflated": {
+            "note": "computes the same function as its source, at this size's cost; see outrider.bench.inflate",
+            "format": FORMAT,
+            "parameters": params,
+            "source": asdict(small),
+            "real_layers": inflater.real_layers,
+            "feature_copies": inflater.copies,
+            "seed": seed,
+        },
+    }
+    if "layer_types" in new:  # one entry a layer, and all the same in the supported models
+        new["layer_types"] = [new["layer_types"][0]] * large.layers
+    (out / "config.json").write_text(json.dumps(new, indent=2) + "\n")
+
+
+def cache_folder() -> Path:
+    """Where built checkpoints are kept: ``OUTRIDER_CACHE``, else ``XDG_CACHE_HOME/outrider``, else ``~/.cache/outrider``."""
+    explicit = os.environ.get("OUTRIDER_CACHE")
+    if explicit:
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+
+
+def inflated(source: str | Path, size: str = "1b", *, progress: bool = True) -> Path:
+    """The cached folder of ``source`` inflated to ``size``, built where it is missing: keyed by content, size and format."""
+    source = Path(source)
+    num_params(size)
+    digest = hashlib.sha256(f"{FORMAT}/{size.lower()}".encode())
+    for file in [source / "config.json", *sorted(source.glob("*.safetensors")), *sorted(source.glob("token*"))]:
+        if not file.is_file():
+            raise OutriderError(f"{source} is not a model folder: it has no {file.name}")
+        digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
+    folder = cache_folder() / "inflated" / f"{source.resolve().name}-{size.lower()}-{digest.hexdigest()[:12]}"
+    return folder if folder.is_dir() else inflate(source, folder, size, progress=progress)
+
+
+def _main() -> int:
+    import argparse
+    import sys
+
+    parser = argparse.ArgumentParser(prog="python -m outrider.bench.inflate", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("source", help="a Llama-shaped Hugging Face folder")
+    parser.add_argument("out", nargs="?", help="the new folder (default: the cache folder)")
+    parser.add_argument("--size", default="1b", help="350m, 1b, 8b, ... (default 1b)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights (with OUT only)")
+    args = parser.parse_args()
+    try:
+        built = inflate(args.source, args.out, args.size, seed=args.seed) if args.out else inflated(args.source, args.size)
+    except OutriderError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(built)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(_main())

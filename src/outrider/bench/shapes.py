@@ -1,0 +1,82 @@
+"""Shapes of large Llama-shaped models: what ``--inflate 1b`` means for a given small one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.types import OutriderError
+
+SIZES = {"1b": 1_060_000_000, "8b": 8_000_000_000}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of a Llama-shaped model; ``head_dim`` and vocabulary stay the source's."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+
+
+def source_shape(config: Mapping[str, Any]) -> Shape:
+    """The shape a ``config.json`` describes."""
+    return Shape(
+        hidden=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=config["num_attention_heads"],
+        kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        ffn=config["intermediate_size"],
+    )
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    """Features of one attention head."""
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def num_params(size: str) -> int:
+    """``"1b"``, ``"8b"``, ``"350m"``, ``"1.5b"`` -> a number of parameters. Raises ``OutriderError`` for anything else."""
+    name = size.strip().lower()
+    if name in SIZES:
+        return SIZES[name]
+    try:
+        value = float(name[:-1]) * {"m": 1e6, "b": 1e9}[name[-1:]]
+    except (ValueError, KeyError):
+        value = 0.0
+    if not (1e6 <= value <= 1e11):
+        raise OutriderError(f"--inflate {size!r}: give a size such as 350m, 1b or 8b")
+    return int(value)
+
+
+def shape_for(config: Mapping[str, Any], params: int) -> Shape:
+    """A shape in use for models of about ``params`` parameters (Qwen3, Llama 3), that the source fits into."""
+    small = source_shape(config)
+    dim, vocab = head_dim(config), config["vocab_size"]
+    wanted, layers = next(
+        row[1:] for row in ((2e8, 512, 24), (2.5e9, 1024, 28), (6e9, 2048, 32), (math.inf, 4096, 36)) if params < row[0]
+    )
+    hidden = small.hidden
+    while hidden < wanted:
+        hidden *= 2
+    layers = max(layers, small.layers)
+    heads = hidden // dim
+    while heads * dim < 2048:
+        heads *= 2
+    kv_heads = max(heads // 4, 1)  # four query heads to a key/value head, as in Llama 3
+    embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    attention = 2 * hidden * dim * (heads + kv_heads)
+    ffn = ((params - embeddings) / layers - attention) / (3 * hidden)
+    return Shape(hidden, layers, heads, kv_heads, max(256 * round(ffn / 256), small.ffn, 256))
+
+
+def count_params(config: Mapping[str, Any], shape: Shape) -> int:
+    """Parameters of a Llama of that shape, norms and biases aside."""
+    dim = head_dim(config)
+    embeddings = config["vocab_size"] * shape.hidden * (1 if config.get("tie_word_embeddings") else 2)
+    layer = 2 * shape.hidden * dim * (shape.heads + shape.kv_heads) + 3 * shape.hidden * shape.ffn
+    return int(embeddings + shape.layers * layer)

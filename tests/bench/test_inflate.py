@@ -1,0 +1,161 @@
+"""An inflated checkpoint computes its source's function."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_folder import make_folder
+from transformers import AutoModelForCausalLM
+
+from outrider.bench import inflate as module
+from outrider.bench.inflate import inflate, inflated
+from outrider.bench.shapes import SIZES, Shape, count_params, num_params, shape_for
+from outrider.types import OutriderError
+
+TOKENS = torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+def logits(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    with torch.no_grad():
+        return model(TOKENS).logits.float()
+
+
+def perturb_norms(folder: Path) -> None:
+    """Trained norms are not all ones: a wrong place or scale must show."""
+    from safetensors.torch import save_file
+
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    for name, weight in weights.items():
+        if "norm" in name:
+            weights[name] = (weight + 0.3 * torch.randn_like(weight)).contiguous()
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+SHAPES = {
+    "hidden x4, more of everything": Shape(hidden=64, layers=5, heads=16, kv_heads=4, ffn=96),
+    "hidden x1": Shape(hidden=16, layers=2, heads=4, kv_heads=2, ffn=24),
+    "hidden x2 stores every feature twice": Shape(hidden=32, layers=3, heads=8, kv_heads=2, ffn=40),
+    "hidden x16": Shape(hidden=256, layers=3, heads=8, kv_heads=4, ffn=64),
+    "smaller groups: a real key/value head in two places": Shape(hidden=64, layers=4, heads=4, kv_heads=4, ffn=32),
+    "larger groups": Shape(hidden=64, layers=4, heads=16, kv_heads=2, ffn=32),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_logits_equal_the_sources(tmp_path: Path, shape: Shape, tied: bool) -> None:
+    source = make_folder(tmp_path / "small", tie_word_embeddings=tied)
+    perturb_norms(source)
+    out = inflate(source, tmp_path / "large", shape, progress=False)
+    torch.testing.assert_close(logits(out), logits(source), atol=2e-4, rtol=1e-4)
+    config = json.loads((out / "config.json").read_text())
+    assert (config["hidden_size"], config["num_hidden_layers"]) == (shape.hidden, shape.layers)
+    assert config["head_dim"] == 8
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_biases_are_kept(tmp_path: Path, bias: bool) -> None:
+    source = make_folder(tmp_path / "small", attention_bias=bias, mlp_bias=bias)
+    weights = load_file(source / "model.safetensors")
+    for name in weights:
+        if name.endswith("bias"):
+            weights[name] = torch.randn_like(weights[name])
+    from safetensors.torch import save_file
+
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    out = inflate(source, tmp_path / "large", Shape(64, 4, 16, 4, 96), progress=False)
+    torch.testing.assert_close(logits(out), logits(source), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("hidden", [32, 64, 128, 256])
+def test_norm_weights_are_scaled_exactly_in_bfloat16(tmp_path: Path, hidden: int) -> None:
+    source = make_folder(tmp_path / "small", dtype="bfloat16")
+    perturb_norms(source)
+    out = inflate(source, tmp_path / "large", Shape(hidden, 3, 8, 2, 32), progress=False)
+    small = load_file(source / "model.safetensors")["model.norm.weight"].double()
+    large = load_file(next(out.glob("model-*.safetensors")))["model.norm.weight"]
+    assert large.dtype == torch.bfloat16
+    scale = large[:16].double() / small
+    assert torch.all(scale == scale[0]) and torch.log2(scale[0]) % 1 == 0
+    assert torch.all(large[16:] == 0)
+
+
+def test_extra_weights_are_random_and_the_real_ones_few(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "small")
+    out = inflate(source, tmp_path / "large", Shape(64, 5, 16, 4, 96), progress=False)
+    weights = load_file(next(out.glob("model-*.safetensors")))
+    extra = weights["model.layers.1.mlp.up_proj.weight"]
+    assert 0.01 < extra.std() < 0.03
+    assert torch.all(weights["model.layers.1.mlp.down_proj.weight"] == 0)
+    note = json.loads((out / "config.json").read_text())["outrider_inflated"]
+    assert note["real_layers"] == [0, 2]
+    assert note["parameters"] == sum(w.numel() for w in weights.values())
+
+
+def test_shards_hold_every_tensor_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHARD_BYTES", 20_000)
+    source = make_folder(tmp_path / "small")
+    out = inflate(source, tmp_path / "large", Shape(64, 4, 8, 4, 64), progress=False)
+    shards = sorted(out.glob("model-*.safetensors"))
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(shards) > 3
+    assert {name: shard.name for shard in shards for name in load_file(shard)} == index
+    torch.testing.assert_close(logits(out), logits(source), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("size", "params"), [("1b", 1.06e9), ("8b", 8e9), ("700m", 7e8), ("3b", 3e9)])
+@pytest.mark.parametrize(("hidden", "layers", "heads"), [(256, 8, 4), (512, 12, 8), (384, 10, 6)])
+def test_sizes_are_met_within_eight_percent(size: str, params: float, hidden: int, layers: int, heads: int) -> None:
+    config = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 3 * hidden,
+        "vocab_size": 4096,
+        "tie_word_embeddings": True,
+    }
+    shape = shape_for(config, num_params(size))
+    assert count_params(config, shape) == pytest.approx(params, rel=0.08)
+    module._Inflater(config, shape, module._Noise(torch.bfloat16, 0), torch.bfloat16)  # fits
+
+
+def test_the_cache_is_keyed_by_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(SIZES, "1b", 400_000)
+    source = make_folder(tmp_path / "small")
+    first = inflated(source, "1b", progress=False)
+    assert inflated(source, "1b", progress=False) == first and first.is_relative_to(tmp_path / "cache")
+    perturb_norms(source)
+    assert inflated(source, "1b", progress=False) != first
+    assert not list(first.parent.glob("*.part-*"))
+
+
+@pytest.mark.parametrize("size", ["", "b", "huge", "-1b", "nanb", "1e30b"])
+def test_a_size_that_means_nothing_is_refused(size: str) -> None:
+    with pytest.raises(OutriderError, match="give a size"):
+        num_params(size)
+
+
+def test_what_cannot_be_inflated_is_refused(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "small")
+    with pytest.raises(OutriderError, match="power of two"):
+        inflate(source, tmp_path / "x", Shape(48, 4, 8, 4, 64))
+    with pytest.raises(OutriderError, match="does not fit"):
+        inflate(source, tmp_path / "x", Shape(64, 1, 8, 4, 64))
+    with pytest.raises(OutriderError, match="exists already"):
+        inflate(source, source, Shape(64, 4, 8, 4, 64))
+    with pytest.raises(OutriderError, match="not a model folder"):
+        inflate(tmp_path / "missing", tmp_path / "x")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    with pytest.raises(OutriderError, match="Llama-shaped"):
+        inflate(source, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
