@@ -52,5 +52,26 @@ def target(
         sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
 
 
+@app.command()
+def draft(
+    preset: PresetName = "cpu",
+    corpus: Corpus = CORPUS,
+    work: Work = WORK,
+    minutes: Minutes = None,
+    rows: Annotated[int | None, typer.Option("--generated", help="sequences the target writes first")] = None,
+) -> None:
+    """Export the target, let it write text, distil the draft on it; run again to resume."""
+    shop = workshop(preset, corpus, work)
+    stages.export_model(shop, "target", work / "export" / "target")
+    if not stages.train_draft(shop, minutes, rows):
+        sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
+
+
+@app.command()
+def export(name: str, out: Path, preset: PresetName = "cpu", work: Work = WORK) -> None:
+    """Write the last checkpoint of `target` or `draft` as a Hugging Face folder, while it trains if need be."""
+    stages.export_model(Workshop(preset, CORPUS, work), name, out)
+
+
 if __name__ == "__main__":
     app()

@@ -43,12 +43,29 @@ class Plan:
 
 @dataclass(frozen=True)
 class LayerSkip:
-    """Layer dropout and early-exit loss (Elhoushi et al. 2024, sections 4.1 and 4.2)."""
+    """Layer dropout and early-exit loss (Elhoushi et al. 2024, sections 4.1 and 4.2), and growth in depth.
+
+    Until `grow_at` only every second layer is trained. The others start as the identity (their output
+    projections are zero), so that adding them changes nothing at that moment: half the work, same function.
+    """
 
     max_drop: float = 0.1
     exit_scale: float = 0.2
-    exit_every: int = 1  # an exit loss every so many steps
     exit_share: float = 0.25  # share of the sequences the exit loss looks at
+    grow_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """What the draft learns from (DistillSpec, Zhou et al. 2024)."""
+
+    generated_rows: int  # sequences the target writes first
+    prompt_tokens: int = 96
+    new_tokens: int = 160
+    generation_batch: int = 256
+    generated_share: float = 0.6  # of each batch; the rest is corpus text
+    greedy_share: float = 0.5  # of the generated rows; the others are sampled at temperature 1
+    plain_share: float = 0.1  # of the run spent on plain next-token loss first
 
 
 @dataclass(frozen=True)
@@ -62,7 +79,7 @@ class Preset:
     draft_plan: Plan
     layer_skip: LayerSkip
     source_megabytes: float  # at most this much text of each source
-    generated_sequences: int  # target-written sequences the draft is distilled on
+    distillation: Distillation
     max_positions: int = 1024
 
 
@@ -71,11 +88,11 @@ PRESETS = {
         vocab=4096,
         target=Shape(hidden=256, layers=8, heads=4, kv_heads=2, intermediate=768),
         draft=Shape(hidden=192, layers=2, heads=3, kv_heads=1, intermediate=576),
-        target_plan=Plan(25_000_000, 4096, ((0.6, 256), (1.0, 512)), minutes=75),
+        target_plan=Plan(25_000_000, 4096, ((0.7, 256), (0.93, 512), (1.0, 1024)), minutes=75),
         draft_plan=Plan(8_000_000, 4096, ((1.0, 256),), minutes=15, adam_lr=0.005, warmup=0.02),
-        layer_skip=LayerSkip(),
+        layer_skip=LayerSkip(grow_at=0.4),
         source_megabytes=12,
-        generated_sequences=2048,
+        distillation=Distillation(2048),
     ),
     "gpu": Preset(
         vocab=4096,
@@ -85,7 +102,7 @@ PRESETS = {
         draft_plan=Plan(400_000_000, 65_536, ((1.0, 512),), minutes=8, warmup=0.02),
         layer_skip=LayerSkip(exit_share=0.5),
         source_megabytes=1000,
-        generated_sequences=32_768,
+        distillation=Distillation(32_768, 160, 352, 2048),
     ),
     "tiny": Preset(  # for tests: seconds on any machine
         vocab=320,
@@ -95,7 +112,7 @@ PRESETS = {
         draft_plan=Plan(10_000, 256, ((1.0, 32),)),
         layer_skip=LayerSkip(exit_share=0.5),
         source_megabytes=1,
-        generated_sequences=8,
+        distillation=Distillation(8, 8, 24, 4),
         max_positions=256,
     ),
 }

@@ -35,17 +35,17 @@ class Source:
 
 
 SOURCES = (
-    Source("functions", None, 0.22, "single functions cut from the four Python sources", "as their files"),
+    Source("functions", None, 0.30, "single functions cut from the four Python sources", "as their files"),
     Source("thealgorithms", "code_thealgorithms_mit.txt.xz", 0.12, "TheAlgorithms/Python", "MIT"),
-    Source("stdlib", None, 0.08, "the Python interpreter's standard library", "PSF-2.0"),
-    Source("networkx", "code_networkx_bsd.txt.xz", 0.05, "networkx/networkx", "BSD-3-Clause"),
-    Source("sympy", "code_sympy_bsd.txt.xz", 0.07, "sympy/sympy", "BSD-3-Clause"),
-    Source("books", "books_en.txt.xz", 0.27, "mlschmitt/classic-books-markdown", "public domain"),
-    Source("peps", "docs_peps_pd.txt.xz", 0.05, "python/peps", "public domain / CC0"),
+    Source("stdlib", None, 0.06, "the Python interpreter's standard library", "PSF-2.0"),
+    Source("networkx", "code_networkx_bsd.txt.xz", 0.04, "networkx/networkx", "BSD-3-Clause"),
+    Source("sympy", "code_sympy_bsd.txt.xz", 0.03, "sympy/sympy", "BSD-3-Clause"),
+    Source("books", "books_en.txt.xz", 0.29, "mlschmitt/classic-books-markdown", "public domain"),
+    Source("peps", "docs_peps_pd.txt.xz", 0.04, "python/peps", "public domain / CC0"),
     Source("rust", "docs_rust_mit_apache.txt.xz", 0.03, "rust-lang/book, rust-lang/reference", "MIT or Apache-2.0"),
     Source("cpp", "docs_cpp_ccby.txt.xz", 0.01, "MicrosoftDocs/cpp-docs", "CC-BY-4.0"),
     Source("tldr", "docs_tldr_en_ccby.txt.xz", 0.02, "tldr-pages/tldr", "CC-BY-4.0"),
-    Source("gsm8k", "math_gsm8k_train_mit.txt.xz", 0.08, "openai/grade-school-math, train split", "MIT"),
+    Source("gsm8k", "math_gsm8k_train_mit.txt.xz", 0.06, "openai/grade-school-math, train split", "MIT"),
 )
 CODE = ("thealgorithms", "stdlib", "networkx", "sympy")
 

@@ -89,3 +89,25 @@ def held_out_rows(folder: Path, names: Iterable[str], seq_len: int, limit: int) 
             rows = np.stack([ids[i * seq_len : (i + 1) * seq_len + 1] for i in range(count)])
             found[name] = torch.from_numpy(rows)
     return found
+
+
+class DistillationRows:
+    """Corpus rows mixed with rows the target wrote; the second kind is drawn whole, never cut."""
+
+    def __init__(self, corpus: Mixture, generated: Tensor, share: float) -> None:
+        self.corpus = corpus
+        self.generated = generated  # [N, S + 1]
+        self.share = share if len(generated) else 0.0
+        self.rows_drawn = corpus.rows_drawn
+        self.rows_drawn["generated"] = 0
+
+    def batch(self, step: int, rows: int, seq_len: int) -> Tensor:
+        """Ids of one step: [rows, seq_len + 1]."""
+        count = round(rows * self.share)
+        first = self.rows_drawn["generated"]
+        self.rows_drawn["generated"] += count
+        parts = [self.corpus.batch(step, rows - count, seq_len)]
+        if count:
+            places = ((np.arange(first, first + count) * GOLDEN + 0.5) % 1.0 * len(self.generated)).astype(np.int64)
+            parts.append(self.generated[places, : seq_len + 1].to(torch.int64))
+        return torch.cat(parts)

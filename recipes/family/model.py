@@ -49,9 +49,9 @@ def load(folder: Path) -> LlamaForCausalLM:
 
 
 def compile_layers(model: LlamaForCausalLM) -> None:
-    """Compile each layer in place: one graph serves all depths, exits and skipped layers."""
+    """Compile each layer in place: one graph a shape serves all depths, exits and skipped layers."""
     for layer in model.model.layers:
-        layer.compile()
+        layer.compile(dynamic=False)
 
 
 def hidden_states(model: LlamaForCausalLM, ids: Tensor, skipped: Collection[int] = ()) -> list[Tensor]:

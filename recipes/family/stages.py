@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from . import corpus, data, evaluate, model, tokenizer
+from . import corpus, data, draft, evaluate, generate, model, prompts, tokenizer
 from .config import PRESETS, Plan, Preset
 from .evaluate import HeldOut
+from .export import export
+from .progress import Progress
 from .target import TargetLoss
 from .trainer import Job, Trainer
 
@@ -68,7 +71,7 @@ def _loss(shop: Workshop, net: LlamaForCausalLM, plan: Plan) -> TargetLoss:
     loss = TargetLoss(net, shop.preset.layer_skip, model.autocast_dtype(shop.device), plan.seed)
     if shop.compiled:
         model.compile_layers(net)
-        loss.token_loss = torch.compile(model.token_loss)
+        loss.token_loss = torch.compile(model.token_loss, dynamic=False)
     return loss
 
 
@@ -93,3 +96,59 @@ def train_target(shop: Workshop, minutes: float | None) -> bool:
     """Train the target to the end of its plan; False if interrupted."""
     prepare(shop)
     return Trainer(target_job(shop, minutes)).run()
+
+
+def export_model(shop: Workshop, name: str, out: Path) -> None:
+    """Export the last checkpoint of `target` or `draft`, finished or not."""
+    shape = shop.preset.target if name == "target" else shop.preset.draft
+    export(shop.folder / name / "checkpoint.pt", shape, shop.preset, shop.folder / "tokenizer", out)
+
+
+def write_text(shop: Workshop, teacher: LlamaForCausalLM, rows: int) -> Tensor:
+    """Sequences the target writes, greedy ones and sampled ones: [rows, S + 1], kept on disk."""
+    path, how = shop.folder / "generated.pt", shop.preset.distillation
+    if path.exists():
+        return torch.load(path, weights_only=True)
+    plan, learned = shop.preset.draft_plan, tokenizer.load(shop.folder / "tokenizer")
+    others = data.training_mixture(shop.tokens, plan.seed + 1).batch(0, rows, how.prompt_tokens)
+    starts = prompts.mixed_prompts(shop.tokens, learned, rows, how.prompt_tokens, others).to(shop.device)
+    generator = torch.Generator(shop.device).manual_seed(plan.seed)
+    written = []
+    with Progress("generate") as bar:
+        for batch in starts.split(how.generation_batch):
+            temperature = torch.ones(len(batch), device=shop.device)
+            temperature[: round(len(batch) * how.greedy_share)] = 0.0
+            new_tokens = how.new_tokens + 1
+            written.append(generate.continue_rows(teacher, batch, new_tokens, temperature, generator).cpu())
+            bar.update(sum(map(len, written)) / rows, {"rows": sum(map(len, written))})
+    generated = torch.cat(written).to(torch.int32)
+    torch.save(generated, path)
+    return generated
+
+
+def draft_job(shop: Workshop, minutes: float | None, generated_rows: int | None) -> Job:
+    """The distillation run of the draft, from the target as it was exported."""
+    preset, how = shop.preset, shop.preset.distillation
+    plan = replace(preset.draft_plan, minutes=minutes) if minutes else preset.draft_plan
+    teacher = model.load(shop.folder / "export" / "target").to(shop.device).requires_grad_(False)
+    rows = how.generated_rows if generated_rows is None else generated_rows
+    generated = write_text(shop, teacher, rows) if rows else torch.empty(0, 1)
+    student = model.build(preset.draft, preset, plan.seed + 1).to(shop.device)
+    loss = draft.DraftLoss(student, teacher, model.autocast_dtype(shop.device), how.plain_share)
+    if shop.compiled:
+        for net in (student, teacher):
+            model.compile_layers(net)
+        loss.token_loss = torch.compile(model.token_loss, dynamic=False)
+        loss.distillation = torch.compile(draft.distillation, dynamic=False)
+    corpus_rows = data.training_mixture(shop.tokens, plan.seed + 2)
+    batches = data.DistillationRows(corpus_rows, generated, how.generated_share)
+
+    def measure(final: bool) -> dict[str, Any]:
+        return {"bpb": evaluate.bits_per_byte(student, shop.held_out(final))}
+
+    return Job("draft", student, batches, loss, plan, shop.folder / "draft", measure)
+
+
+def train_draft(shop: Workshop, minutes: float | None, generated_rows: int | None = None) -> bool:
+    """Distil the draft to the end of its plan; False if interrupted."""
+    return Trainer(draft_job(shop, minutes, generated_rows)).run()

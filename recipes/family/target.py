@@ -31,19 +31,26 @@ class TargetLoss:
     def __call__(self, ids: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         """Loss of ids [B, S + 1]."""
         layers = len(self.model.model.layers)
-        rng = np.random.default_rng((self.seed, step, 1))
-        rates = models.drop_rates(layers, self.layer_skip.max_drop, progress)
-        skipped = [depth for depth, rate in enumerate(rates) if rng.random() < rate]
+        skipped = self.skipped(layers, step, progress)
+        exits = [depth for depth in range(1, layers - 1) if progress >= self.layer_skip.grow_at or depth % 2 == 0]
         with torch.autocast(ids.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
             states = models.hidden_states(self.model, ids[:, :-1], skipped)
             final = self.token_loss(self.model, states[-1], ids[:, 1:])
-            if layers < 2 or step % self.layer_skip.exit_every:
+            if not exits:
                 return final, {"loss": final.detach()}
-            turn = step // self.layer_skip.exit_every
-            depth = 1 + turn % (layers - 2) if layers > 2 else 0
+            depth = exits[step % len(exits)]
             rows = max(1, int(len(ids) * self.layer_skip.exit_share))
             early = self.token_loss(self.model, states[depth][:rows], ids[:rows, 1:])
         weights = models.exit_weights(layers, self.layer_skip.exit_scale)
         share = weights[depth] / (weights[depth] + weights[-1])
         loss = (1 - share) * final + share * early
         return loss, {"loss": final.detach(), f"exit_{depth + 1}": early.detach()}
+
+    def skipped(self, layers: int, step: int, progress: float) -> set[int]:
+        """The layers this step leaves out: dropped by chance, or not grown yet."""
+        rng = np.random.default_rng((self.seed, step, 1))
+        rates = models.drop_rates(layers, self.layer_skip.max_drop, progress)
+        dropped = {depth for depth, rate in enumerate(rates) if rng.random() < rate}
+        if progress < self.layer_skip.grow_at:
+            dropped |= set(range(1, layers, 2))
+        return dropped

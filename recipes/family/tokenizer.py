@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +64,23 @@ def train(texts: Iterator[str], vocab: int) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         model_max_length=1024,
     )
+
+
+def write_config(folder: Path) -> None:
+    """Rewrite tokenizer_config.json with the keys that transformers 4 and other engines read, too."""
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END,
+        "eos_token": END,
+        "pad_token": END,
+        "additional_special_tokens": [USER, ASSISTANT],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1024,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "special_tokens_map.json").unlink(missing_ok=True)
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerFast) -> list[int]:

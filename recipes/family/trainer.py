@@ -154,7 +154,7 @@ class Trainer:
         if self.job.evaluate is None:
             return {}
         self.job.model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             found = self.job.evaluate(final)
         self.job.model.train()
         return found

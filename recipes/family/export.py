@@ -1,0 +1,25 @@
+"""From a checkpoint to an ordinary Hugging Face folder in bfloat16."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig
+
+from . import model, tokenizer
+from .config import Preset, Shape
+
+
+def export(checkpoint: Path, shape: Shape, preset: Preset, tokenizer_folder: Path, out: Path) -> None:
+    """Write config, weights, generation config and tokenizer of any checkpoint, also of a running one."""
+    net = model.build(shape, preset, seed=0)
+    state = torch.load(checkpoint, map_location="cpu", weights_only=True)["model"]
+    net.load_state_dict(state)
+    if out.exists():
+        shutil.rmtree(out)
+    net.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0, do_sample=False)
+    net.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.load(tokenizer_folder).save_pretrained(out)
+    tokenizer.write_config(out)

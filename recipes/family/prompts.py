@@ -1,0 +1,52 @@
+"""Prefixes the target continues when it writes the draft's training text. All come from the training text itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+# A signature and, if there is one, its docstring: what a user of a code model types.
+SIGNATURE = re.compile(r'\A(?:@.*\n)*def .*?\)(?: *->[^\n]*)?:\n(?:\s+[rR]?"""(?:.|\n)*?"""\n)?', re.DOTALL)
+FUNCTION_SHARE = 0.7  # of the prompts; the others are corpus prefixes cut anywhere
+
+
+def signature(function: str) -> str | None:
+    """The part of a function that is given as a prompt."""
+    found = SIGNATURE.match(function)
+    return found.group() if found and len(found.group()) < 0.8 * len(function) else None
+
+
+def function_prompts(stream: np.ndarray, tokenizer: PreTrainedTokenizerFast, length: int) -> Iterator[Tensor]:
+    """Windows of `length` ids of a packed stream that end where a function's body begins."""
+    end = tokenizer.eos_token_id
+    ends = np.flatnonzero(np.asarray(stream) == end)
+    for before, after in zip(ends[:-1], ends[1:], strict=True):
+        text = tokenizer.decode(stream[before + 1 : after].tolist())
+        prompt = signature(text)
+        if prompt is None:
+            continue
+        stop = before + 1 + len(tokenizer.encode(prompt))
+        if stop >= length:
+            yield torch.from_numpy(np.asarray(stream[stop - length : stop]).astype(np.int64))
+
+
+def mixed_prompts(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, rows: int, length: int, others: Tensor
+) -> Tensor:
+    """Prompts [rows, length]: mostly function signatures, the rest from `others` [N, >= length]."""
+    stream = np.memmap(folder / "train_functions.bin", dtype=np.uint16, mode="r")
+    wanted = int(rows * FUNCTION_SHARE)
+    found: list[Tensor] = []
+    for prompt in function_prompts(stream, tokenizer, length):
+        if len(found) == wanted:
+            break
+        found.append(prompt)
+    rest = others[: rows - len(found), :length]
+    mixed = torch.cat([torch.stack(found), rest]) if found else rest
+    return mixed[torch.randperm(len(mixed), generator=torch.Generator().manual_seed(len(mixed)))]

@@ -1,0 +1,127 @@
+"""What the model card shows: continuations of our own prompts, and how many of them parse as Python.
+
+The signatures and openings were written for this file; none comes from a benchmark.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from .generate import continue_rows
+
+ENGLISH = (
+    "The old house at the end of the road",
+    "It was late in the evening when the ship",
+    "She opened the letter and",
+    "My father used to say that",
+    "In the middle of the forest there was",
+    "The captain looked at the sea and",
+    "There are three reasons why a man",
+    "On the following morning we",
+    "The children ran into the garden, and",
+    'To install a package, use the command',
+)
+
+_SIGNATURES = """
+def add(first: int, second: int) -> int: | Return the sum of two integers.
+def is_even(number: int) -> bool: | Return True if the number is even.
+def largest(values: list[int]) -> int: | Return the largest of the values.
+def reverse_words(sentence: str) -> str: | Return the sentence with its words in reverse order.
+def count_lines(path: str) -> int: | Count the lines of a text file.
+def factorial(number: int) -> int: | Return the factorial of a number.
+def fibonacci(count: int) -> list[int]: | Return the first Fibonacci numbers.
+def is_palindrome(text: str) -> bool: | Check whether a text reads the same backwards.
+def mean(values: list[float]) -> float: | Return the arithmetic mean of the values.
+def median(values: list[float]) -> float: | Return the median of the values.
+def flatten(lists): | Flatten a list of lists into one list.
+def unique(items): | Return the items without duplicates, in their first order.
+def gcd(first: int, second: int) -> int: | Return the greatest common divisor.
+def is_prime(number: int) -> bool: | Return True if the number is a prime.
+def primes_up_to(limit: int) -> list[int]: | List all primes up to a limit.
+def binary_search(values: list[int], wanted: int) -> int: | Return the index of the wanted value in a sorted list, or -1.
+def bubble_sort(values: list[int]) -> list[int]: | Sort a list of integers in ascending order.
+def merge(left: list[int], right: list[int]) -> list[int]: | Merge two sorted lists into one sorted list.
+def count_vowels(text: str) -> int: | Count the vowels in a text.
+def to_title(text: str) -> str: | Capitalise the first letter of each word.
+def word_counts(text: str) -> dict[str, int]: | Count how often each word occurs.
+def invert(mapping: dict) -> dict: | Swap the keys and the values of a mapping.
+def transpose(matrix: list[list[float]]) -> list[list[float]]: | Transpose a matrix.
+def dot(left: list[float], right: list[float]) -> float: | Return the dot product of two vectors.
+def matrix_product(left, right): | Multiply two matrices given as lists of rows.
+def power(base: float, exponent: int) -> float: | Raise a base to an integer exponent.
+def digits(number: int) -> list[int]: | Return the decimal digits of a number.
+def digit_sum(number: int) -> int: | Return the sum of the decimal digits of a number.
+def to_binary(number: int) -> str: | Convert a number to a binary string.
+def from_binary(text: str) -> int: | Convert a binary string to a number.
+def clamp(value: float, low: float, high: float) -> float: | Limit a value to an interval.
+def distance(first: tuple[float, float], second: tuple[float, float]) -> float: | Return the distance of two points.
+def celsius_to_fahrenheit(degrees: float) -> float: | Convert degrees Celsius to degrees Fahrenheit.
+def read_json(path): | Read a JSON file and return its content.
+def write_lines(path, lines): | Write lines to a file.
+def depth(tree) -> int: | Return the depth of a binary tree.
+def bfs(graph: dict, start: str) -> list[str]: | Visit a graph in breadth first order.
+def dfs(graph: dict, start: str) -> set[str]: | Return all nodes reachable from a start node.
+def shortest_path(graph, start, end): | Return the shortest path between two nodes.
+def neighbors(graph, node): | Return the neighbors of a node.
+def remove_spaces(text: str) -> str: | Remove all spaces from a text.
+def rotate(items: list, count: int) -> list: | Rotate a list to the left.
+def chunks(items: list, size: int): | Yield successive chunks of a list.
+def cumulative_sum(values: list[int]) -> list[int]: | Return the running totals of the values.
+def hamming_distance(first: str, second: str) -> int: | Count the positions at which two strings differ.
+def caesar_cipher(text: str, shift: int) -> str: | Encrypt a text by shifting its letters.
+def area_of_circle(radius: float) -> float: | Return the area of a circle.
+def simple_interest(principal: float, rate: float, years: float) -> float: | Return the interest after some years.
+def is_leap_year(year: int) -> bool: | Return True if the year is a leap year.
+def roman_to_int(text: str) -> int: | Convert a Roman numeral to an integer.
+"""
+SIGNATURES = tuple(
+    '{}\n    """{}"""\n'.format(*line.split(" | ")) for line in _SIGNATURES.strip().splitlines()
+)
+
+
+@torch.no_grad()
+def continuations(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: tuple[str, ...], new_tokens: int,
+    temperature: float, seed: int,
+) -> list[str]:  # fmt: skip
+    """Each prompt's continuation up to the first end token, which is shown as a newline."""
+    generator = torch.Generator().manual_seed(seed)
+    texts = []
+    for prompt in prompts:
+        ids: Tensor = torch.tensor([tokenizer.encode(prompt)])
+        out = continue_rows(model, ids, new_tokens, torch.tensor([temperature]), generator)[0, ids.shape[1] :].tolist()
+        ended = tokenizer.eos_token_id in out
+        text = tokenizer.decode(out[: out.index(tokenizer.eos_token_id)] if ended else out)
+        texts.append(text + "\n" if ended else text)
+    return texts
+
+
+def function_body(continuation: str) -> str:
+    """The continuation up to the first line that leaves the function, without an unfinished last line.
+
+    Without such a line the text was cut by the token limit, maybe inside a line: the unfinished line goes.
+    """
+    lines = continuation.split("\n")
+    for index, line in enumerate(lines):
+        if line and not line[0].isspace():
+            return "\n".join(lines[:index])
+    return "\n".join(lines[:-1])
+
+
+def parses(prompt: str, continuation: str) -> bool:
+    """Whether prompt and `function_body` are one valid piece of Python that has a body of its own."""
+    body = function_body(continuation)
+    if not body.strip():
+        return False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(prompt + body)
+    except (SyntaxError, ValueError):
+        return False
+    return True
