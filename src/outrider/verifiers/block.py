@@ -1,0 +1,64 @@
+"""Block verification: the whole chain is judged at once and never keeps fewer drafts than rejection, in expectation.
+
+Sun, Mendlovic, Leviathan, Aharoni, Ro, Beirami, Suresh 2024 (arXiv 2403.10444), Algorithm 2.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from outrider.types import Proposal, Randomness, Verdict
+from outrider.verifiers.base import ProposalError, Verifier, chain_verdict, residual
+
+_TINY = 1e-30
+
+
+class BlockVerifier(Verifier):
+    """Keeps the longest prefix whose coin falls, coins weighing the joint probability of the prefix and what may follow it."""
+
+    lossless: ClassVar[bool] = True
+    handles_trees: ClassVar[bool] = False
+    judges: ClassVar[Literal["probs", "tokens"]] = "probs"
+
+    def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
+        """``target`` [B, N + 1, V] are target probabilities. See ``Verifier.verify``. Raises ``ProposalError`` for a tree."""
+        if proposal.parents is not None:
+            raise ProposalError("block verification is for chains; use rejection for trees")
+        width = proposal.num_nodes
+        if width == 0:
+            return chain_verdict(torch.zeros_like(proposal.lens), random.categorical(target[:, 0]).cpu(), 0)
+        device = target.device
+        lens = proposal.lens.to(device).unsqueeze(-1)  # [B, 1]
+        token_ids = proposal.token_ids.to(device)
+        draft_probs = proposal.probs
+        if draft_probs is None:
+            draft_probs = torch.zeros_like(target[:, 1:]).scatter_(-1, token_ids.unsqueeze(-1), 1.0)
+        weights = _prefix_weights(token_ids, target, draft_probs)  # [B, N + 1]
+        index = torch.arange(1, width + 1, device=device)
+        excess = (weights[:, 1:-1, None] * target[:, 1:-1] - draft_probs[:, 1:]).clamp_min(0.0).sum(dim=-1)  # [B, N - 1]
+        total = excess + 1 - weights[:, 1:-1]
+        # 0 / 0: target and draft agree on all that follows, a longer prefix will be kept
+        inner = torch.where(total > 0, excess / total, 1.0)
+        chances = torch.where(index == lens, weights[:, 1:], torch.nn.functional.pad(inner, (0, 1)))
+        falls = random.bernoulli(torch.where(index <= lens, chances, 0.0))
+        num_accepted = (falls * index).amax(dim=-1)  # [B]
+        rows = torch.arange(len(token_ids), device=device)
+        partly = (num_accepted < lens.squeeze(-1)).unsqueeze(-1)
+        weight = torch.where(partly, weights[rows, num_accepted].unsqueeze(-1), 1.0)
+        taken = torch.where(partly, draft_probs[rows, num_accepted.clamp_max(width - 1)], 0.0)
+        next_token = random.categorical(residual(weight * target[rows, num_accepted], taken))
+        return chain_verdict(num_accepted, next_token, width)
+
+
+def _prefix_weights(token_ids: Tensor, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """p_i = min(1, p_(i - 1) target(x_i) / draft(x_i)), p_0 = 1: [B, N + 1]."""
+    drafts = token_ids.unsqueeze(-1)
+    of_draft = draft_probs.gather(-1, drafts).clamp_min(_TINY)
+    ratios = (target_probs[:, :-1].gather(-1, drafts) / of_draft).squeeze(-1)  # [B, N]
+    weights = [torch.ones_like(ratios[:, 0])]
+    for ratio in ratios.unbind(1):
+        weights.append((weights[-1] * ratio).clamp_max(1.0))
+    return torch.stack(weights, dim=1)

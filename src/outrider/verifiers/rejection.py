@@ -1,0 +1,91 @@
+"""Speculative (rejection) sampling: lossless for chains and trees, sampled or point-mass drafts.
+
+Leviathan, Kalman, Matias 2023, Algorithm 1; Chen et al. 2023, Algorithm 2. Trees: multi-step speculative sampling of SpecInfer
+(Miao et al. 2024, Algorithm 2), siblings drawn with or without replacement, as the proposal's conditional probabilities say.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from outrider.types import Proposal, Randomness, Verdict
+from outrider.verifiers.base import Verifier, accept_prob, chain_verdict, residual
+
+
+class RejectionVerifier(Verifier):
+    """Accepts draft x with probability min(1, target(x) / draft(x)); after a rejection draws from the residual."""
+
+    lossless: ClassVar[bool] = True
+    handles_trees: ClassVar[bool] = True
+    judges: ClassVar[Literal["probs", "tokens"]] = "probs"
+
+    def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
+        """``target`` [B, N + 1, V] are target probabilities. See ``Verifier.verify``."""
+        if proposal.parents is None:
+            return _verify_chain(proposal, target, random)
+        return _verify_tree(proposal, proposal.parents, target, random)
+
+
+def _verify_chain(proposal: Proposal, target_probs: Tensor, random: Randomness) -> Verdict:
+    width = proposal.num_nodes
+    if width == 0:
+        return chain_verdict(torch.zeros_like(proposal.lens), random.categorical(target_probs[:, 0]).cpu(), 0)
+    device = target_probs.device
+    drafts = proposal.token_ids.to(device).unsqueeze(-1)  # [B, N, 1]
+    lens = proposal.lens.to(device)
+    chances = target_probs[:, :-1].gather(-1, drafts)  # of a point mass
+    if proposal.probs is not None:
+        chances = accept_prob(chances, proposal.probs.gather(-1, drafts))
+    is_draft = torch.arange(width, device=device) < lens.unsqueeze(-1)
+    survives = random.bernoulli(torch.where(is_draft, chances.squeeze(-1), 0.0))
+    num_accepted = survives.long().cumprod(dim=-1).sum(dim=-1)  # [B]
+    rows = torch.arange(len(lens), device=device)
+    rejected = num_accepted.clamp_max(width - 1)  # index of the first rejected draft, if any
+    if proposal.probs is None:
+        draft_probs = torch.zeros_like(target_probs[:, 0]).scatter_(-1, drafts[rows, rejected], 1.0)
+    else:
+        draft_probs = proposal.probs[rows, rejected]
+    # without a rejection nothing is subtracted: the residual is the target
+    draft_probs = torch.where((num_accepted < lens).unsqueeze(-1), draft_probs, 0.0)
+    next_token = random.categorical(residual(target_probs[rows, num_accepted], draft_probs))
+    return chain_verdict(num_accepted, next_token, width)
+
+
+def _verify_tree(proposal: Proposal, parents: Tensor, target_probs: Tensor, random: Randomness) -> Verdict:
+    """One walk in index order: parents precede children and siblings stand in the order in which they are tried."""
+    batch, num_nodes = proposal.token_ids.shape
+    device = target_probs.device
+    drafts, parents = proposal.token_ids.to(device), parents.to(device)
+    in_use = torch.arange(num_nodes, device=device) < proposal.lens.to(device).unsqueeze(-1)  # [B, N]
+    node = torch.full((batch,), -1, device=device)  # [B] the last accepted draft
+    left = target_probs[:, 0]  # [B, V] the target's distribution after node, less what rejected children stood for
+    accepted = torch.zeros(batch, num_nodes, dtype=torch.bool, device=device)
+    for i in range(num_nodes):
+        tried = in_use[:, i] & (parents[:, i] == node)  # [B]
+        draft = drafts[:, i : i + 1]  # [B, 1]
+        chance = left.gather(-1, draft)
+        if proposal.probs is None:
+            draft_probs = torch.zeros_like(left).scatter_(-1, draft, 1.0)
+        else:
+            draft_probs = proposal.probs[:, i]
+            chance = accept_prob(chance, draft_probs.gather(-1, draft))
+        # a coin for every node, tried or not, so that a request's coins do not depend on the others'
+        taken = random.bernoulli(torch.where(tried.unsqueeze(-1), chance, 0.0)).squeeze(-1)
+        accepted[:, i] = taken
+        node = torch.where(taken, i, node)
+        left = torch.where((tried & ~taken).unsqueeze(-1), residual(left, draft_probs), left)
+        left = torch.where(taken.unsqueeze(-1), target_probs[:, i + 1], left)
+    return tree_verdict(accepted, random.categorical(left))
+
+
+def tree_verdict(accepted: Tensor, next_token: Tensor) -> Verdict:
+    """Accepted nodes bool [B, N] and next tokens [B] -> the verdict, on the CPU. Depth grows with the index along a path."""
+    accepted = accepted.cpu()
+    num_accepted = accepted.sum(dim=-1)
+    order = accepted.long().argsort(dim=-1, descending=True, stable=True)  # accepted nodes first, in index order
+    path = torch.where(torch.arange(accepted.shape[1]) < num_accepted.unsqueeze(-1), order, -1)
+    depth = int(num_accepted.max()) if path.numel() else 0
+    return Verdict(path[:, :depth], num_accepted, next_token.cpu())
