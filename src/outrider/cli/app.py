@@ -1,0 +1,93 @@
+"""The command table and the one place where an error becomes a line on stderr and an exit code.
+
+Exit codes: 0 done; 1 an error inside Outrider or the machine (memory, disk); 2 a mistake in what was asked; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+
+COMMANDS = ("generate", "chat", "compare", "bench")  # each is outrider.cli.<name>:command
+EXIT_INTERNAL, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def build_app() -> typer.Typer:
+    """The application with every command; importing the command modules imports neither torch nor transformers."""
+    app = typer.Typer(
+        name="outrider",
+        help="Speculative decoding for any Hugging Face causal language model: the same text, faster.",
+        epilog="Each command explains itself: outrider generate --help",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback()
+    def options(
+        debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+        version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+    ) -> None:
+        if version:
+            from importlib.metadata import version as installed
+
+            typer.echo(installed("outrider"))
+            raise typer.Exit
+
+    for name in COMMANDS:
+        module = import_module(f"outrider.cli.{name}")
+        app.command(name, epilog=module.EXAMPLES)(module.command)
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns the exit code; an error is one line on stderr, with its traceback under ``--debug``."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args
+    if debug:  # accepted before and after the command's name
+        args = [argument for argument in args if argument != "--debug"]
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        code = build_app()(args, prog_name="outrider", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader went away, as in `outrider generate ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if debug:
+            import traceback
+
+            traceback.print_exc()
+        message, code = explain(error)
+        print(f"error: {message}", file=sys.stderr)
+        return code
+
+
+def explain(error: Exception) -> tuple[str, int]:
+    """An error as one line and an exit code."""
+    if isinstance(error, typer.Abort):
+        return "interrupted", EXIT_INTERRUPTED
+    usage: Any = getattr(error, "format_message", None)  # a mistake in the options, found by typer
+    if usage is not None:
+        context = getattr(error, "ctx", None)
+        hint = f"; see {context.command_path} --help" if context is not None else ""
+        return _one_line(str(usage()).rstrip(".")) + hint, EXIT_USAGE
+    types = sys.modules.get("outrider.types")
+    if types is not None and isinstance(error, types.OutriderError):
+        return _one_line(str(error)), EXIT_USAGE
+    if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
+        return f"out of memory ({_one_line(str(error))[:120]}); try a smaller --max-len, batch or model", EXIT_INTERNAL
+    return f"{type(error).__name__}: {_one_line(str(error))[:300]} (--debug shows where)", EXIT_INTERNAL
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,148 @@
+"""Groups of command-line options, shared by the commands: a dataclass field is an option.
+
+Every default here means "not given": the values themselves stand once, in the dataclasses of the rooms that use them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+if TYPE_CHECKING:
+    from outrider.types import SamplingParams
+
+Result = TypeVar("Result")
+MODEL, SAMPLING = "Models and method", "Sampling"
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which models, which method and how they run."""
+
+    target: Annotated[
+        str | None,
+        typer.Option(help="Folder or hub id of the model whose text is wanted [default: the embedded one].", rich_help_panel=MODEL),
+    ] = None
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Folder or hub id of a small model with the same vocabulary.", rich_help_panel=MODEL),
+    ] = None
+    method: Annotated[
+        str | None,
+        typer.Option(help="Where drafts come from: plain, draft, ngram [default: draft where there is one].", rich_help_panel=MODEL),
+    ] = None
+    k: Annotated[
+        str | None,
+        typer.Option("--k", help="Drafts a round: a number, or auto [default: auto].", rich_help_panel=MODEL),
+    ] = None
+    verifier: Annotated[
+        str | None,
+        typer.Option(help="Acceptance rule: rejection, block, exact [default: rejection].", rich_help_panel=MODEL),
+    ] = None
+    same_text: Annotated[
+        bool,
+        typer.Option("--same-text", help="The same tokens with and without drafts, at a small cost.", rich_help_panel=MODEL),
+    ] = False
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16, float16 or auto [default: auto].", rich_help_panel=MODEL),
+    ] = None
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 [default: a GPU if any].", rich_help_panel=MODEL)] = None
+    max_len: Annotated[
+        int | None,
+        typer.Option(help="Longest context in tokens, prompt included; sets the memory of the cache.", rich_help_panel=MODEL),
+    ] = None
+    compile: Annotated[
+        bool | None,
+        typer.Option("--compile/--no-compile", help="Compile the passes [default: where it pays].", rich_help_panel=MODEL),
+    ] = None
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How a token is chosen from the model's probabilities."""
+
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate [default: 256].", rich_help_panel=SAMPLING)] = None
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", "-t", help="0 is greedy [default: 0].", rich_help_panel=SAMPLING)
+    ] = None
+    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.", rich_help_panel=SAMPLING)] = None
+    top_p: Annotated[
+        float | None, typer.Option(help="Keep the likeliest tokens up to this mass.", rich_help_panel=SAMPLING)
+    ] = None
+    min_p: Annotated[
+        float | None, typer.Option(help="Drop tokens below this share of the likeliest.", rich_help_panel=SAMPLING)
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Over prompt and output; 1 is off.", rich_help_panel=SAMPLING)
+    ] = None
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Over the output, -2 to 2; 0 is off.", rich_help_panel=SAMPLING)
+    ] = None
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="Over the output, -2 to 2; 0 is off.", rich_help_panel=SAMPLING)
+    ] = None
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.", rich_help_panel=SAMPLING)
+    ] = None
+    ignore_eos: Annotated[
+        bool | None, typer.Option("--ignore-eos", help="Go on past the end-of-text token.", rich_help_panel=SAMPLING)
+    ] = None
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.", rich_help_panel=SAMPLING)] = None
+
+    def params(self, **more: Any) -> SamplingParams:
+        """The values given, over the defaults of ``SamplingParams``. Raises ``OutriderError`` for one out of range."""
+        from outrider.types import SamplingParams
+
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        given["stop"] = tuple(self.stop or ()) or None
+        return SamplingParams(**{name: value for name, value in (given | more).items() if value is not None})
+
+
+def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
+    """Lets a command take option groups: each dataclass parameter becomes one option per field."""
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    for parameter in inspect.signature(command).parameters.values():
+        kind = hints[parameter.name]
+        if not is_dataclass(kind):
+            parameters.append(parameter.replace(annotation=kind))
+            continue
+        groups[parameter.name] = kind
+        options = get_type_hints(kind, include_extras=True)
+        parameters += [
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=options[field.name])
+            for field in fields(kind)
+        ]
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+
+    @functools.wraps(command)
+    def flat(**values: Any) -> Result:
+        for name, kind in groups.items():
+            values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+        return command(**values)
+
+    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return flat
+
+
+def parse_k(value: str | None) -> int | str:
+    """``"auto"`` or a number of drafts. Raises ``OutriderError`` for anything else, negative numbers included."""
+    from outrider.types import OutriderError
+
+    if value is None or value.strip().lower() == "auto":
+        return "auto"
+    try:
+        number = int(value)
+    except ValueError:
+        raise OutriderError(f"--k {value!r}: give a number of drafts, or auto") from None
+    if number < 0:
+        raise OutriderError(f"--k {number}: the number of drafts cannot be negative; 0 is plain decoding")
+    return number
