@@ -56,3 +56,7 @@ VERIFIERS = Registry(
         "exact": "outrider.verifiers.exact:ExactMatchVerifier",
     },
 )
+
+# What a user gets who names no method: with a draft to use, and without one.
+DEFAULT_METHOD_WITH_DRAFT = "draft"
+DEFAULT_METHOD = "ngram"

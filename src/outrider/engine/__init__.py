@@ -1,0 +1,23 @@
+"""The loop, the scheduler, statistics and the ``LLM`` facade. This room knows no method's name."""
+
+from outrider.engine.engine import Emission, Engine
+from outrider.engine.llm import LLM
+from outrider.engine.outputs import Chunk, Completion, GenerationInterrupted
+from outrider.engine.policy import FixedLength, LengthPolicy
+from outrider.engine.scheduler import Scheduler
+from outrider.engine.stats import GenerationStats, PhaseTimes, Round
+
+__all__ = [
+    "LLM",
+    "Chunk",
+    "Completion",
+    "Emission",
+    "Engine",
+    "FixedLength",
+    "GenerationInterrupted",
+    "GenerationStats",
+    "LengthPolicy",
+    "PhaseTimes",
+    "Round",
+    "Scheduler",
+]

@@ -1,0 +1,112 @@
+"""From what a user writes to the parts of an engine: options, models, tokenizer, proposer, verifier and draft length by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outrider.engine.policy import POLICIES, FixedLength, LengthPolicy
+from outrider.proposers.base import Proposer, Setting
+from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, PROPOSERS, VERIFIERS
+from outrider.runner import ModelRunner, RunnerConfig
+from outrider.types import OutriderError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from outrider.verifiers.base import Verifier
+
+    ModelSource = str | Path | PreTrainedModel
+
+SAME_TEXT_WIDTH = 6  # rows of every target pass, so that the same kernels run with and without drafts
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How to draft and how to judge. The defaults are those of ``LLM`` and of the command line."""
+
+    draft: ModelSource | None = None  # a folder, a hub id or a loaded model; what it means is the method's business
+    method: str | None = None  # a name of outrider.registry.PROPOSERS; None: the fitting default
+    num_draft_tokens: int | str | LengthPolicy = "auto"  # K; "auto" chooses each round, 0 included
+    verifier: str | Verifier = "rejection"  # a name of outrider.registry.VERIFIERS, or an object
+    proposer: Proposer | None = None  # an object of yours, instead of a method
+    draft_tokenizer: PreTrainedTokenizerBase | None = None
+    same_text: bool = False  # the same tokens for the same seed, drafts or not: coupled noise, passes of one width
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[Speculation, RunnerConfig]:
+    """Keyword options -> the two configurations they belong to. Raises ``OutriderError`` for an unknown one."""
+    ours = {field.name for field in fields(Speculation)}
+    runners = {field.name for field in fields(RunnerConfig)}
+    unknown = [name for name in options if name not in ours | runners]
+    if unknown:
+        raise OutriderError(f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(ours | runners))}")
+    speculation = Speculation(**{name: value for name, value in options.items() if name in ours})
+    runner = RunnerConfig(**{name: value for name, value in options.items() if name in runners})
+    if speculation.same_text and runner.score_width is None:
+        k = speculation.num_draft_tokens
+        runner = replace(runner, score_width=max(k + 1, SAME_TEXT_WIDTH) if isinstance(k, int) else SAME_TEXT_WIDTH)
+    return speculation, runner
+
+
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a folder or hub id; None for a model object, which has none."""
+    if not isinstance(source, (str, Path)):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise OutriderError(f"no tokenizer in {str(source)!r}: {first_line}") from error
+    return tokenizer
+
+
+def eos_token_ids(runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
+    """Every id that ends a text: the generation config's, the model config's and the tokenizer's."""
+    model = getattr(runner, "model", None)
+    sources = [getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer]
+    found: set[int] = set()
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        found.update(ids if isinstance(ids, (list, tuple)) else () if ids is None else (ids,))
+    return found
+
+
+def build_proposer(speculation: Speculation, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) -> Proposer:
+    """The proposer object, or the one that the method's name makes for this target."""
+    if speculation.proposer is not None:
+        if speculation.method is not None or speculation.draft is not None:
+            raise OutriderError("give either a proposer or a method and a draft, not both")
+        return speculation.proposer
+    method = speculation.method or (DEFAULT_METHOD if speculation.draft is None else DEFAULT_METHOD_WITH_DRAFT)
+    setting = Setting(runner, tokenizer, speculation.draft, speculation.draft_tokenizer)
+    proposer: Proposer = PROPOSERS.get(method).build(setting)
+    return proposer
+
+
+def build_verifiers(speculation: Speculation) -> tuple[Verifier, Verifier]:
+    """The verifier for sampled rounds, and the one for rounds that leave nothing to chance."""
+    verifier = speculation.verifier
+    sampled: Verifier = VERIFIERS.get(verifier)() if isinstance(verifier, str) else verifier
+    deterministic: Verifier = VERIFIERS.get("exact")()
+    # A lossy verifier is a choice for greedy rounds too; a lossless one would only say the same more slowly.
+    return sampled, deterministic if sampled.lossless else sampled
+
+
+def build_policy(speculation: Speculation, runner: ModelRunner, proposer: Proposer, max_k: int) -> LengthPolicy:
+    """A fixed K, or the policy of that name."""
+    k = speculation.num_draft_tokens
+    if isinstance(k, bool) or not isinstance(k, (int, str)):
+        if not hasattr(k, "next_k"):
+            raise OutriderError(f"num_draft_tokens must be a number or one of {', '.join(POLICIES)}, not {k!r}")
+        return k
+    if isinstance(k, int):
+        if k > max_k and proposer.max_drafts:
+            raise OutriderError(f"num_draft_tokens is {k}, but {max_k} is the most that this setting can score at once")
+        return FixedLength(min(k, max_k))
+    policy: LengthPolicy = POLICIES.get(k)(max_k, runner.pass_cost)
+    return policy

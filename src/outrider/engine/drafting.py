@@ -1,0 +1,160 @@
+"""The engine's hand on a proposer: whatever it does wrong costs the drafts of the requests concerned, never their text.
+
+Knows the proposer's interface and no method.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from outrider.engine.features import FeatureStore
+from outrider.engine.guard import Checked, check
+from outrider.engine.scheduler import Entry
+from outrider.engine.stats import GenerationStats
+from outrider.sampling import Sampler
+from outrider.types import Context, Proposal, Request, Scores, Verdict
+
+if TYPE_CHECKING:
+    from outrider.proposers.base import Proposer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """A checked proposal on its way through a round."""
+
+    proposal: Proposal
+    token_ids: list[list[int]]
+    lens: list[int]
+    k: int  # drafts asked for
+    rows: list[int]  # requests that the proposer drafted for, and is told the verdict of
+    seconds: float  # of drafting
+
+    def row(self, b: int) -> Drafts:
+        """The same for request b alone."""
+        proposal, n = self.proposal, self.lens[b]
+        alone = Proposal(
+            proposal.token_ids[b : b + 1, :n],
+            proposal.lens[b : b + 1],
+            None if proposal.probs is None else proposal.probs[b : b + 1, :n],
+            None if proposal.parents is None else proposal.parents[b : b + 1, :n],
+        )
+        rows = [0] if b in self.rows else []
+        return Drafts(alone, [self.token_ids[b]], [n], self.k, rows, self.seconds / len(self.lens))
+
+
+class GuardedProposer:
+    """Asks a proposer for the requests it has not failed for, checks what it says and survives what it raises."""
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        vocab_size: int,
+        make_sampler: Callable[[Sequence[Request]], Sampler],
+        stats: GenerationStats,
+    ) -> None:
+        self._proposer = proposer
+        self._vocab_size = vocab_size
+        self._make_sampler = make_sampler
+        self._stats = stats  # the engine's totals
+        self._features = FeatureStore(proposer.needs_hidden)
+        self._part: tuple[tuple[Request, ...], Sampler] | None = None  # the last batch of which only a part was drafted for
+
+    def propose(self, entries: Sequence[Entry], context: Context, k: int) -> Drafts:
+        """At most k drafts for each request that may have some; none for the others."""
+        batch = len(entries)
+        limits = context.limits
+        rows = [b for b, entry in enumerate(entries) if entry.is_speculating]
+        if k <= 0 or not rows or max([limits[b] for b in rows]) <= 0:
+            return Drafts(Proposal.empty(batch), [[]] * batch, [0] * batch, 0, [], 0.0)
+        start = perf_counter()
+        view = self._view(context, rows)
+        try:
+            if self._features.layers:
+                view = self._features.attach(view)
+            checked = check(self._proposer.propose(view, k), view.limits, k, self._vocab_size)
+        except Exception as error:
+            self._fail([entries[b] for b in rows], f"{type(error).__name__}: {error}")
+            return Drafts(Proposal.empty(batch), [[]] * batch, [0] * batch, k, [], perf_counter() - start)
+        if self._features.layers:
+            self._features.release(view.request_ids)
+        for i, reason in checked.faults.items():
+            self._fail([entries[rows[i]]], reason)
+        if len(rows) < batch:
+            checked = _scattered(checked, rows, batch)
+        if checked.faults:
+            rows = [b for b in rows if entries[b].is_speculating]
+        return Drafts(checked.proposal, checked.token_ids, checked.lens, k, rows, perf_counter() - start)
+
+    def commit(self, entries: Sequence[Entry], context: Context, drafts: Drafts, verdict: Verdict) -> None:
+        """Tells the proposer what was kept of its drafts; in a round for which it was not asked there is nothing to tell."""
+        rows = drafts.rows
+        if not rows:
+            return
+        try:
+            view = self._view(context, rows)
+            if len(rows) < len(entries):
+                verdict = Verdict(verdict.path[rows], verdict.num_accepted[rows], verdict.next_token[rows])
+            self._proposer.commit(view, verdict)
+        except Exception as error:
+            self._fail([entries[b] for b in rows], f"{type(error).__name__}: {error}")
+
+    def keep_features(self, context: Context, scores: Scores, verdict: Verdict) -> None:
+        """Remembers the target features that the proposer asked for, until it sees them."""
+        if self._features.layers:
+            self._features.keep(context, scores, verdict)
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Lets the proposer forget requests."""
+        self._features.release(request_ids)
+        try:
+            self._proposer.release(request_ids)
+        except Exception as error:
+            logger.warning("the proposer %r failed to release a request: %s", self._proposer.name, error)
+
+    def _view(self, context: Context, rows: list[int]) -> Context:
+        """The context of some of its requests. All of them: itself."""
+        if len(rows) == len(context.requests):
+            return context
+        requests = tuple([context.requests[b] for b in rows])
+        if self._part is None or self._part[0] != requests:
+            self._part = requests, self._make_sampler(requests)
+        return replace(context, requests=requests, limits=tuple([context.limits[b] for b in rows]), sampler=self._part[1])
+
+    def _fail(self, entries: list[Entry], reason: str) -> None:
+        """Ends speculation for requests: they go on plain, with nothing lost."""
+        for entry in entries:
+            entry.is_speculating = False
+            entry.stats.faults += 1
+            self._stats.faults += 1
+        ids = [entry.request.request_id for entry in entries]
+        logger.warning("the proposer %r failed, %s go on without drafts: %s", self._proposer.name, ", ".join(ids), reason)
+        self.release(ids)
+
+
+def _scattered(checked: Checked, rows: list[int], batch: int) -> Checked:
+    """A proposal for some rows as one for the whole batch, the other rows without drafts."""
+    part = checked.proposal
+    index = torch.tensor(rows, device=part.token_ids.device)
+
+    def spread(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_zeros(batch, *tensor.shape[1:]).index_copy(0, index.to(tensor.device), tensor)
+
+    proposal = Proposal(
+        spread(part.token_ids),
+        spread(part.lens),
+        None if part.probs is None else spread(part.probs),
+        None if part.parents is None else spread(part.parents),
+    )
+    token_ids: list[list[int]] = [[] for _ in range(batch)]
+    lens = [0] * batch
+    for i, b in enumerate(rows):
+        token_ids[b], lens[b] = checked.token_ids[i], checked.lens[i]
+    return Checked(proposal, token_ids, lens, checked.faults)

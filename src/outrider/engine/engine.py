@@ -1,0 +1,236 @@
+"""The one loop: propose, score, verify, commit. Plain decoding is the round with no drafts, batch 1 the batch of one.
+
+Knows the interfaces of the other rooms and the name of no method. A proposer's failure costs speculation, never text; a target's
+failure is an error for the request that causes it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from outrider.engine.drafting import Drafts, GuardedProposer
+from outrider.engine.logprobs import TokenLogprobs, token_logprobs
+from outrider.engine.policy import LengthPolicy
+from outrider.engine.scheduler import Entry, Scheduler
+from outrider.engine.stats import GenerationStats, PhaseTimes, Round
+from outrider.sampling import Sampler
+from outrider.types import Context, OutriderError, Proposal, Request, Scores
+
+if TYPE_CHECKING:
+    from outrider.proposers.base import Proposer
+    from outrider.runner import ModelRunner
+    from outrider.verifiers.base import Verifier
+
+logger = logging.getLogger(__name__)
+
+COST_BUCKET = 64  # committed tokens; within it the cost of a plain pass is looked up once
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """What one request gained in one step."""
+
+    request_id: str
+    token_ids: list[int]
+    origins: list[str]  # of each token: "accepted", "corrected", "bonus", or "plain" in a round without drafts
+    text: str
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str | None  # None while it runs, then "stop", "length" or "error"
+    error: str | None
+    stats: GenerationStats  # the request's own, live
+
+
+class Engine:
+    """Runs requests to their end, one round a step. Not thread-safe: one thread owns it."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        proposer: Proposer,
+        verifiers: tuple[Verifier, Verifier],
+        policy: LengthPolicy,
+        scheduler: Scheduler,
+        coupled: bool = False,
+    ) -> None:
+        """``verifiers``: the one for sampled rounds, then the one for rounds in which the sampler leaves nothing to chance."""
+        self.runner = runner
+        self.proposer = proposer
+        self.policy = policy
+        self.scheduler = scheduler
+        self.stats = GenerationStats()
+        self._sampled, self._deterministic = verifiers
+        self._coupled = coupled
+        self._guarded = GuardedProposer(proposer, runner.vocab_size, self._make_sampler, self.stats)
+        self._plain_passes: dict[tuple[int, int], float] = {}
+        runner.needs_hidden = proposer.needs_hidden
+        if getattr(proposer, "drafts_trees", False):
+            self._check_tree(self._sampled)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def add(self, request: Request, fork_of: str | None = None) -> None:
+        """Queues a request; ``fork_of`` names one with the same prompt. Raises ``OutriderError`` if it can never run."""
+        self.scheduler.add(request, fork_of)
+
+    def abort(self, request_id: str) -> str:
+        """Ends a request at once. Returns the text that was still held back."""
+        entry = self.scheduler.remove(request_id)
+        if entry is None:
+            return ""
+        self._forget([request_id])
+        return self.scheduler.finish(entry, "abort")
+
+    @torch.no_grad()
+    def step(self) -> list[Emission]:
+        """One round for every running request. An exception leaves every request at its last committed token."""
+        started = perf_counter()
+        self._admit()
+        if not self.scheduler.running:
+            return []
+        entries, context = self.scheduler.next_batch(self._make_sampler)
+        try:
+            drafts = self._guarded.propose(entries, context, self.policy.next_k(context))
+            return self._settle(entries, context, drafts, started)
+        except BaseException:
+            # The caches may be ahead of the committed text. Dropped, they are filled again from it.
+            self._forget(context.request_ids)
+            for entry in entries:
+                entry.is_cached = False
+            raise
+
+    def _settle(self, entries: Sequence[Entry], context: Context, drafts: Drafts, started: float) -> list[Emission]:
+        """Score, verify, commit: from drafts to emitted tokens."""
+        proposal, sampler = drafts.proposal, context.sampler
+        verifier = self._deterministic if sampler.is_deterministic else self._sampled
+        if proposal.parents is not None:
+            self._check_tree(verifier)
+        before = perf_counter()
+        try:
+            scores = self.runner.score(context, proposal)
+            scored = perf_counter()
+            judge = sampler.tokens if verifier.judges == "tokens" else sampler.probs
+            target = judge(scores.logits, proposal.token_ids, proposal.parents, lens=proposal.lens)
+        except Exception as error:
+            return self._isolate(entries, context, drafts, error)
+        verdict = verifier.verify(proposal, target, sampler)
+        paths, counts, next_tokens = verdict.path.tolist(), verdict.num_accepted.tolist(), verdict.next_token.tolist()
+        times = PhaseTimes(drafts.seconds, scored - before, perf_counter() - scored)
+
+        self.runner.commit(context, verdict)
+        self._guarded.commit(entries, context, drafts, verdict)
+        self._guarded.keep_features(context, scores, verdict)
+        emissions = [
+            self._emit(entry, b, drafts, paths[b][: counts[b]], next_tokens[b], scores) for b, entry in enumerate(entries)
+        ]
+        ended = [emission.request_id for emission in emissions if emission.finish_reason is not None]
+        if ended:
+            self._forget(ended)
+        times.host = perf_counter() - started - times.total
+        self._account(entries, context, drafts, Round(drafts.k, drafts.lens, counts, times), emissions)
+        if ended:
+            self.policy.release(ended)
+        return emissions
+
+    def _emit(self, entry: Entry, b: int, drafts: Drafts, path: list[int], next_token: int, scores: Scores) -> Emission:
+        """One request's tokens of the round, cut where plain decoding would have stopped."""
+        ids, num_drafts, num_accepted = drafts.token_ids[b], drafts.lens[b], len(path)
+        token_ids = [ids[node] for node in path]
+        token_ids.append(next_token)
+        kept, text = self.scheduler.commit(entry, token_ids)
+        if num_drafts:
+            last = "bonus" if _is_leaf(drafts.proposal, b, num_drafts, path) else "corrected"
+        else:
+            last = "plain"
+        origins = (["accepted"] * num_accepted + [last])[: len(kept)]
+        entry.stats.count(num_drafts, num_accepted, len(kept))
+        self.stats.count(num_drafts, num_accepted, len(kept))
+        request = entry.request
+        logprobs = None
+        if request.params.logprobs is not None:
+            rows = [0] + [node + 1 for node in path]
+            logprobs = token_logprobs(scores.logits[b], rows[: len(kept)], kept, request.params.logprobs)
+        return Emission(request.request_id, kept, origins, text, logprobs, entry.finish_reason, None, entry.stats)
+
+    def _account(
+        self, entries: Sequence[Entry], context: Context, drafts: Drafts, round_: Round, emissions: list[Emission]
+    ) -> None:
+        """Seconds go to the requests, the total and the policy."""
+        cache_len = max([len(request.token_ids) for request in context.requests])
+        is_prefill = not all([entry.is_cached for entry in entries])
+        plain_pass = None if is_prefill else self._plain_pass(len(entries), cache_len)
+        emitted = 0
+        for entry, emission in zip(entries, emissions, strict=True):
+            entry.is_cached = True
+            emitted += len(emission.token_ids)
+            entry.stats.clock(round_, is_prefill, len(emission.token_ids), plain_pass)
+        self.stats.clock(round_, is_prefill, emitted / len(entries), plain_pass)
+        self.policy.observe(context, round_, is_prefill)
+
+    def _plain_pass(self, batch: int, cache_len: int) -> float | None:
+        """Seconds of a target pass without drafts, if the runner knows."""
+        key = batch, cache_len // COST_BUCKET
+        if key not in self._plain_passes:
+            seconds = self.runner.pass_cost(1, batch, cache_len)
+            if seconds is None:
+                return None
+            self._plain_passes[key] = seconds
+        return self._plain_passes[key]
+
+    # --- requests come and go -------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Takes waiting requests in; one whose prompt is cached already starts from a copy."""
+        for entry in self.scheduler.admit():
+            if entry.fork_of is not None:
+                self.runner.fork(entry.fork_of, [entry.request.request_id])
+                entry.is_cached = True
+
+    def _forget(self, request_ids: Sequence[str]) -> None:
+        self.runner.release(request_ids)
+        self._guarded.release(request_ids)
+
+    def _isolate(self, entries: Sequence[Entry], context: Context, drafts: Drafts, error: Exception) -> list[Emission]:
+        """The target failed: runs each request alone, so that the error is only for those that cause it."""
+        if len(entries) == 1:
+            return [self._fail(entries[0], error)]
+        emissions = []
+        for b, entry in enumerate(entries):
+            requests = context.requests[b : b + 1]
+            alone = Context(requests, context.limits[b : b + 1], self._make_sampler(requests))
+            emissions += self._settle([entry], alone, drafts.row(b), perf_counter())
+        return emissions
+
+    def _fail(self, entry: Entry, error: Exception) -> Emission:
+        """Ends one request with an error; what it has generated stays."""
+        message = str(error) if isinstance(error, OutriderError) else f"the target failed: {type(error).__name__}: {error}"
+        logger.debug("request %s failed", entry.request.request_id, exc_info=error)
+        text = self.scheduler.finish(entry, "error")
+        self._forget([entry.request.request_id])
+        self.policy.release([entry.request.request_id])
+        return Emission(entry.request.request_id, [], [], text, None, "error", message, entry.stats)
+
+    def _make_sampler(self, requests: Sequence[Request]) -> Sampler:
+        return Sampler(requests, self.runner.vocab_size, self.runner.device, self._coupled)
+
+    @staticmethod
+    def _check_tree(verifier: Verifier) -> None:
+        if not verifier.handles_trees:
+            raise OutriderError(
+                f"the verifier {type(verifier).__name__} judges chains, but the proposer drafts trees: choose one that handles trees"
+            )
+
+
+def _is_leaf(proposal: Proposal, b: int, num_drafts: int, path: list[int]) -> bool:
+    """Whether nothing was drafted beyond the accepted path."""
+    if proposal.parents is None:
+        return len(path) == num_drafts
+    last = path[-1] if path else -1
+    return last not in proposal.parents[b, :num_drafts].tolist()

@@ -1,0 +1,102 @@
+"""What a proposer may hand to the target: a proposal with a mistake loses its drafts, never its request.
+
+Knows the proposal's contract (outrider.types.Proposal) and no method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from outrider.types import Proposal
+
+PROBS_TOLERANCE = 1e-2  # a float32 softmax over 250k entries sums to 1 well within this
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A proposal that is safe to score, its ids and lens as lists (read once a round), and the rows that were at fault."""
+
+    proposal: Proposal
+    token_ids: list[list[int]]
+    lens: list[int]
+    faults: dict[int, str] = field(default_factory=dict)  # row -> what was wrong
+
+
+def check(proposal: object, limits: Sequence[int], k: int, vocab_size: int) -> Checked:
+    """Empties the rows whose drafts break the contract; a chain longer than asked for is cut, which is no fault.
+
+    Raises ``ValueError`` where the mistake is not one row's: a wrong type or shape.
+    """
+    proposal = _check_shapes(proposal, len(limits), vocab_size)
+    rows: list[list[int]] = proposal.token_ids.tolist()
+    lens: list[int] = proposal.lens.tolist()
+    num_nodes = proposal.num_nodes
+    faults = {row: f"{n} drafts in a proposal of {num_nodes}" for row, n in enumerate(lens) if not 0 <= n <= num_nodes}
+    for row, (ids, n) in enumerate(zip(rows, lens, strict=True)):
+        if row not in faults and n and not (min(ids[:n]) >= 0 and max(ids[:n]) < vocab_size):
+            faults[row] = f"a draft id outside the vocabulary of {vocab_size}"
+    if proposal.probs is not None and num_nodes:
+        faults = _check_probs(proposal.probs, lens) | faults
+    if proposal.parents is not None and num_nodes:
+        faults = _check_parents(proposal.parents, lens) | faults
+    wanted = [0 if row in faults else n for row, n in enumerate(lens)]
+    if proposal.parents is None:
+        wanted = [min(n, k, limit) for n, limit in zip(wanted, limits, strict=True)]
+    return Checked(_trimmed(proposal, rows, lens, wanted, vocab_size), rows, wanted, faults)
+
+
+def _check_shapes(proposal: object, batch: int, vocab_size: int) -> Proposal:
+    if not isinstance(proposal, Proposal):
+        raise ValueError(f"propose() returned {type(proposal).__name__}, not a Proposal")
+    ids, lens, probs, parents = proposal.token_ids, proposal.lens, proposal.probs, proposal.parents
+    if ids.dim() != 2 or ids.shape[0] != batch or ids.dtype != torch.long:
+        raise ValueError(f"token_ids is {ids.dtype} {tuple(ids.shape)}, not int64 [{batch}, N]")
+    if lens.shape != (batch,) or lens.dtype != torch.long:
+        raise ValueError(f"lens is {lens.dtype} {tuple(lens.shape)}, not int64 [{batch}]")
+    if probs is not None and (probs.shape != (*ids.shape, vocab_size) or not probs.is_floating_point()):
+        raise ValueError(f"probs is {probs.dtype} {tuple(probs.shape)}, not float {[*ids.shape, vocab_size]}")
+    if parents is not None and (parents.shape != ids.shape or parents.dtype != torch.long):
+        raise ValueError(f"parents is {parents.dtype} {tuple(parents.shape)}, not int64 {list(ids.shape)}")
+    return proposal
+
+
+def _check_probs(probs: Tensor, lens: list[int]) -> dict[int, str]:
+    """Rows with a NaN, a negative entry or a sum other than 1 among their valid drafts; one pass where all is well."""
+    sound = ((probs.sum(-1) - 1).abs() <= PROBS_TOLERANCE) & (probs.amin(-1) >= 0)  # [B, N]; NaN compares false
+    return {
+        row: "draft probabilities that are NaN, negative or do not sum to 1"
+        for row, (flags, n) in enumerate(zip(sound.tolist(), lens, strict=True))
+        if not all(flags[:n])
+    }
+
+
+def _check_parents(parents: Tensor, lens: list[int]) -> dict[int, str]:
+    return {
+        row: "a parent that does not stand before its draft"
+        for row, (ids, n) in enumerate(zip(parents.tolist(), lens, strict=True))
+        if not all(-1 <= parent < i for i, parent in enumerate(ids[:n]))
+    }
+
+
+def _trimmed(proposal: Proposal, rows: list[list[int]], lens: list[int], wanted: list[int], vocab_size: int) -> Proposal:
+    """The proposal with ``wanted`` drafts a row, no wider than needed, and padding that an embedding can look up."""
+    width = max(wanted, default=0)
+    if width == 0:
+        return Proposal.empty(len(lens), proposal.token_ids.device)
+    if wanted != lens:
+        proposal = replace(proposal, lens=torch.tensor(wanted))
+    if any(not 0 <= token < vocab_size for ids, n in zip(rows, wanted, strict=True) for token in ids[n:width]):
+        valid = torch.arange(proposal.num_nodes)[None] < proposal.lens[:, None]  # [B, N]
+        proposal = replace(proposal, token_ids=proposal.token_ids.where(valid.to(proposal.token_ids.device), 0))
+    if width == proposal.num_nodes:
+        return proposal
+    return Proposal(
+        proposal.token_ids[:, :width],
+        proposal.lens,
+        None if proposal.probs is None else proposal.probs[:, :width],
+        None if proposal.parents is None else proposal.parents[:, :width],
+    )

@@ -1,0 +1,197 @@
+"""Text in, text out: the facade that owns a tokenizer and an engine.
+
+Knows prompts and completions; everything about rounds is the engine's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from outrider.engine.config import (
+    build_policy,
+    build_proposer,
+    build_verifiers,
+    eos_token_ids,
+    load_tokenizer,
+    split_options,
+)
+from outrider.engine.detokenizer import DetokenizerFactory
+from outrider.engine.engine import Emission, Engine
+from outrider.engine.outputs import Chunk, Completion, GenerationInterrupted
+from outrider.engine.scheduler import Scheduler
+from outrider.engine.stats import GenerationStats
+from outrider.runner import ModelRunner
+from outrider.types import OutriderError, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from outrider.engine.config import ModelSource
+
+Prompt = str | Sequence[int]
+Prompts = Prompt | Sequence[str] | Sequence[Sequence[int]]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+MAX_K = 15  # of "auto": a pass of 16 rows
+SEED_STRIDE = 0x9E3779B97F4A7C15  # keeps the seeds of a prompt's samples apart
+
+
+class LLM:
+    """A target, and whatever rides ahead of it. Not thread-safe.
+
+    >>> llm = LLM("Qwen/Qwen3-8B", draft="Qwen/Qwen3-0.6B")
+    >>> for chunk in llm.stream("def quicksort(", SamplingParams(max_tokens=256)):
+    ...     print(chunk.text, end="")
+    """
+
+    def __init__(
+        self, target: ModelSource | None = None, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any
+    ) -> None:
+        """Loads a folder, a hub id or takes a loaded transformers model; None is the embedded family, its draft included.
+
+        ``options`` are the fields of ``engine.config.Speculation`` (draft, method, num_draft_tokens, verifier, proposer,
+        draft_tokenizer, same_text) and of ``runner.RunnerConfig``. Raises ``OutriderError`` for unknown ones, for a model that
+        cannot be loaded or rolled back, and for a draft that does not fit.
+        """
+        if target is None:
+            from outrider.family import DRAFT, TARGET
+
+            target = TARGET
+            if not {"draft", "method", "proposer"} & options.keys():
+                options = {**options, "draft": DRAFT}
+        self.speculation, runner_config = split_options(options)
+        self.tokenizer = tokenizer or load_tokenizer(target)
+        self.runner = ModelRunner.load(target, runner_config)
+        self.proposer = build_proposer(self.speculation, self.runner, self.tokenizer)
+        max_k = min(self.proposer.max_drafts, (runner_config.score_width or MAX_K + 1) - 1)
+        self.policy = build_policy(self.speculation, self.runner, self.proposer, max_k)
+        scheduler = Scheduler(
+            self.runner.max_batch,
+            self.runner.max_len,
+            sorted(eos_token_ids(self.runner, self.tokenizer)),
+            DetokenizerFactory(self.tokenizer) if self.tokenizer is not None else None,
+        )
+        verifiers = build_verifiers(self.speculation)
+        self.engine = Engine(
+            self.runner, self.proposer, verifiers, self.policy, scheduler, coupled=self.speculation.same_text
+        )
+        self._ids = itertools.count()
+        self._inbox: dict[str, deque[Emission]] = {}  # emissions of requests whose reader was not the one who stepped
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Totals over everything generated so far."""
+        return self.engine.stats
+
+    def warmup(self, k: int, batch: int = 1) -> None:
+        """Does now what would make the first rounds slow: compiling and measuring."""
+        self.proposer.warmup(k, batch)
+
+    def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
+        """One completion for each prompt and sample, prompts in order, samples of a prompt together.
+
+        A request whose target fails ends with ``finish_reason="error"``; if all do, ``OutriderError`` is raised. Ctrl-C raises
+        ``GenerationInterrupted``, which carries what was there.
+        """
+        completions: list[Completion] = []
+        try:
+            for _ in self._run(prompts, params, completions):
+                pass
+        except KeyboardInterrupt as interrupt:
+            raise GenerationInterrupted(completions) from interrupt
+        return completions
+
+    def stream(self, prompts: Prompts, params: Params = None) -> Iterator[Chunk]:
+        """The same, as it comes: chunks of several prompts or samples are told apart by their indices."""
+        return self._run(prompts, params, [])
+
+    def chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None) -> Completion:
+        """The assistant's next message. For a stream: ``llm.stream(llm.chat_prompt(messages))``."""
+        return self.generate(self.chat_prompt(messages), params)[0]
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Messages ({"role", "content"}) -> the token ids that the tokenizer's chat template makes of them."""
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise OutriderError("this tokenizer has no chat template: use generate with a plain prompt")
+        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return list(self.tokenizer.encode(str(text), add_special_tokens=False))
+
+    # --- inside ---------------------------------------------------------------------------------------------------------------
+
+    def _run(self, prompts: Prompts, params: Params, completions: list[Completion]) -> Iterator[Chunk]:
+        """Runs requests to their end, filling ``completions``. Whatever happens, none of them stays in the engine."""
+        open_ids: dict[str, Completion] = {}
+        try:
+            self._submit(prompts, params, completions, open_ids)
+            while open_ids:
+                for request_id in [request_id for request_id in open_ids if self._inbox[request_id]]:
+                    completion, inbox = open_ids[request_id], self._inbox[request_id]
+                    while inbox:
+                        chunk = completion.add(inbox.popleft())
+                        if chunk.finish_reason is not None:
+                            del open_ids[request_id], self._inbox[request_id]
+                        yield chunk
+                if open_ids and not any(self._inbox[request_id] for request_id in open_ids):
+                    self._step()
+        finally:
+            for request_id, completion in open_ids.items():
+                completion.text += self.engine.abort(request_id)
+                completion.finish_reason = "abort"
+                self._inbox.pop(request_id, None)
+        if completions and all(completion.finish_reason == "error" for completion in completions):
+            raise OutriderError(completions[0].error or "the target failed")
+
+    def _step(self) -> None:
+        for emission in self.engine.step():
+            inbox = self._inbox.get(emission.request_id)
+            if inbox is not None:
+                inbox.append(emission)
+
+    def _submit(
+        self, prompts: Prompts, params: Params, completions: list[Completion], open_ids: dict[str, Completion]
+    ) -> None:
+        """Queues n requests for each prompt; all prompts are checked before any of them runs."""
+        encoded = self._encode_all(prompts)
+        shared = params if params is not None else SamplingParams()
+        each = [shared] * len(encoded) if isinstance(shared, SamplingParams) else list(shared)
+        if len(each) != len(encoded):
+            raise OutriderError(f"{len(encoded)} prompts, but {len(each)} sampling parameters: give one, or one for each")
+        for prompt_index, (token_ids, chosen) in enumerate(zip(encoded, each, strict=True)):
+            seed = chosen.seed if chosen.seed is not None else random.SystemRandom().getrandbits(63)
+            first: str | None = None
+            for sample_index in range(chosen.n):
+                request = self._request(token_ids, chosen, (seed + sample_index * SEED_STRIDE) % 2**63)
+                completion = Completion(request.request_id, prompt_index, sample_index, len(token_ids))
+                self.engine.add(request, fork_of=first)
+                first = first or request.request_id
+                open_ids[request.request_id] = completion
+                self._inbox[request.request_id] = deque()
+                completions.append(completion)
+
+    def _request(self, token_ids: list[int], params: SamplingParams, seed: int) -> Request:
+        generator = torch.Generator().manual_seed(seed)
+        return Request(f"r{next(self._ids)}", list(token_ids), len(token_ids), params, seed, generator)
+
+    def _encode_all(self, prompts: Prompts) -> list[list[int]]:
+        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+            prompts = [prompts]  # type: ignore[list-item]
+        return [self._encode(prompt) for prompt in prompts]  # type: ignore[arg-type]
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise OutriderError("a text prompt needs a tokenizer: pass one, or give token ids")
+            token_ids = list(self.tokenizer.encode(prompt))
+            if not token_ids and self.tokenizer.bos_token_id is not None:
+                token_ids = [self.tokenizer.bos_token_id]
+        else:
+            token_ids = list(prompt)
+        if any(not isinstance(token, int) or not 0 <= token < self.runner.vocab_size for token in token_ids):
+            raise OutriderError(f"a prompt holds token ids outside the vocabulary of {self.runner.vocab_size}")
+        return token_ids

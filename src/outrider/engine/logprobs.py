@@ -1,0 +1,29 @@
+"""Log-probabilities of emitted tokens: the target's own, of the row that each token was drawn from, before any sampler setting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.sampling import raw_logprobs, top_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of one emitted token, and of the likeliest tokens in its place."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
+
+
+def token_logprobs(logits: Tensor, rows: list[int], token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
+    """logits [N + 1, V] of one request; ``rows[i]`` is the row that ``token_ids[i]`` was drawn from."""
+    logits = logits[rows]  # [T, V]
+    chosen = raw_logprobs(logits, torch.tensor(token_ids, device=logits.device)).tolist()
+    if not num_top:
+        return [TokenLogprobs(logprob) for logprob in chosen]
+    highest, likeliest = top_logprobs(logits, num_top)
+    tops = [tuple(zip(ids, values, strict=True)) for ids, values in zip(likeliest.tolist(), highest.tolist(), strict=True)]
+    return [TokenLogprobs(logprob, top) for logprob, top in zip(chosen, tops, strict=True)]

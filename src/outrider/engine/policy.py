@@ -1,0 +1,46 @@
+"""How many drafts a round asks for: the engine's side of it. The policy that adapts lives in outrider.tune."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from outrider.engine.stats import Round
+from outrider.registry import Registry
+from outrider.types import Context, OutriderError
+
+POLICIES = Registry("draft length", {"auto": "outrider.tune.policy:DraftLengthPolicy"})
+
+
+class LengthPolicy(Protocol):
+    """Chooses each round's K from what the rounds before it cost and gained."""
+
+    def next_k(self, context: Context) -> int:
+        """Drafts to ask for this round; 0 is plain decoding."""
+        ...
+
+    def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
+        """Learns from a round, its tokens committed. A prefill's seconds say nothing of decoding."""
+        ...
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Forgets requests that ended."""
+        ...
+
+
+class FixedLength:
+    """The same K every round."""
+
+    def __init__(self, k: int) -> None:
+        if k < 0:
+            raise OutriderError(f"the number of draft tokens must be 0 or more, not {k}")
+        self.k = k
+
+    def next_k(self, context: Context) -> int:
+        return self.k
+
+    def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
+        """Nothing to learn."""
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Nothing to forget."""

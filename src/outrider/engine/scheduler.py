@@ -1,0 +1,173 @@
+"""Who runs, and when a request is finished: admission, the limits of a round, and every finish rule in one place.
+
+Knows requests and text; knows no model, no method and no probability.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from outrider.engine.detokenizer import Detokenizer, DetokenizerFactory, StopScanner
+from outrider.engine.stats import GenerationStats
+from outrider.sampling import Sampler
+from outrider.types import Context, OutriderError, Request
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A request with what the engine keeps beside it."""
+
+    request: Request
+    max_tokens: int  # of output, clipped to the context
+    stop_ids: frozenset[int]
+    detokenizer: Detokenizer | None
+    scanner: StopScanner | None  # only where stop strings were asked for
+    fork_of: str | None = None  # the request whose prompt is the same, to copy its cache
+    stats: GenerationStats = field(default_factory=GenerationStats)
+    is_cached: bool = False  # its prompt is in the runner's cache
+    is_speculating: bool = True  # False once the proposer failed for it
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+class Scheduler:
+    """First come, first served, up to ``max_batch`` at once. The only writer of ``Request.token_ids``."""
+
+    def __init__(
+        self,
+        max_batch: int,
+        max_len: int,
+        eos_token_ids: Sequence[int] = (),
+        make_detokenizer: DetokenizerFactory | None = None,
+    ) -> None:
+        self.max_batch = max_batch
+        self.max_len = max_len
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.running: list[Entry] = []
+        self.waiting: deque[Entry] = deque()
+        self._make_detokenizer = make_detokenizer
+        self._batch: tuple[Entry, ...] = ()
+        self._requests: tuple[Request, ...] = ()
+        self._sampler: Sampler | None = None
+
+    def add(self, request: Request, fork_of: str | None = None) -> Entry:
+        """Queues a request. Raises ``OutriderError`` if it can never run."""
+        params = request.params
+        room = self.max_len - request.num_prompt_tokens
+        if request.num_prompt_tokens < 1:
+            raise OutriderError("the prompt is empty: give at least one token")
+        if room < 1:
+            raise OutriderError(
+                f"the prompt has {request.num_prompt_tokens} tokens, which leaves no room in the context of {self.max_len}: "
+                "shorten the prompt or raise max_len"
+            )
+        if params.stop and self._make_detokenizer is None:
+            raise OutriderError("stop strings need a tokenizer: pass one, or use stop_token_ids")
+        entry = Entry(
+            request=request,
+            max_tokens=min(params.max_tokens, room),
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids),
+            detokenizer=self._make_detokenizer(request.token_ids) if self._make_detokenizer else None,
+            scanner=StopScanner(params.stop) if params.stop else None,
+            fork_of=fork_of,
+        )
+        self.waiting.append(entry)
+        return entry
+
+    def admit(self) -> list[Entry]:
+        """Moves waiting requests into free places; a sample waits until the prompt it shares is cached."""
+        admitted = []
+        while self.waiting and len(self.running) < self.max_batch:
+            entry = self.waiting[0]
+            source = self.find(entry.fork_of) if entry.fork_of else None
+            if source is not None and not source.is_cached:
+                break
+            if source is None:
+                entry.fork_of = None
+            self.waiting.popleft()
+            self.running.append(entry)
+            self._sampler = None
+            admitted.append(entry)
+        return admitted
+
+    def find(self, request_id: str | None) -> Entry | None:
+        """The running request of that id."""
+        return next((entry for entry in self.running if entry.request.request_id == request_id), None)
+
+    def next_batch(self, make_sampler: Callable[[Sequence[Request]], Sampler]) -> tuple[tuple[Entry, ...], Context]:
+        """The running requests and this round's context; what depends on the composition alone is kept while it stays."""
+        if self._sampler is None:
+            self._batch = tuple(self.running)
+            self._requests = tuple(entry.request for entry in self._batch)
+            self._sampler = make_sampler(self._requests)
+        # The round itself emits one token beyond the drafts, hence one draft less than the tokens still wanted.
+        limits = tuple([entry.max_tokens - entry.request.num_output_tokens - 1 for entry in self._batch])
+        return self._batch, Context(self._requests, limits, self._sampler)
+
+    def remove(self, request_id: str) -> Entry | None:
+        """Takes a request out, wherever it is."""
+        for entries in (self.running, self.waiting):
+            for entry in entries:
+                if entry.request.request_id == request_id:
+                    entries.remove(entry)
+                    self._sampler = None
+                    return entry
+        return None
+
+    def commit(self, entry: Entry, token_ids: list[int]) -> tuple[list[int], str]:
+        """Appends a round's tokens up to where plain decoding would have stopped. Returns them and the text they complete."""
+        if entry.scanner is None:
+            kept, text = self._commit_ids(entry, token_ids)
+        else:
+            kept, text = self._commit_text(entry, entry.scanner, token_ids)
+        entry.request.token_ids.extend(kept)
+        if entry.finish_reason is not None:
+            text += self.finish(entry, entry.finish_reason)
+        return kept, text
+
+    def finish(self, entry: Entry, reason: str) -> str:
+        """Ends a running request for a reason of "stop", "length", "abort" or "error". Returns the text still held back."""
+        entry.finish_reason = reason
+        self.remove(entry.request.request_id)
+        scanner = entry.scanner
+        if entry.detokenizer is None or (scanner is not None and scanner.stopped_by is not None):
+            return ""
+        text = entry.detokenizer.flush()
+        if scanner is None:
+            return text
+        text = scanner.feed(text)
+        return text if scanner.stopped_by is not None else text + scanner.flush()
+
+    def _commit_ids(self, entry: Entry, token_ids: list[int]) -> tuple[list[int], str]:
+        """Without stop strings a whole round is looked at by ids, and decoded at once."""
+        room = entry.max_tokens - entry.request.num_output_tokens
+        kept = token_ids if len(token_ids) <= room else token_ids[:room]
+        shown = kept
+        if not entry.stop_ids.isdisjoint(kept):
+            at = next(i for i, token in enumerate(kept) if token in entry.stop_ids)
+            kept, shown = kept[: at + 1], kept[:at]
+            entry.finish_reason = "stop"
+        elif len(kept) >= room:
+            entry.finish_reason = "length"
+        return kept, entry.detokenizer.feed(shown) if entry.detokenizer is not None else ""
+
+    def _commit_text(self, entry: Entry, scanner: StopScanner, token_ids: list[int]) -> tuple[list[int], str]:
+        """With stop strings each token is decoded alone, so that a draft ends at the very token where plain decoding would."""
+        detokenizer = entry.detokenizer
+        assert detokenizer is not None  # add() refuses stop strings without a tokenizer
+        room = entry.max_tokens - entry.request.num_output_tokens
+        text = ""
+        for at, token in enumerate(token_ids):
+            if token in entry.stop_ids:
+                entry.finish_reason = "stop"
+            else:
+                text += scanner.feed(detokenizer.feed((token,)))
+                if scanner.stopped_by is not None:
+                    entry.finish_reason = "stop"
+                elif at + 1 >= room:
+                    entry.finish_reason = "length"
+            if entry.finish_reason is not None:
+                return token_ids[: at + 1], text
+        return token_ids, text

@@ -1,0 +1,151 @@
+"""What happened: per request and in total. The acceptance histogram is the stored primitive, every rate is derived from it.
+
+This module knows no model and no clock: the engine hands it counts and seconds. Names are those of docs/glossary.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+
+def expected_tau(alpha: float, k: float) -> float:
+    """Tokens a round emits if each draft survives with probability alpha: (1 - alpha^(K+1)) / (1 - alpha), Leviathan eq. 1."""
+    return k + 1 if alpha >= 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
+
+
+def expected_speedup(alpha: float, k: float, cost_ratio: float) -> float:
+    """Leviathan et al. 2023, theorem 3.8: tokens of a round over its cost in target passes, K c + 1."""
+    return expected_tau(alpha, k) / (k * cost_ratio + 1)
+
+
+@dataclass(slots=True)
+class PhaseTimes:
+    """Seconds by phase. ``host`` is everything outside drafting, the target pass and the verifier."""
+
+    draft: float = 0.0
+    score: float = 0.0
+    verify: float = 0.0
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.draft + self.score + self.verify + self.host
+
+    def add(self, other: PhaseTimes) -> None:
+        self.draft += other.draft
+        self.score += other.score
+        self.verify += other.verify
+        self.host += other.host
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round as the draft-length policy sees it: what was asked, proposed, accepted and paid."""
+
+    k: int  # drafts asked for
+    lens: list[int]  # drafts proposed, per request
+    num_accepted: list[int]
+    times: PhaseTimes
+
+
+@dataclass(slots=True)
+class GenerationStats:
+    """Counts of one request, or of everything an engine has done. A request's seconds are those it was part of."""
+
+    acceptance_histogram: dict[int, int] = field(default_factory=dict)  # {num_accepted: rounds}
+    num_tokens: int = 0  # emitted, after truncation at a stop
+    num_drafts: int = 0  # drafted tokens
+    num_judged: int = 0  # drafts that were reached: all before them had been accepted
+    num_draft_steps: int = 0  # the longest draft of each round, summed
+    faults: int = 0  # rounds in which the proposer failed
+    times: PhaseTimes = field(default_factory=PhaseTimes)
+    plain_seconds: float = 0.0  # what the same tokens would have cost without drafts; nan where a pass was never measured
+    pass_seconds: float = 0.0  # plain passes, one a decoding round, for the cost ratio
+    num_timed_rounds: int = 0
+
+    def count(self, num_drafts: int, num_accepted: int, num_emitted: int) -> None:
+        """Adds one request's part of a round."""
+        histogram = self.acceptance_histogram
+        histogram[num_accepted] = histogram.get(num_accepted, 0) + 1
+        self.num_tokens += num_emitted
+        self.num_drafts += num_drafts
+        self.num_judged += num_accepted + 1 if num_accepted < num_drafts else num_drafts
+
+    def clock(self, round_: Round, is_prefill: bool, emitted_per_row: float, plain_pass: float | None) -> None:
+        """Adds one round's seconds. ``plain_pass``: seconds of a decoding pass without drafts, None if unknown."""
+        times = round_.times
+        self.times.add(times)
+        self.num_draft_steps += max(round_.lens, default=0)
+        outside = times.verify + times.host
+        if is_prefill:
+            self.plain_seconds += times.score + outside
+        elif plain_pass is None:
+            self.plain_seconds = math.nan
+        else:
+            self.plain_seconds += emitted_per_row * (plain_pass + outside)
+            self.pass_seconds += plain_pass
+            self.num_timed_rounds += 1
+
+    @property
+    def num_rounds(self) -> int:
+        return sum(self.acceptance_histogram.values())
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(accepted * rounds for accepted, rounds in self.acceptance_histogram.items())
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """tau = 1 + accepted / rounds: tokens per target pass."""
+        return 1 + self.num_accepted / max(self.num_rounds, 1)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """alpha: accepted drafts over drafts that were reached. 0 where nothing was drafted."""
+        return self.num_accepted / self.num_judged if self.num_judged else 0.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted drafts over drafted tokens: falls with K, so it is not alpha."""
+        return self.num_accepted / self.num_drafts if self.num_drafts else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Entry i: the part of all rounds in which draft i + 1 was accepted."""
+        longest = max(self.acceptance_histogram, default=0)
+        rounds = max(self.num_rounds, 1)
+        return [
+            sum(count for accepted, count in self.acceptance_histogram.items() if accepted > i) / rounds for i in range(longest)
+        ]
+
+    @property
+    def cost_ratio(self) -> float | None:
+        """c: seconds of one draft step over seconds of one plain target pass. None where either was never measured."""
+        if not self.num_draft_steps or not self.num_timed_rounds:
+            return None
+        return (self.times.draft / self.num_draft_steps) / (self.pass_seconds / self.num_timed_rounds)
+
+    @property
+    def expected_speedup(self) -> float | None:
+        """The formula's speedup at the measured alpha, c and mean K: compare it with ``tok_s / plain_tok_s``."""
+        ratio = self.cost_ratio
+        if ratio is None:
+            return None
+        return expected_speedup(self.acceptance_rate, self.num_draft_steps / max(self.num_rounds, 1), ratio)
+
+    @property
+    def tok_s(self) -> float:
+        """Emitted tokens per second of rounds, prefill included."""
+        return self.num_tokens / self.times.total if self.times.total else 0.0
+
+    @property
+    def plain_tok_s(self) -> float | None:
+        """The speed that plain decoding would have had on the same tokens, prefill included. None if unknown."""
+        return self.num_tokens / self.plain_seconds if self.plain_seconds > 0 else None
+
+    @property
+    def ms_per_round(self) -> dict[str, float]:
+        """Mean milliseconds of a round by phase: draft, score, verify, host."""
+        rounds = max(self.num_rounds, 1)
+        return {name: 1e3 * getattr(self.times, name) / rounds for name in ("draft", "score", "verify", "host")}

@@ -1,0 +1,94 @@
+"""Prompt lookup: the text since the last place where the same n tokens stood is proposed again. No model, no weights.
+
+Saxena 2023 (prompt lookup decoding); here over prompt and output, with an index that grows by O(1) a token instead of a search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.proposers.base import Proposer, Setting, chain_proposal
+from outrider.types import Context, OutriderError, Proposal, Request
+
+
+@dataclass(frozen=True)
+class NgramConfig:
+    """Which repetitions count. Longer matches are tried first."""
+
+    max_n: int = 4  # tokens; longer ones hardly ever differ in what follows
+    min_n: int = 2  # one token alone is followed by anything: its drafts are mostly rejected
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_n <= self.max_n:
+            raise OutriderError(f"ngram needs 1 <= min_n <= max_n, not min_n={self.min_n}, max_n={self.max_n}")
+
+
+class NgramProposer(Proposer):
+    """Drafts what followed the most recent earlier occurrence of the longest n-gram that the text ends with."""
+
+    name = "ngram"
+
+    def __init__(self, config: NgramConfig = NgramConfig()) -> None:  # noqa: B008 (frozen)
+        self._config = config
+        self._indexes: dict[str, NgramIndex] = {}
+
+    @classmethod
+    def build(cls, setting: Setting) -> NgramProposer:
+        return cls()
+
+    def propose(self, context: Context, k: int) -> Proposal:
+        """Point masses, at most k; none where nothing repeats."""
+        return chain_proposal(
+            [
+                self._index(request).continuation(min(k, limit))
+                for request, limit in zip(context.requests, context.limits, strict=True)
+            ]
+        )
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._indexes.pop(request_id, None)
+
+    def _index(self, request: Request) -> NgramIndex:
+        index = self._indexes.get(request.request_id)
+        if index is None:
+            index = self._indexes[request.request_id] = NgramIndex(request.token_ids, self._config)
+        index.catch_up()
+        return index
+
+
+class NgramIndex:
+    """n-gram -> where the text last went on after it. Reads a request's committed tokens, of which it only remembers positions."""
+
+    def __init__(self, token_ids: list[int], config: NgramConfig) -> None:
+        self._token_ids = token_ids
+        self._sizes = range(config.min_n, config.max_n + 1)
+        self._follows: list[dict[tuple[int, ...], int]] = [{} for _ in self._sizes]  # n-gram -> position after it
+        self._num_indexed = 0  # n-grams that end before this position are in
+
+    def catch_up(self) -> None:
+        """Indexes the n-grams that have a successor: the one at the very end would only find itself."""
+        token_ids = self._token_ids
+        for end in range(max(self._num_indexed, 1), len(token_ids)):
+            for n, follows in zip(self._sizes, self._follows, strict=True):
+                if n <= end:
+                    follows[tuple(token_ids[end - n : end])] = end
+        self._num_indexed = max(len(token_ids), 1)
+
+    def continuation(self, k: int) -> list[int]:
+        """At most k tokens that followed the longest, most recent match; they may run on into themselves."""
+        token_ids = self._token_ids
+        if k <= 0:
+            return []
+        for n, follows in zip(reversed(self._sizes), reversed(self._follows), strict=True):
+            if n > len(token_ids):
+                continue
+            start = follows.get(tuple(token_ids[-n:]))
+            if start is not None:
+                drafts = token_ids[start : start + k]
+                period = len(token_ids) - start
+                while len(drafts) < k:  # the match overlaps the end of the text: what repeats goes on repeating
+                    drafts.append(drafts[len(drafts) - period])
+                return drafts
+        return []

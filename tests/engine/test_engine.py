@@ -1,0 +1,377 @@
+"""The loop: whatever is drafted and however it fails, the text is plain decoding's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.engine.policy import FixedLength
+from outrider.proposers.base import Proposer, ScriptedProposer, chain_proposal
+from outrider.types import OutriderError, Proposal
+from outrider.verifiers.block import BlockVerifier
+
+from .toy import EOS, VOCAB, TableRunner, greedy_continuation, make_engine, make_request, oracle, outputs, run
+
+PROMPTS = [[3, 4, 5], [7], [1, 2, 3, 4, 5, 6, 8, 9]]
+
+
+def requests(batch=3, **params):
+    params = {"max_tokens": 23} | params
+    return [make_request(f"r{b}", PROMPTS[b], **params) for b in range(batch)]
+
+
+def plain(batch=3, **params):
+    return outputs(run(make_engine(), requests(batch, **params)))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("k", range(9))
+@pytest.mark.parametrize("right", [0, 1, 3, None])
+def test_greedy_text_is_plain_decodings_at_none_some_and_all_accepted(batch, k, right):
+    runner = TableRunner()
+    engine = make_engine(oracle(runner, right), k, runner=runner)
+    assert outputs(run(engine, requests(batch))) == plain(batch)
+    assert runner.cached == {}
+    if k:
+        assert engine.stats.num_accepted > 0 if right != 0 else engine.stats.num_accepted == 0
+
+
+def test_full_acceptance_takes_one_pass_for_k_plus_one_tokens():
+    runner = TableRunner()
+    run(make_engine(oracle(runner), 4, runner=runner), requests(1, max_tokens=20))
+    assert runner.num_scores == 4
+
+
+def test_origins_tell_accepted_corrected_bonus_and_plain_tokens_apart():
+    runner = TableRunner()
+
+    def origins(right, k):
+        emissions = run(make_engine(oracle(runner, right), k, runner=runner), requests(1, max_tokens=12))["r0"]
+        return emissions[0].origins
+
+    assert origins(None, 3) == ["accepted"] * 3 + ["bonus"]
+    assert origins(2, 3) == ["accepted"] * 2 + ["corrected"]
+    assert origins(0, 3) == ["corrected"]
+    assert origins(None, 0) == ["plain"]
+
+
+@pytest.mark.parametrize("k", [1, 4, 8])
+def test_eos_inside_a_draft_ends_the_request_where_plain_decoding_would(k):
+    runner = TableRunner(eos_bias=1.0)
+    wanted = outputs(run(make_engine(runner=TableRunner(eos_bias=1.0)), requests(max_tokens=60)))
+    assert {reason for _, _, reason in wanted.values()} == {"stop"}
+    assert outputs(run(make_engine(oracle(runner), k, runner=runner), requests(max_tokens=60))) == wanted
+    ignoring = outputs(run(make_engine(oracle(runner), k, runner=runner), requests(max_tokens=60, ignore_eos=True)))
+    assert all(len(tokens) == 60 and EOS in tokens for tokens, _, _ in ignoring.values())
+
+
+def test_stop_token_ids_end_a_request_inside_a_draft():
+    runner = TableRunner()
+    stop = greedy_continuation(runner, PROMPTS[0], 6)[-1]
+    wanted = plain(1, stop_token_ids=(stop,))
+    assert wanted["r0"][2] == "stop"
+    assert outputs(run(make_engine(oracle(runner), 8, runner=runner), requests(1, stop_token_ids=(stop,)))) == wanted
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 8))
+def test_max_tokens_inside_a_draft(max_tokens):
+    runner = TableRunner()
+    # This proposer ignores the limits it is given.
+    eager = ScriptedProposer.of_chains(lambda c, k: [greedy_continuation(runner, r.token_ids, 5) for r in c.requests])
+    found = outputs(run(make_engine(eager, 5, runner=runner), requests(max_tokens=max_tokens)))
+    assert found == plain(max_tokens=max_tokens)
+    assert all(len(tokens) == max_tokens and reason == "length" for tokens, _, reason in found.values())
+
+
+def test_the_context_clips_max_tokens():
+    runner = TableRunner(max_len=12)
+    found = outputs(run(make_engine(oracle(runner), 4, runner=runner), requests(max_tokens=500)))
+    assert [len(tokens) for tokens, _, _ in found.values()] == [12 - len(prompt) for prompt in PROMPTS]
+    assert {reason for _, _, reason in found.values()} == {"length"}
+
+
+@pytest.mark.parametrize("length", [0, 12, 13])
+def test_a_prompt_without_room_is_refused_before_any_token(length):
+    runner = TableRunner(max_len=12)
+    with pytest.raises(OutriderError, match=r"prompt"):
+        make_engine(runner=runner).add(make_request("r", [1] * length))
+    assert runner.num_scores == 0
+
+
+def test_more_requests_than_places_wait_their_turn():
+    runner = TableRunner(max_batch=2)
+    many = [make_request(f"r{i}", PROMPTS[i % 3], max_tokens=5 + i) for i in range(7)]
+    wanted = {
+        request.request_id: (greedy_continuation(runner, request.token_ids, 5 + i), "", "length")
+        for i, request in enumerate(many)
+    }
+    assert outputs(run(make_engine(oracle(runner, 1), 3, runner=runner), many)) == wanted
+
+
+def test_requests_that_join_later_change_nothing():
+    runner = TableRunner()
+    engine = make_engine(oracle(runner, 2), 3, runner=runner)
+    first, second = requests(2)
+    engine.add(first)
+    engine.step()
+    engine.add(second)
+    while engine.has_work:
+        engine.step()
+    wanted = plain(2)
+    assert first.token_ids[3:] == wanted["r0"][0] and second.token_ids[1:] == wanted["r1"][0]
+
+
+# --- proposers that misbehave --------------------------------------------------------------------------------------------------
+
+
+def good(context):
+    return chain_proposal([[1, 2, 3]] * len(context.requests))
+
+
+def with_row_0(proposal, **changes):
+    """A proposal of which row 0 alone is wrong."""
+    token_ids, lens = proposal.token_ids.clone(), proposal.lens.clone()
+    probs = torch.full((*token_ids.shape, VOCAB), 1 / VOCAB)
+    if "token" in changes:
+        token_ids[0, 1] = changes["token"]
+    if "len" in changes:
+        lens[0] = changes["len"]
+    if "prob" in changes:
+        probs[0, 1, 3] = changes["prob"]
+    return Proposal(token_ids, lens, probs)
+
+
+WHOLE = {
+    "raises": lambda c, k: 1 / 0,
+    "not a proposal": lambda c, k: None,
+    "no batch": lambda c, k: Proposal(torch.zeros(3, dtype=torch.long), torch.zeros(1, dtype=torch.long)),
+    "wrong batch": lambda c, k: Proposal.empty(len(c.requests) + 1),
+    "float ids": lambda c, k: Proposal(torch.zeros(len(c.requests), 2), torch.ones(len(c.requests), dtype=torch.long)),
+    "lens shape": lambda c, k: Proposal(good(c).token_ids, torch.ones(9, dtype=torch.long)),
+    "probs shape": lambda c, k: Proposal(good(c).token_ids, good(c).lens, torch.ones(len(c.requests), 3, VOCAB + 1)),
+    "parents shape": lambda c, k: Proposal(good(c).token_ids, good(c).lens, None, torch.zeros(9, 9, dtype=torch.long)),
+}
+ONE_ROW = {
+    "id too high": lambda c, k: with_row_0(good(c), token=VOCAB),
+    "id negative": lambda c, k: with_row_0(good(c), token=-1),
+    "len too high": lambda c, k: with_row_0(good(c), len=4),
+    "len negative": lambda c, k: with_row_0(good(c), len=-1),
+    "nan": lambda c, k: with_row_0(good(c), prob=float("nan")),
+    "inf": lambda c, k: with_row_0(good(c), prob=float("inf")),
+    "negative prob": lambda c, k: with_row_0(good(c), prob=-1 / VOCAB),
+    "not normalised": lambda c, k: with_row_0(good(c), prob=0.5),
+    "parents": lambda c, k: Proposal(
+        good(c).token_ids, good(c).lens, None, torch.tensor([[-1, 1, 0]] + [[-1, 0, 1]] * (len(c.requests) - 1))
+    ),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("fault", WHOLE)
+def test_a_failing_proposer_costs_drafts_and_no_text(fault, batch, caplog):
+    engine = make_engine(ScriptedProposer(WHOLE[fault]), 3)
+    found = run(engine, requests(batch))
+    assert outputs(found) == plain(batch)
+    assert engine.stats.faults == batch
+    assert all(emissions[-1].stats.faults == 1 for emissions in found.values())
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("fault", ONE_ROW)
+def test_only_the_request_at_fault_loses_speculation(fault, batch, caplog):
+    faulty = {"left": 1}
+
+    def script(context, k):
+        if context.request_ids[0] == "r0" and len(context.requests[0].token_ids) > 6 and faulty["left"]:
+            faulty["left"] = 0
+            return ONE_ROW[fault](context, k)
+        return good(context)
+
+    engine = make_engine(ScriptedProposer(script), 3)
+    found = run(engine, requests(batch))
+    assert outputs(found) == plain(batch)
+    assert [found[f"r{b}"][-1].stats.faults for b in range(batch)] == [1, 0, 0][:batch]
+    assert found["r0"][-1].origins == ["plain"]
+    assert all("plain" not in emission.origins for b in range(1, batch) for emission in found[f"r{b}"][:-1])
+    assert len(caplog.records) == 1
+
+
+def test_a_proposer_that_fails_later_loses_nothing(caplog):
+    class Late(Proposer):
+        num_calls = 0
+
+        def propose(self, context, k):
+            return good(context)
+
+        def commit(self, context, verdict):
+            self.num_calls += 1
+            if self.num_calls == 3:
+                raise RuntimeError("commit")
+
+        def release(self, request_ids):
+            raise RuntimeError("release")
+
+    engine = make_engine(Late(), 3)
+    assert outputs(run(engine, requests(3))) == plain(3)
+    assert engine.stats.faults == 3
+
+
+def test_ids_in_the_padding_are_no_fault():
+    def script(context, k):
+        return Proposal(torch.tensor([[1, -7, 999]] * len(context.requests)), torch.ones(len(context.requests), dtype=torch.long))
+
+    engine = make_engine(ScriptedProposer(script), 3)
+    assert outputs(run(engine, requests(3))) == plain(3)
+    assert engine.stats.faults == 0 and engine.stats.num_drafts > 0
+
+
+def test_the_proposer_hears_of_a_verdict_only_for_what_it_drafted():
+    heard = []
+
+    class Listener(Proposer):
+        def propose(self, context, k):
+            return good(context)
+
+        def commit(self, context, verdict):
+            heard.append((len(context.requests), len(verdict.num_accepted), len(context.requests[0].token_ids)))
+
+    class EveryOther(FixedLength):
+        def next_k(self, context):
+            self.k = 3 - self.k
+            return self.k
+
+    run(make_engine(Listener(), policy=EveryOther(0)), requests(1, max_tokens=9))
+    assert len(heard) < 9 and all(rows == 1 and verdicts == 1 for rows, verdicts, _ in heard)
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------------
+
+
+def forked_tree(runner):
+    """Two children of the root, the second the right one, with the right grandchild below it."""
+
+    def script(context, k):
+        right = [greedy_continuation(runner, request.token_ids, 2) for request in context.requests]
+        rows = [[1 + a % (VOCAB - 1), a, b] for a, b in right]
+        batch = len(rows)
+        return Proposal(torch.tensor(rows), torch.full((batch,), 3), None, torch.tensor([[-1, -1, 1]] * batch))
+
+    return ScriptedProposer(script)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_trees_keep_the_text(batch):
+    runner = TableRunner()
+    engine = make_engine(forked_tree(runner), 2, runner=runner)
+    found = run(engine, requests(batch))
+    assert outputs(found) == plain(batch)
+    assert found["r0"][0].origins == ["accepted", "accepted", "bonus"]
+
+
+def test_a_tree_for_a_verifier_of_chains_is_refused():
+    runner = TableRunner()
+    proposer = forked_tree(runner)
+    engine = make_engine(proposer, 2, runner=runner, verifier=BlockVerifier())
+    engine.add(make_request("r", [1, 2], temperature=1.0))
+    with pytest.raises(OutriderError, match="handles trees"):
+        engine.step()
+    proposer.drafts_trees = True
+    with pytest.raises(OutriderError, match="handles trees"):
+        make_engine(proposer, 2, runner=runner, verifier=BlockVerifier())
+
+
+# --- a target that misbehaves -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["fails_for", "nan_for"])
+def test_a_failing_target_is_an_error_for_that_request_alone(kind):
+    runner = TableRunner()
+    engine = make_engine(oracle(runner, 1), 3, runner=runner)
+    for request in requests(3):
+        engine.add(request)
+    engine.step()
+    getattr(runner, kind).add("r1")
+    last, tokens = {}, {}
+    while engine.has_work:
+        for emission in engine.step():
+            last[emission.request_id] = emission
+            tokens.setdefault(emission.request_id, []).extend(emission.token_ids)
+    assert [last[f"r{b}"].finish_reason for b in range(3)] == ["length", "error", "length"]
+    assert ("out of memory" if kind == "fails_for" else "NaN") in last["r1"].error
+    wanted = plain(3)
+    assert all(wanted[name][0][-len(tokens[name]) :] == tokens[name] for name in ("r0", "r2"))
+    assert runner.cached == {}
+
+
+def test_an_interrupt_leaves_every_request_resumable():
+    runner = TableRunner()
+    engine = make_engine(oracle(runner, 1), 3, runner=runner)
+    mine = requests(3)
+    for request in mine:
+        engine.add(request)
+    engine.step()
+    commit, runner.commit = runner.commit, lambda context, verdict: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    runner.commit = commit
+    while engine.has_work:
+        engine.step()
+    wanted = plain(3)
+    assert all(request.token_ids[request.num_prompt_tokens :] == wanted[request.request_id][0] for request in mine)
+
+
+# --- sampling, logprobs, features ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_seed_gives_the_same_sample_again(k):
+    def sample(seed):
+        runner = TableRunner()
+        return outputs(run(make_engine(oracle(runner, 1), k, runner=runner), requests(2, temperature=1.0, seed=seed)))
+
+    assert sample(5) == sample(5)
+    assert sample(5) != sample(6)
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_coupled_noise_gives_the_same_sample_with_and_without_drafts(k):
+    runner = TableRunner()
+    params = {"temperature": 1.0, "seed": 3}
+    wanted = outputs(run(make_engine(coupled=True), requests(3, **params)))
+    assert wanted != plain(3)
+    assert outputs(run(make_engine(oracle(runner, 2), k, runner=runner, coupled=True), requests(3, **params))) == wanted
+
+
+@pytest.mark.parametrize("right", [0, 2, None])
+def test_logprobs_are_those_of_the_row_that_each_token_was_drawn_from(right):
+    runner = TableRunner()
+    emissions = run(make_engine(oracle(runner, right), 4, runner=runner), requests(1, logprobs=2))["r0"]
+    text = list(PROMPTS[0])
+    for emission in emissions:
+        assert len(emission.logprobs) == len(emission.token_ids)
+        for token, found in zip(emission.token_ids, emission.logprobs, strict=True):
+            row = torch.log_softmax(runner.logits_after(text), -1)
+            assert found.logprob == pytest.approx(float(row[token]), abs=1e-5)
+            assert [i for i, _ in found.top] == row.topk(2).indices.tolist()
+            text.append(token)
+
+
+def test_features_of_every_committed_token_reach_the_proposer_once():
+    runner = TableRunner()
+    seen = []
+
+    class Features(Proposer):
+        needs_hidden = (2,)
+
+        def propose(self, context, k):
+            seen.append(context.hidden[2][0])
+            return chain_proposal([greedy_continuation(runner, context.requests[0].token_ids, min(k, context.limits[0]))])
+
+    engine = make_engine(Features(), 3, runner=runner)
+    request = make_request("r0", PROMPTS[0], max_tokens=12)
+    run(engine, [request])
+    committed = request.token_ids
+    rows = torch.cat([features for features in seen if features.numel()])
+    wanted = [runner.logits_after(committed[: i + 1])[:3] + 2 for i in range(2, 2 + len(rows))]
+    assert len(rows) == 8 and torch.equal(rows, torch.stack(wanted))

@@ -1,0 +1,133 @@
+"""A runner without a model, and an engine around it: the next token depends on the last two by a fixed random table."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.engine.engine import Emission, Engine
+from outrider.engine.policy import FixedLength
+from outrider.engine.scheduler import Scheduler
+from outrider.proposers.base import PlainProposer, ScriptedProposer
+from outrider.types import Context, Proposal, Request, SamplingParams, Scores, Verdict
+from outrider.verifiers.exact import ExactMatchVerifier
+from outrider.verifiers.rejection import RejectionVerifier
+
+VOCAB = 17
+EOS = 0
+
+
+class TableRunner:
+    """Logits are a table's row; the "cache" is the committed text it has seen, checked against the requests each round."""
+
+    vocab_size = VOCAB
+    num_layers, hidden_size = 4, 3
+    device = torch.device("cpu")
+
+    def __init__(self, max_batch=8, max_len=200, eos_bias=-100.0, seed=0, sharpness=2.0):
+        self.max_batch, self.max_len = max_batch, max_len
+        self.needs_hidden = ()
+        table = torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * sharpness
+        table[:, :, EOS] += eos_bias
+        self.table = table
+        self.cached: dict[str, list[int]] = {}
+        self.num_scores = 0
+        self.fails_for: set[str] = set()
+        self.nan_for: set[str] = set()
+
+    def logits_after(self, text: list[int]) -> torch.Tensor:
+        return self.table[text[-2] if len(text) > 1 else 0, text[-1]]
+
+    def score(self, context: Context, proposal: Proposal) -> Scores:
+        self.num_scores += 1
+        width = proposal.num_nodes + 1
+        logits = torch.full((len(context.requests), width, VOCAB), float("nan"))  # rows beyond lens are undefined
+        for b, request in enumerate(context.requests):
+            if request.request_id in self.fails_for:
+                raise RuntimeError("out of memory")
+            known = self.cached.setdefault(request.request_id, [])
+            assert known == request.token_ids[: len(known)], "the cache is not a prefix of the committed text"
+            paths = {-1: request.token_ids}
+            logits[b, 0] = self.logits_after(request.token_ids)
+            for i in range(int(proposal.lens[b])):
+                parent = i - 1 if proposal.parents is None else int(proposal.parents[b, i])
+                paths[i] = [*paths[parent], int(proposal.token_ids[b, i])]
+                logits[b, i + 1] = self.logits_after(paths[i])
+            if request.request_id in self.nan_for:
+                logits[b] = float("nan")
+        self._proposal = proposal
+        hidden = {layer: logits[..., : self.hidden_size] + layer for layer in self.needs_hidden}
+        return Scores(logits, hidden)
+
+    def commit(self, context: Context, verdict: Verdict) -> None:
+        for b, request in enumerate(context.requests):
+            path = verdict.path[b, : int(verdict.num_accepted[b])].tolist()
+            self.cached[request.request_id] = request.token_ids + [int(self._proposal.token_ids[b, i]) for i in path]
+
+    def release(self, request_ids) -> None:
+        for request_id in request_ids:
+            self.cached.pop(request_id, None)
+
+    def fork(self, source_id, new_ids) -> None:
+        for new_id in new_ids:
+            self.cached[new_id] = self.cached[source_id][:1]
+
+    def pass_cost(self, width, batch, cache_len):
+        return 0.001
+
+
+def make_engine(proposer=None, k=0, policy=None, runner=None, detokenizer=None, verifier=None, coupled=False) -> Engine:
+    runner = runner or TableRunner()
+    scheduler = Scheduler(runner.max_batch, runner.max_len, [EOS], detokenizer)
+    verifiers = (verifier or RejectionVerifier(), ExactMatchVerifier())
+    return Engine(runner, proposer or PlainProposer(), verifiers, policy or FixedLength(k), scheduler, coupled)
+
+
+def make_request(request_id: str, prompt: list[int], **params) -> Request:
+    seed = params.get("seed") or 0
+    return Request(request_id, list(prompt), len(prompt), SamplingParams(**params), seed, torch.Generator().manual_seed(seed))
+
+
+def run(engine: Engine, requests: list[Request]) -> dict[str, list[Emission]]:
+    """Runs requests to their end: all emissions of each."""
+    for request in requests:
+        engine.add(request)
+    found: dict[str, list[Emission]] = {request.request_id: [] for request in requests}
+    while engine.has_work:
+        for emission in engine.step():
+            found[emission.request_id].append(emission)
+    return found
+
+
+def outputs(emissions: dict[str, list[Emission]]) -> dict[str, tuple]:
+    """What a user sees of each request: tokens, text and the reason of its end."""
+    return {
+        request_id: (
+            [token for emission in each for token in emission.token_ids],
+            "".join(emission.text for emission in each),
+            each[-1].finish_reason,
+        )
+        for request_id, each in emissions.items()
+    }
+
+
+def greedy_continuation(runner: TableRunner, text: list[int], count: int) -> list[int]:
+    """What the table says next, by argmax."""
+    text = list(text)
+    for _ in range(count):
+        text.append(int(runner.logits_after(text).argmax()))
+    return text[-count:] if count else []
+
+
+def oracle(runner: TableRunner, right: int | None = None) -> ScriptedProposer:
+    """Drafts k tokens of which the first ``right`` (None: all) are what greedy decoding will say, the next one is not."""
+
+    def chains(context, k):
+        drafts = []
+        for request, limit in zip(context.requests, context.limits, strict=True):
+            chain = greedy_continuation(runner, request.token_ids, min(k, limit))
+            if right is not None and right < len(chain):
+                chain[right] = 1 + chain[right] % (VOCAB - 1)
+            drafts.append(chain)
+        return drafts
+
+    return ScriptedProposer.of_chains(chains)
