@@ -1,0 +1,90 @@
+"""Attention over Outrider's own KV cache, plugged into transformers by its public ``AttentionInterface``: no model code is forked.
+
+A pass's layout (which cache rows, where it writes, who sees whom) is the runner's to say and no model's: it is set for the time of
+the forward call by ``active_pass``, and the attention function of every layer reads it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from outrider.runner import kernels  # noqa: F401 - declares torch.ops.outrider
+from outrider.types import OutriderError
+
+NAME = "outrider"
+
+
+@dataclass(frozen=True)
+class PassLayout:
+    """Where the B x W tokens of one pass stand in the cache."""
+
+    keys: Tensor  # [L, R, Hkv, S, D]
+    values: Tensor  # [L, R, Hkv, S, Dv]
+    cache_rows: Tensor  # [B] int64
+    bases: Tensor  # [B] int64: slot of the pass's first token; slots before it hold the committed text
+    positions: Tensor  # [B, W] int64
+    visible: Tensor | None = None  # bool [B, W, W]: which tokens of the pass each token sees; None: those before it and itself
+
+
+_active: PassLayout | None = None
+
+
+@contextmanager
+def active_pass(layout: PassLayout) -> Iterator[None]:
+    """Makes ``layout`` the one that attention works on."""
+    global _active
+    previous, _active = _active, layout
+    try:
+        yield
+    finally:
+        _active = previous
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,  # [B, H, W, D]
+    key: Tensor,  # [B, Hkv, W, D]
+    value: Tensor,  # [B, Hkv, W, Dv]
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: writes this pass's keys and values, attends to what is visible -> [B, W, H, Dv]."""
+    layout = _active
+    if layout is None:
+        raise RuntimeError("this model was prepared by Outrider's runner: call the runner, not the model")
+    for name in ("s_aux", "position_bias", "sinks"):
+        if options.get(name) is not None:
+            raise OutriderError(f"{type(module).__name__} asks attention for {name!r}, which Outrider's cache does not support")
+    out = torch.ops.outrider.attend(
+        query,
+        key,
+        value,
+        layout.keys,
+        layout.values,
+        module.layer_idx,
+        layout.cache_rows,
+        layout.bases,
+        layout.positions,
+        layout.visible,
+        float(scaling if scaling is not None else query.shape[-1] ** -0.5),
+        float(options.get("softcap") or 0.0),
+        int(options.get("sliding_window") or 0),
+    )
+    return out, None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Visibility is the layout's: transformers need build no mask."""
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, _no_mask)

@@ -1,0 +1,182 @@
+"""Outrider's two operators, ``outrider::linear`` and ``outrider::attend``: a torch reference for every device, and C++ for the CPU.
+
+The reference is what the C++ is tested against, and what runs on CUDA and on machines without a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from outrider.runner.disk_cache import cache_dir
+
+logger = logging.getLogger(__name__)
+
+PANEL = 32  # outputs whose weights stand side by side in a packed weight
+
+_library = torch.library.Library("outrider", "DEF")
+_library.define("linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
+_library.define(
+    "attend(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, int layer, Tensor cache_rows, Tensor bases,"
+    " Tensor positions, Tensor? visible, float scale, float softcap, int window) -> Tensor"
+)
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """[outputs, inputs] -> [panels, inputs, 32]: for each input, the weights of 32 outputs side by side; zero-padded."""
+    outputs, inputs = weight.shape
+    panels = -(-outputs // PANEL)
+    padded = functional.pad(weight, (0, 0, 0, panels * PANEL - outputs))
+    return padded.view(panels, PANEL, inputs).transpose(1, 2).contiguous()
+
+
+def unpack_weight(packed: Tensor, outputs: int) -> Tensor:
+    """The inverse of ``pack_weight``: [panels, inputs, 32] -> [outputs, inputs]."""
+    panels, inputs, _ = packed.shape
+    return packed.transpose(1, 2).reshape(panels * PANEL, inputs)[:outputs]
+
+
+def reference_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    """x [..., inputs], packed [panels, inputs, 32] -> [..., outputs]: float32 arithmetic, the result in x's type."""
+    result = functional.linear(x.float(), unpack_weight(packed, outputs).float(), None if bias is None else bias.float())
+    return result.to(x.dtype)
+
+
+def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C++
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    layer: int,
+    cache_rows: Tensor,
+    bases: Tensor,
+    positions: Tensor,
+    visible: Tensor | None,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> Tensor:
+    """Writes this pass's keys and values to slots ``base .. base + W`` of the cache, then attends to all that is visible.
+
+    query [B, H, W, D]; key, value [B, Hkv, W, D]; keys, values [L, R, Hkv, S, D], changed in place; cache_rows, bases [B];
+    positions [B, W]; visible bool [B, W, W] (None: causal) -> [B, W, H, D].
+    """
+    width, capacity = query.shape[2], keys.shape[3]
+    slots = bases[:, None] + torch.arange(width, device=bases.device)  # [B, W]
+    keys[layer][cache_rows[:, None], :, slots] = key.transpose(1, 2).to(keys.dtype)
+    values[layer][cache_rows[:, None], :, slots] = value.transpose(1, 2).to(values.dtype)
+    seen = _visible_slots(bases, positions, visible, capacity, window)  # [B, W, S]
+    all_keys, all_values = keys[layer][cache_rows].to(query.dtype), values[layer][cache_rows].to(query.dtype)
+    if softcap == 0:
+        out = functional.scaled_dot_product_attention(
+            query, all_keys, all_values, attn_mask=seen[:, None], scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return out.transpose(1, 2).contiguous()
+    groups = query.shape[1] // key.shape[1]
+    scores = query @ all_keys.repeat_interleave(groups, 1).transpose(2, 3) * scale
+    scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~seen[:, None], float("-inf")).float().softmax(-1).to(query.dtype)
+    return (weights @ all_values.repeat_interleave(groups, 1)).transpose(1, 2).contiguous()
+
+
+def _visible_slots(bases: Tensor, positions: Tensor, visible: Tensor | None, capacity: int, window: int) -> Tensor:
+    """Which cache slots each query sees: bool [B, W, S]. Slot s < base holds position s; slot base + j holds positions[:, j]."""
+    batch, width = positions.shape
+    if visible is None:
+        visible = torch.ones(width, width, dtype=torch.bool, device=positions.device).tril().expand(batch, -1, -1)
+    slot = torch.arange(capacity, device=positions.device)
+    own = slot - bases[:, None]  # [B, S]: index within this pass, where 0 <= own < W
+    in_pass = (own >= 0) & (own < width)
+    index = own.clamp(0, width - 1)
+    seen = torch.where(
+        in_pass[:, None], visible.gather(2, index[:, None].expand(-1, width, -1)), (own < 0)[:, None].expand(-1, width, -1)
+    )
+    if window > 0:
+        place = torch.where(in_pass, positions.gather(1, index), slot)  # [B, S]
+        seen = seen & (positions[:, :, None] - place[:, None] < window)
+    return seen
+
+
+_library.impl("linear", reference_linear, "CompositeExplicitAutograd")
+_library.impl("attend", reference_attend, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("outrider::linear")
+def _(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], outputs)
+
+
+@torch.library.register_fake("outrider::attend")
+def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# C++
+# ---------------------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def load_cpu_kernels() -> bool:
+    """Builds the C++ operators for this CPU (some 20 s, once a machine) and loads them. False where they cannot be built."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+    if compiler is None or sys.platform == "win32":
+        logger.warning("no C++ compiler found: passes run on torch's own kernels, several times slower; install g++")
+        return False
+    source = Path(__file__).with_name("cpu.cpp")
+    library = _library_path(source, compiler)
+    if not library.exists():
+        logger.info("compiling Outrider's CPU kernels (once a machine, some 20 s)")
+        try:
+            _compile(compiler, source, library)
+        except (subprocess.SubprocessError, OSError) as error:
+            details = getattr(error, "stderr", "") or str(error)
+            logger.warning("the CPU kernels did not compile, torch's own are used: %s", details.strip().splitlines()[:1])
+            return False
+    torch.ops.load_library(library)
+    return True
+
+
+def cpu_kernels_are_built() -> bool:
+    """Whether ``load_cpu_kernels`` would load a finished library rather than compile one."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+    return compiler is not None and _library_path(Path(__file__).with_name("cpu.cpp"), compiler).exists()
+
+
+def _library_path(source: Path, compiler: str) -> Path:
+    what = "|".join([source.read_text(), torch.__version__, compiler, platform.machine(), _cpu_flags(), str(sys.abiflags)])
+    return cache_dir("kernels") / f"cpu-{hashlib.sha256(what.encode()).hexdigest()[:16]}.so"
+
+
+def _cpu_flags() -> str:
+    """What ``-march=native`` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _compile(compiler: str, source: Path, library: Path) -> None:
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    part = library.with_suffix(f".{os.getpid()}.part")
+    command = [compiler, "-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fno-math-errno", str(source), "-o", str(part)]
+    if sys.platform == "linux":
+        command += ["-fopenmp", "-DAT_PARALLEL_OPENMP=1"]
+    command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+    command += [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()] + ["-ltorch_cpu", "-lc10"]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+    part.replace(library)  # atomic: two processes may build at once

@@ -1,0 +1,318 @@
+// The two operations in which a CPU spends a pass: a skinny linear layer and attention over Outrider's KV cache.
+//
+// Why not a library's: on a CPU without matrix units (AMX), the GEMMs of MKL, oneDNN and FBGEMM take 2-7x the time of one row for
+// eight rows, which would make scoring drafts as dear as decoding them. These read each weight once, in its 16-bit form, and
+// compute in float32, so that up to a dozen rows cost about what one costs: the memory traffic of the weights.
+//
+// Both are *batch-invariant*: the additions that make a row's result, and their order, do not depend on how many other rows the
+// pass holds. The text is therefore the same bits for any draft length, proposer and batch.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace {
+
+constexpr int kLanes = 16;                // floats in a vector: one AVX-512 register, two of AVX2, four of NEON
+constexpr int64_t kPanel = 2 * kLanes;    // outputs whose weights stand side by side
+constexpr int64_t kAhead = 48;            // inputs that a weight is fetched ahead of its use: the hardware stops at page ends
+constexpr int64_t kBlock = 512;           // inputs accumulated in registers before they are added to the output
+#if defined(__AVX512F__)
+constexpr int kMaxRows = 12;              // 12 rows x 2 vectors of accumulators fill the 32 registers
+#else
+constexpr int kMaxRows = 4;
+#endif
+
+typedef float vec __attribute__((vector_size(kLanes * sizeof(float))));
+typedef uint32_t uvec __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+typedef int32_t ivec __attribute__((vector_size(kLanes * sizeof(int32_t))));
+typedef uint16_t hvec __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+
+inline vec load(const float* from) { vec v; std::memcpy(&v, from, sizeof v); return v; }
+inline void store(float* to, vec v) { std::memcpy(to, &v, sizeof v); }
+#if defined(__AVX512F__)  // what the portable lines below say; compilers take several instructions for each
+inline vec load(const at::BFloat16* from) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  return reinterpret_cast<vec>(_mm512_slli_epi32(wide, 16));
+}
+inline vec load(const at::Half* from) {
+  return reinterpret_cast<vec>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+}
+inline vec splat(float x) { return reinterpret_cast<vec>(_mm512_set1_ps(x)); }
+#else
+inline vec load(const at::BFloat16* from) {
+  hvec h; std::memcpy(&h, from, sizeof h);
+  uvec wide = __builtin_convertvector(h, uvec) << 16;
+  vec v; std::memcpy(&v, &wide, sizeof v); return v;
+}
+inline vec load(const at::Half* from) { vec v; for (int i = 0; i < kLanes; ++i) v[i] = static_cast<float>(from[i]); return v; }
+inline vec splat(float x) { return vec{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+#endif
+inline void store(at::BFloat16* to, vec v) { for (int i = 0; i < kLanes; ++i) to[i] = static_cast<at::BFloat16>(v[i]); }
+inline void store(at::Half* to, vec v) { for (int i = 0; i < kLanes; ++i) to[i] = static_cast<at::Half>(v[i]); }
+inline float sum(vec v) {
+  // A fixed tree, so that the result does not depend on what the compiler prefers.
+  for (int half = kLanes / 2; half > 0; half /= 2) for (int i = 0; i < half; ++i) v[i] += v[i + half];
+  return v[0];
+}
+inline float largest(vec v) { float m = v[0]; for (int i = 1; i < kLanes; ++i) m = std::max(m, v[i]); return m; }
+
+// exp(x) for x <= 0, relative error 2e-7 (Cephes' expf); below -87 the result is 0 to float32.
+inline vec exp_nonpositive(vec x) {
+  const ivec tiny = x < splat(-87.f);
+  x = tiny ? splat(-87.f) : x;
+  vec n = x * 1.44269504f - 0.5f;
+  ivec whole = __builtin_convertvector(n, ivec);  // towards zero: n is negative, so this rounds x / ln 2 to nearest
+  n = __builtin_convertvector(whole, vec);
+  vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  vec y = splat(1.9875691500e-4f);
+  y = y * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * r * r + r + 1.0f;
+  ivec bits = (whole + 127) << 23;
+  vec scale; std::memcpy(&scale, &bits, sizeof scale);
+  return tiny ? splat(0.f) : y * scale;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Linear
+// ---------------------------------------------------------------------------------------------------------------------------
+
+// out[r][panels * 32] (+)= x[r][0..depth) . w, for `rows` rows and `panels` neighbouring panels; one chain of additions a lane.
+template <typename Weight, int rows, int panels>
+inline void tile(const float* x, int64_t x_stride, const Weight* w, int64_t panel_stride, int64_t depth, float* out,
+                 int64_t out_stride, bool first) {
+  vec acc[rows][2 * panels];
+  for (int r = 0; r < rows; ++r) for (int j = 0; j < 2 * panels; ++j) acc[r][j] = vec{};
+  for (int64_t k = 0; k < depth; ++k) {
+    vec weights[2 * panels];
+    for (int j = 0; j < panels; ++j) {
+      const Weight* at_k = w + j * panel_stride + k * kPanel;
+      __builtin_prefetch(at_k + kAhead * kPanel);
+      weights[2 * j] = load(at_k);
+      weights[2 * j + 1] = load(at_k + kLanes);
+    }
+    for (int r = 0; r < rows; ++r) {
+      const vec value = splat(x[r * x_stride + k]);
+      for (int j = 0; j < 2 * panels; ++j) acc[r][j] += value * weights[j];
+    }
+  }
+  for (int r = 0; r < rows; ++r)
+    for (int j = 0; j < 2 * panels; ++j) {
+      float* to = out + r * out_stride + j * kLanes;
+      store(to, first ? acc[r][j] : load(to) + acc[r][j]);
+    }
+}
+
+template <typename Weight, int panels>
+using Tile = void (*)(const float*, int64_t, const Weight*, int64_t, int64_t, float*, int64_t, bool);
+
+template <typename Weight, int rows>
+void run_panels(const float* x, int64_t x_stride, const Weight* w, int64_t panel_stride, int64_t depth, float* out,
+                int64_t out_stride, bool first, int64_t panels) {
+  // Few rows leave registers free: several panels at once hide the latency of the additions without changing their order.
+  constexpr int wide = kMaxRows < 12 ? 1 : rows <= 2 ? 4 : rows == 3 ? 3 : rows <= 6 ? 2 : 1;
+  int64_t done = 0;
+  for (; done + wide <= panels; done += wide)
+    tile<Weight, rows, wide>(x, x_stride, w + done * panel_stride, panel_stride, depth, out + done * kPanel, out_stride, first);
+  for (; done < panels; ++done)
+    tile<Weight, rows, 1>(x, x_stride, w + done * panel_stride, panel_stride, depth, out + done * kPanel, out_stride, first);
+}
+
+template <typename Weight>
+using RunPanels = void (*)(const float*, int64_t, const Weight*, int64_t, int64_t, float*, int64_t, bool, int64_t);
+
+template <typename Weight, size_t... index>
+constexpr std::array<RunPanels<Weight>, sizeof...(index)> make_table(std::index_sequence<index...>) {
+  return {run_panels<Weight, static_cast<int>(index) + 1>...};
+}
+
+template <typename Weight>
+void linear_rows(const float* x, int64_t rows, int64_t inputs, const Weight* w, int64_t panels, float* out) {
+  static constexpr auto table = make_table<Weight>(std::make_index_sequence<kMaxRows>{});
+  const int64_t panel_stride = inputs * kPanel, out_stride = panels * kPanel;
+  // A thread is worth waking for some 10 microseconds of work.
+  const int64_t work = inputs * kPanel * (rows + 4);
+  const int64_t grain = std::max<int64_t>(1, 200'000 / work);
+  at::parallel_for(0, panels, grain, [&](int64_t begin, int64_t end) {
+    constexpr int64_t kGroup = 12;  // panels whose weights stay in the L2 cache while all rows pass
+    for (int64_t group = begin; group < end; group += kGroup) {
+      const int64_t count = std::min(kGroup, end - group);
+      for (int64_t k = 0; k < inputs; k += kBlock) {
+        const int64_t depth = std::min(kBlock, inputs - k);
+        for (int64_t r = 0; r < rows; r += kMaxRows) {
+          const int64_t height = std::min<int64_t>(kMaxRows, rows - r);
+          table[height - 1](x + r * inputs + k, inputs, w + group * panel_stride + k * kPanel, panel_stride, depth,
+                            out + r * out_stride + group * kPanel, out_stride, k == 0, count);
+        }
+      }
+    }
+  });
+}
+
+// x [..., inputs] float32 or bfloat16, packed [panels, inputs, 32] -> [..., outputs] in x's type; outputs <= panels * 32.
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs) {
+  const int64_t panels = packed.size(0), inputs = packed.size(1);
+  TORCH_CHECK(x.size(-1) == inputs, "linear: input of size ", x.size(-1), ", weight for ", inputs);
+  const at::Tensor source = x.to(at::kFloat).contiguous();
+  const int64_t rows = source.numel() / std::max<int64_t>(1, inputs);
+  auto shape = x.sizes().vec();
+  shape.back() = panels * kPanel;
+  at::Tensor out = at::empty(shape, source.options());
+  const float* from = source.const_data_ptr<float>();
+  float* to = out.mutable_data_ptr<float>();
+  if (packed.scalar_type() == at::kBFloat16)
+    linear_rows(from, rows, inputs, packed.const_data_ptr<at::BFloat16>(), panels, to);
+  else if (packed.scalar_type() == at::kHalf)
+    linear_rows(from, rows, inputs, packed.const_data_ptr<at::Half>(), panels, to);
+  else
+    linear_rows(from, rows, inputs, packed.const_data_ptr<float>(), panels, to);
+  if (outputs != panels * kPanel) out = out.narrow(-1, 0, outputs).contiguous();
+  if (bias.has_value()) out.add_(*bias);
+  return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Attention
+// ---------------------------------------------------------------------------------------------------------------------------
+
+struct Pass {
+  int64_t rows, heads, kv_heads, width, key_dim, value_dim, capacity, window;
+  float scale, softcap;
+  const int64_t *cache_rows, *bases, *positions;
+  const bool* visible;  // [rows, width, width], or null: a chain, in which query i sees the pass's tokens 0..i
+};
+
+template <typename Cache>
+inline float dot(const float* query, const Cache* key, int64_t dim) {
+  vec acc = vec{};
+  int64_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) acc += load(query + d) * load(key + d);
+  float total = sum(acc);
+  for (; d < dim; ++d) total += query[d] * static_cast<float>(key[d]);
+  return total;
+}
+
+template <typename Cache>
+inline void add_scaled(float* out, float weight, const Cache* value, int64_t dim) {
+  int64_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) store(out + d, load(out + d) + splat(weight) * load(value + d));
+  for (; d < dim; ++d) out[d] += weight * static_cast<float>(value[d]);
+}
+
+// One query over the slots it sees: exact softmax in slot order. `scores` holds base + width floats.
+template <typename Cache>
+void attend_one(const Pass& pass, int64_t b, int64_t w, const float* query, const Cache* keys, const Cache* values, float* scores,
+                float* out) {
+  const int64_t base = pass.bases[b], position = pass.positions[b * pass.width + w];
+  const bool* row = pass.visible ? pass.visible + (b * pass.width + w) * pass.width : nullptr;
+  const int64_t begin = pass.window > 0 ? std::max<int64_t>(0, position - pass.window + 1) : 0;
+  const int64_t first = std::min(begin, base);
+  const int64_t last = row ? base + pass.width : base + w + 1;
+  const int64_t count = last - first, padded = (count + kLanes - 1) / kLanes * kLanes;
+  for (int64_t s = first; s < last; ++s) {
+    bool seen = s < base ? s >= begin : (row ? row[s - base] : true);
+    if (seen && s >= base && pass.window > 0) seen = position - pass.positions[b * pass.width + (s - base)] < pass.window;
+    float score = -std::numeric_limits<float>::infinity();
+    if (seen) {
+      score = pass.scale * dot(query, keys + s * pass.key_dim, pass.key_dim);
+      if (pass.softcap > 0) score = pass.softcap * std::tanh(score / pass.softcap);
+    }
+    scores[s - first] = score;
+  }
+  for (int64_t i = count; i < padded; ++i) scores[i] = -std::numeric_limits<float>::infinity();
+  vec peak = load(scores);
+  for (int64_t i = kLanes; i < padded; i += kLanes) { const vec v = load(scores + i); peak = v > peak ? v : peak; }
+  const vec top = splat(largest(peak));
+  vec total = vec{};
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    const vec weight = exp_nonpositive(load(scores + i) - top);
+    store(scores + i, weight);
+    total += weight;
+  }
+  const float inverse = 1.0f / sum(total);
+  std::fill(out, out + pass.value_dim, 0.0f);
+  for (int64_t i = 0; i < count; ++i)
+    if (scores[i] != 0) add_scaled(out, scores[i] * inverse, values + (first + i) * pass.value_dim, pass.value_dim);
+}
+
+template <typename Cache>
+void attend_all(const Pass& pass, const float* query, const float* key, const float* value, Cache* keys, Cache* values, float* out) {
+  const int64_t group = pass.heads / pass.kv_heads;
+  int64_t longest = 0;
+  for (int64_t b = 0; b < pass.rows; ++b) longest = std::max(longest, pass.bases[b]);
+  longest += pass.width;
+  const int64_t work = pass.width * group * longest * (pass.key_dim + pass.value_dim);
+  at::parallel_for(0, pass.rows * pass.kv_heads, std::max<int64_t>(1, 100'000 / work), [&](int64_t begin, int64_t end) {
+    std::vector<float> scores(longest + kLanes);
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t b = task / pass.kv_heads, h = task % pass.kv_heads;
+      const int64_t plane = (pass.cache_rows[b] * pass.kv_heads + h) * pass.capacity;
+      Cache* k_plane = keys + plane * pass.key_dim;
+      Cache* v_plane = values + plane * pass.value_dim;
+      for (int64_t w = 0; w < pass.width; ++w) {  // this pass's keys and values go to the slots after the committed ones
+        const int64_t from = (b * pass.kv_heads + h) * pass.width + w, slot = pass.bases[b] + w;
+        for (int64_t d = 0; d < pass.key_dim; ++d) k_plane[slot * pass.key_dim + d] = static_cast<Cache>(key[from * pass.key_dim + d]);
+        for (int64_t d = 0; d < pass.value_dim; ++d)
+          v_plane[slot * pass.value_dim + d] = static_cast<Cache>(value[from * pass.value_dim + d]);
+      }
+      for (int64_t w = 0; w < pass.width; ++w)
+        for (int64_t g = 0; g < group; ++g) {
+          const int64_t head = h * group + g;
+          attend_one(pass, b, w, query + ((b * pass.heads + head) * pass.width + w) * pass.key_dim, k_plane, v_plane, scores.data(),
+                     out + ((b * pass.width + w) * pass.heads + head) * pass.value_dim);
+        }
+    }
+  });
+}
+
+// Writes key and value [B, Hkv, W, D] into slots base..base + W of the cache rows of layer `layer`, then attends.
+// query [B, H, W, D] -> [B, W, H, Dv]. keys / values: [L, R, Hkv, S, D], changed in place: hidden from the compiler on purpose, for
+// each layer's slots are written and read in this one call, so that nothing can be reordered around it and nothing be copied.
+at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& keys,
+                  const at::Tensor& values, int64_t layer, const at::Tensor& cache_rows, const at::Tensor& bases,
+                  const at::Tensor& positions, const std::optional<at::Tensor>& visible, double scale, double softcap, int64_t window) {
+  const at::Tensor q = query.to(at::kFloat).contiguous(), k = key.to(at::kFloat).contiguous(), v = value.to(at::kFloat).contiguous();
+  const at::Tensor seen = visible.has_value() ? visible->contiguous() : at::Tensor();
+  const at::Tensor rows = cache_rows.contiguous(), starts = bases.contiguous(), places = positions.contiguous();
+  Pass pass{q.size(0), q.size(1), k.size(1), q.size(2), k.size(3), v.size(3), keys.size(3), window, static_cast<float>(scale),
+            static_cast<float>(softcap), rows.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>(),
+            places.const_data_ptr<int64_t>(), visible.has_value() ? seen.const_data_ptr<bool>() : nullptr};
+  for (int64_t b = 0; b < pass.rows; ++b)
+    TORCH_CHECK(pass.bases[b] + pass.width <= pass.capacity && pass.cache_rows[b] < keys.size(1), "attend: the pass does not fit the cache");
+  at::Tensor out = at::empty({pass.rows, pass.width, pass.heads, pass.value_dim}, q.options());
+  float* to = out.mutable_data_ptr<float>();
+  const at::Tensor k_layer = keys.select(0, layer), v_layer = values.select(0, layer);
+  const float *qp = q.const_data_ptr<float>(), *kp = k.const_data_ptr<float>(), *vp = v.const_data_ptr<float>();
+  if (keys.scalar_type() == at::kBFloat16)
+    attend_all(pass, qp, kp, vp, k_layer.data_ptr<at::BFloat16>(), v_layer.data_ptr<at::BFloat16>(), to);
+  else if (keys.scalar_type() == at::kHalf)
+    attend_all(pass, qp, kp, vp, k_layer.data_ptr<at::Half>(), v_layer.data_ptr<at::Half>(), to);
+  else
+    attend_all(pass, qp, kp, vp, k_layer.data_ptr<float>(), v_layer.data_ptr<float>(), to);
+  return query.scalar_type() == at::kFloat ? out : out.to(query.scalar_type());
+}
+
+}  // namespace
+
+// The operators are declared in Python, beside their reference.
+TORCH_LIBRARY_IMPL(outrider, CPU, library) {
+  library.impl("linear", linear);
+  library.impl("attend", attend);
+}

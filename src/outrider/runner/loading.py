@@ -1,0 +1,84 @@
+"""Finding and loading a causal language model: a local folder, a hub id, or an object the user already has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from outrider.runner import attention
+from outrider.types import OutriderError
+
+
+def load_model(source: str | Path, dtype: torch.dtype | str, device: torch.device, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A causal LM with Outrider's attention, in eval mode.
+
+    Raises ``OutriderError``, in one line: no such folder or hub id, not a causal LM, broken files, an unsupported architecture.
+    """
+    config = load_config(source, trust_remote_code)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=dtype, trust_remote_code=trust_remote_code, low_cpu_mem_usage=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise OutriderError(f"cannot load {source}: {_first_line(error)}") from error
+    if device.type != "cpu":
+        model.to(device)
+    return adopt(model)
+
+
+def adopt(model: PreTrainedModel) -> PreTrainedModel:
+    """Puts a loaded model on Outrider's attention, in place. Raises ``OutriderError`` where the architecture does not allow it."""
+    try:
+        model.set_attn_implementation(attention.NAME)
+    except (ValueError, KeyError) as error:
+        raise OutriderError(f"{type(model).__name__} does not use transformers' attention interface: {_first_line(error)}") from error
+    return model.eval().requires_grad_(False)
+
+
+def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The model's config. Raises ``OutriderError`` when there is none or it is not a causal LM's."""
+    path = Path(source)
+    looks_local = path.exists() or str(source).startswith((".", "/", "~"))
+    if looks_local and not path.is_dir():
+        raise OutriderError(f"no model folder at {source}")
+    if looks_local and not (path / "config.json").exists():
+        raise OutriderError(f"{source} holds no config.json: not a Hugging Face model folder")
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        hint = "" if looks_local else " (neither a local folder nor a hub id that can be reached)"
+        raise OutriderError(f"cannot read the config of {source}{hint}: {_first_line(error)}") from error
+    if not trust_remote_code and type(config) not in AutoModelForCausalLM._model_mapping:
+        raise OutriderError(f"{source} is a {config.model_type} model, not a causal language model")
+    return config
+
+
+def text_config(model_or_config: Any) -> PreTrainedConfig:
+    """The config of the language model proper, also inside a multimodal one."""
+    config = getattr(model_or_config, "config", model_or_config)
+    found: PreTrainedConfig = config.get_text_config(decoder=True)
+    return found
+
+
+def check_weights(model: PreTrainedModel, name: str) -> None:
+    """Raises ``OutriderError`` naming the first tensor that holds NaN or infinity."""
+    for key, tensor in model.named_parameters():
+        if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float32)):
+            raise OutriderError(f"{name}: the weights of {key} hold NaN or infinity")
+
+
+def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
+    """The stack of decoder layers, whatever the architecture calls it. Raises ``OutriderError`` where there is none."""
+    count = text_config(model).num_hidden_layers
+    for _, module in model.base_model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return module
+    raise OutriderError(f"{type(model).__name__} has no list of {count} decoder layers")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,252 @@
+"""Runs one model over its own KV cache: catches up with the committed text, scores proposals, keeps what was accepted.
+
+It does not know where drafts come from, nor what becomes of the logits. Target and draft models are run by the same class.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from outrider.runner import kernels, linear, loading
+from outrider.runner.attention import PassLayout
+from outrider.runner.kv_cache import KVCache, cache_shape
+from outrider.runner.passes import PassRunner
+from outrider.runner.tree_mask import tree_positions, tree_visibility
+from outrider.types import Context, OutriderError, Proposal, Scores, Verdict
+
+
+@dataclass(frozen=True)
+class RunnerConfig:
+    """How a model is executed."""
+
+    dtype: str = "auto"  # auto: as in the checkpoint, arithmetic in float32 where 16 bit is slow; or a torch dtype's name
+    device: str = "auto"  # auto: cuda where there is one, else cpu
+    max_len: int | None = None  # context window; None: the model's own
+    max_batch: int = 8
+    compile: str = "auto"  # auto: where a compiled pass is at hand or pays off; always; never
+    prefill_chunk: int = 256  # tokens of a request per pass while its prompt is read
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.compile not in ("auto", "always", "never"):
+            raise OutriderError(f"compile must be auto, always or never, not {self.compile!r}")
+        if self.max_batch < 1 or self.prefill_chunk < 1:
+            raise OutriderError("max_batch and prefill_chunk must be at least 1")
+        if self.dtype != "auto" and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise OutriderError(f"unknown dtype {self.dtype!r}; use auto, bfloat16, float16 or float32")
+
+
+@dataclass
+class _Round:
+    """What ``score`` leaves for ``commit``: where the drafts of each request stand."""
+
+    request_ids: tuple[str, ...]
+    root_slots: list[int]  # slot of the root (the last committed token)
+    is_tree: bool
+
+
+SHORT = 16  # uncached tokens up to which text is scored in the same pass as the drafts, not prefilled before
+
+
+class ModelRunner:
+    """One model, its cache and its passes."""
+
+    def __init__(self, model: PreTrainedModel, config: RunnerConfig, device: torch.device, name: str) -> None:
+        self.model, self.config, self.device, self.name = model, config, device, name
+        text = loading.text_config(model)
+        self.vocab_size = int(text.vocab_size)
+        self.hidden_size = int(text.hidden_size)
+        self.num_layers = int(text.num_hidden_layers)
+        window = int(getattr(text, "max_position_embeddings", None) or 1 << 20)
+        self.max_len = min(window, config.max_len or window)
+        self.max_batch = config.max_batch
+        self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        compute = torch.float32 if any(isinstance(m, linear.PackedLinear) for m in model.modules()) else model.dtype
+        self.cache = KVCache(cache_shape(text), config.max_batch, self.max_len, compute, device)
+        self.passes = PassRunner(model, self.cache, config.compile)
+        self.needs_hidden: tuple[int, ...] = ()
+        self._round: _Round | None = None
+
+    @classmethod
+    def load(cls, model: str | Path | PreTrainedModel, config: RunnerConfig | None = None) -> ModelRunner:
+        """Loads a model, or takes one already loaded. Raises ``OutriderError`` with one line saying what does not fit."""
+        config = config or RunnerConfig()
+        if isinstance(model, PreTrainedModel):
+            return cls._from_object(model, config)
+        device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise OutriderError("device cuda was asked for, but torch sees no CUDA device")
+        cache_shape(loading.text_config(loading.load_config(model, config.trust_remote_code)))  # refuse before reading gigabytes
+        loaded = loading.load_model(model, config.dtype, device, config.trust_remote_code)
+        loading.check_weights(loaded, str(model))
+        if device.type == "cpu" and not getattr(loaded, "is_quantized", False) and kernels.load_cpu_kernels():
+            linear.pack_model(loaded)
+        return cls(loaded, config, device, str(model))
+
+    @classmethod
+    def _from_object(cls, model: PreTrainedModel, config: RunnerConfig) -> ModelRunner:
+        device = model.device
+        cache_shape(loading.text_config(model))
+        own = linear.structural_copy(model)
+        loading.adopt(own)
+        plain = not getattr(model, "is_quantized", False) and getattr(model, "hf_device_map", None) is None
+        if device.type == "cpu" and plain and kernels.load_cpu_kernels():
+            linear.pack_model(own)
+        return cls(own, config, device, str(getattr(model, "name_or_path", "") or type(model).__name__))
+
+    # -- a round ------------------------------------------------------------------------------------------------------------
+
+    def score(self, context: Context, proposal: Proposal) -> Scores:
+        """One target pass over whatever is not cached yet and the drafts: logits [B, N + 1, V], row 0 after the root."""
+        requests = context.requests
+        rows = [self.cache.row(request.request_id) for request in requests]
+        self._prefill([request.token_ids for request in requests], rows, spare=proposal.num_nodes)
+        pending = [r.token_ids[self.cache.cached_lens[row] :] for r, row in zip(requests, rows, strict=True)]
+        bases = [self.cache.cached_lens[row] for row in rows]
+        drafts = proposal.token_ids.tolist()
+        tokens = [text + nodes for text, nodes in zip(pending, drafts, strict=True)]
+        is_tree = proposal.parents is not None and proposal.num_nodes > 0
+        layout_of = self._tree_layout if is_tree else self._chain_layout
+        ids, layout = layout_of(tokens, rows, bases, proposal)
+        logits, hidden = self.passes.run(ids, layout, self.needs_hidden)
+        first = [len(text) - 1 for text in pending]
+        self._round = _Round(context.request_ids, [base + at for base, at in zip(bases, first, strict=True)], is_tree)
+        logits = _rows_from(logits, first, proposal.num_nodes + 1)
+        return Scores(logits.float(), {layer: _rows_from(h, first, proposal.num_nodes + 1) for layer, h in hidden.items()})
+
+    def commit(self, context: Context, verdict: Verdict) -> None:
+        """Keeps the accepted path of the round just scored; rejected drafts are simply overwritten by the next pass."""
+        last = self._round
+        if last is None or last.request_ids != context.request_ids:
+            raise RuntimeError("commit without the score of the same round")
+        accepted = verdict.num_accepted.tolist()
+        paths = verdict.path.tolist() if last.is_tree else None
+        for index, request_id in enumerate(last.request_ids):
+            row, root = self.cache.row(request_id), last.root_slots[index]
+            if paths is not None:
+                self.cache.keep(row, root + 1, paths[index][: accepted[index]])
+            self.cache.cached_lens[row] = root + 1 + accepted[index]
+        self._round = None
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Forgets requests that ended."""
+        self.cache.release(request_ids)
+
+    def fork(self, source_id: str, new_ids: Sequence[str]) -> None:
+        """Gives new requests the cached text of another, so that n samples read their prompt once."""
+        for new_id in new_ids:
+            self.cache.copy(source_id, new_id)
+
+    # -- without a proposal: draft models ---------------------------------------------------------------------------------------
+
+    def extend(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> Tensor:
+        """Feeds whatever of each text is not cached and returns the logits after its last token: [B, V] float32.
+
+        Everything fed counts as cached; ``keep_len`` takes tokens back.
+        """
+        rows = [self.cache.row(request_id) for request_id in request_ids]
+        self._prefill(texts, rows, spare=0)
+        bases = [self.cache.cached_lens[row] for row in rows]
+        pending = [list(text[base:]) for text, base in zip(texts, bases, strict=True)]
+        ids, layout = self._chain_layout(pending, rows, bases)
+        logits, _ = self.passes.run(ids, layout, ())
+        for row, text in zip(rows, texts, strict=True):
+            self.cache.cached_lens[row] = len(text)
+        return _rows_from(logits, [len(text) - 1 for text in pending], 1)[:, 0].float()
+
+    def feed(self, request_ids: Sequence[str], token_ids: Tensor) -> Tensor:
+        """Feeds one token a request, [B] int64, behind what is cached: logits [B, V] float32. The draft loop's step."""
+        rows = [self.cache.row(request_id) for request_id in request_ids]
+        bases = [self.cache.cached_lens[row] for row in rows]
+        self.cache.reserve(max(bases) + 1)
+        start = torch.tensor(bases, device=self.device)
+        layout = PassLayout(self.cache.keys, self.cache.values, torch.tensor(rows, device=self.device), start, start[:, None])
+        logits, _ = self.passes.run(token_ids[:, None], layout, ())
+        for row in rows:
+            self.cache.cached_lens[row] += 1
+        return logits[:, -1].float()
+
+    def keep_len(self, request_id: str, num_tokens: int) -> None:
+        """Takes back what was fed beyond the first ``num_tokens`` tokens of a request."""
+        row = self.cache.row(request_id)
+        self.cache.cached_lens[row] = min(self.cache.cached_lens[row], num_tokens)
+
+    # -- passes -------------------------------------------------------------------------------------------------------------
+
+    def _prefill(self, texts: Sequence[Sequence[int]], rows: list[int], spare: int) -> None:
+        """Reads long uncached text in chunks, all requests together, up to but excluding each one's last token."""
+        lens = self.cache.cached_lens
+        self.cache.reserve(max(len(text) for text in texts) + spare + 1)
+        if max(len(text) - lens[row] for text, row in zip(texts, rows, strict=True)) <= SHORT:
+            return
+        while True:
+            todo = [(text, row) for text, row in zip(texts, rows, strict=True) if len(text) - 1 > lens[row]]
+            if not todo:
+                return
+            chunks = [list(text[lens[row] : min(len(text) - 1, lens[row] + self.config.prefill_chunk)]) for text, row in todo]
+            self.cache.reserve(max(lens[row] for _, row in todo) + max(map(len, chunks)))
+            ids, layout = self._chain_layout(chunks, [row for _, row in todo], [lens[row] for _, row in todo])
+            self.passes.run(ids, layout, (), logits=False)
+            for chunk, (_, row) in zip(chunks, todo, strict=True):
+                lens[row] += len(chunk)
+
+    def _chain_layout(
+        self, tokens: Sequence[list[int]], rows: list[int], bases: list[int], proposal: Proposal | None = None
+    ) -> tuple[Tensor, PassLayout]:
+        width = max(map(len, tokens))
+        ids = torch.tensor([text + [0] * (width - len(text)) for text in tokens], device=self.device)
+        start = torch.tensor(bases, device=self.device)
+        self.cache.reserve(max(bases) + width)
+        positions = (start[:, None] + torch.arange(width, device=self.device)).clamp_(max=self.max_len - 1)
+        return ids, PassLayout(self.cache.keys, self.cache.values, torch.tensor(rows, device=self.device), start, positions)
+
+    def _tree_layout(
+        self, tokens: Sequence[list[int]], rows: list[int], bases: list[int], proposal: Proposal
+    ) -> tuple[Tensor, PassLayout]:
+        assert proposal.parents is not None
+        ids, chain = self._chain_layout(tokens, rows, bases)
+        texts = [len(text) - proposal.num_nodes for text in tokens]
+        visible = tree_visibility(proposal.parents, texts, ids.shape[1])
+        positions = tree_positions(proposal.parents, texts, ids.shape[1]) + chain.bases.cpu()[:, None]
+        positions = positions.clamp_(max=self.max_len - 1).to(self.device)
+        return ids, PassLayout(chain.keys, chain.values, chain.cache_rows, chain.bases, positions, visible.to(self.device))
+
+    def pass_cost(self, width: int, batch: int, cache_len: int, repeat: int = 3) -> float:
+        """Measured seconds of a pass of ``width`` tokens a request over ``cache_len`` cached ones: the least of ``repeat`` runs."""
+        slots = min(cache_len, self.max_len - width)
+        names = [f"cost-probe-{index}" for index in range(batch)]
+        rows = [self.cache.row(name) for name in names]
+        try:
+            times = []
+            for _ in range(repeat + 1):
+                ids, layout = self._chain_layout([[0] * width] * batch, rows, [slots] * batch)
+                self._synchronize()
+                start = time.perf_counter()
+                self.passes.run(ids, layout, ())
+                self._synchronize()
+                times.append(time.perf_counter() - start)
+            return min(times[1:])
+        finally:
+            self.cache.release(names)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _rows_from(values: Tensor, first: list[int], count: int) -> Tensor:
+    """values [B, W, ...] -> [B, count, ...], from index first[b] on. Rows past the end repeat the last: they are undefined."""
+    if len(set(first)) == 1:
+        start = first[0]
+        if start + count == values.shape[1]:
+            return values[:, start:]
+    index = torch.tensor(first, device=values.device)[:, None] + torch.arange(count, device=values.device)
+    index = index.clamp_(max=values.shape[1] - 1)
+    return values[torch.arange(len(first), device=values.device)[:, None], index]

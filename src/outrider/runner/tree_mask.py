@@ -1,0 +1,43 @@
+"""Token trees as data: who sees whom, and at which position each node stands (Miao et al. 2024, topology-aware causal mask)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def ancestor_matrix(parents: Tensor) -> Tensor:
+    """[B, N] parents (-1: the root) -> bool [B, N, N]: entry [b, i, j] says that j is i or an ancestor of i."""
+    batch, nodes = parents.shape
+    sees = torch.eye(nodes, dtype=torch.bool).repeat(batch, 1, 1)
+    everyone = torch.arange(batch)
+    for node in range(nodes):  # a node's parent stands before it, so its ancestors are known
+        parent = parents[:, node]
+        has_parent = parent >= 0
+        sees[:, node] |= sees[everyone, parent.clamp(min=0)] & has_parent[:, None]
+    return sees
+
+
+def tree_visibility(parents: Tensor, text_lens: Sequence[int], width: int) -> Tensor:
+    """Which of the pass's tokens each one sees: bool [B, W, W].
+
+    Row b holds ``text_lens[b]`` committed tokens (a causal chain that ends in the root), then the nodes, then padding.
+    """
+    batch, nodes = parents.shape
+    visible = torch.ones(width, width, dtype=torch.bool).tril().repeat(batch, 1, 1)
+    sees = ancestor_matrix(parents.cpu())
+    for b, text in enumerate(text_lens):
+        visible[b, text : text + nodes, text : text + nodes] = sees[b]
+    return visible
+
+
+def tree_positions(parents: Tensor, text_lens: Sequence[int], width: int) -> Tensor:
+    """Position of each token relative to the pass's first: int64 [B, W]. Siblings share one; padding repeats chain positions."""
+    nodes = parents.shape[1]
+    depths = ancestor_matrix(parents.cpu()).sum(-1)  # [B, N]: 1 for a child of the root
+    positions = torch.arange(width).repeat(len(text_lens), 1)
+    for b, text in enumerate(text_lens):
+        positions[b, text : text + nodes] = text - 1 + depths[b]
+    return positions
