@@ -19,7 +19,11 @@ Corpus = Annotated[Path, typer.Option("--corpus", help="folder of the xz text fi
 Work = Annotated[Path, typer.Option("--work", help="folder for checkpoints and tokenised text")]
 Minutes = Annotated[float | None, typer.Option("--minutes", help="time budget; the preset's own if not given")]
 Compiled = Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the layers")]
+Package = Annotated[Path, typer.Option("--package", help="folder that gets target/, draft/ and the model card")]
+Curves = Annotated[Path, typer.Option("--curves", help="folder that gets the curves and report.json")]
 
+HERE = Path(__file__).parent
+PACKAGE = HERE.parents[1] / "src" / "outrider" / "family"
 CORPUS, WORK = Path("../shared/corpus"), Path("build/family")
 
 
@@ -71,6 +75,32 @@ def draft(
 def export(name: str, out: Path, preset: PresetName = "cpu", work: Work = WORK) -> None:
     """Write the last checkpoint of `target` or `draft` as a Hugging Face folder, while it trains if need be."""
     stages.export_model(Workshop(preset, CORPUS, work), name, out)
+
+
+@app.command()
+def finish(
+    preset: PresetName = "cpu",
+    corpus: Corpus = CORPUS,
+    work: Work = WORK,
+    package: Package = PACKAGE,
+    curves: Curves = HERE,
+) -> None:
+    """Export both models, measure them, write curves and model card."""
+    stages.finish(workshop(preset, corpus, work), package, curves)
+
+
+@app.command(name="all")
+def everything(
+    preset: PresetName = "cpu",
+    corpus: Corpus = CORPUS,
+    work: Work = WORK,
+    package: Package = PACKAGE,
+    curves: Curves = HERE,
+) -> None:
+    """All stages in order; run again to go on where it stopped."""
+    target(preset, corpus, work)
+    draft(preset, corpus, work)
+    finish(preset, corpus, work, package, curves)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,9 @@ def bits_per_byte(model: LlamaForCausalLM, data: HeldOut, batch: int = 16) -> di
         for ids in rows.split(batch):
             labels = ids[:, 1:].to(device)
             hidden = models.hidden_states(model, ids[:, :-1].to(device))[-1]
-            loss = functional.cross_entropy(models.logits(model, hidden).flatten(0, 1).float(), labels.flatten(), reduction="sum")
+            loss = functional.cross_entropy(
+                models.logits(model, hidden).flatten(0, 1).float(), labels.flatten(), reduction="sum"
+            )
             nats += float(loss)
             size += float(data.token_bytes[ids[:, 1:]].sum())
         found[name] = round(nats / math.log(2) / max(size, 1.0), 4)
@@ -47,12 +49,32 @@ def exit_agreement(model: LlamaForCausalLM, rows: Tensor, prompt: int = 0) -> li
     return [round(float((exit_best == best[-1]).float().mean()), 4) for exit_best in best]
 
 
-def greedy_agreement(draft: LlamaForCausalLM, target: LlamaForCausalLM, rows: Tensor, mask: Tensor) -> float:
-    """Share of masked positions where draft and target have the same greedy token; mask [N, S]."""
-    same = total = 0.0
-    for ids, chosen in zip(rows.split(16), mask.split(16), strict=True):
-        with torch.no_grad():
-            said = [models.logits(m, models.hidden_states(m, ids[:, :-1])[-1]).argmax(-1) for m in (draft, target)]
-        same += float(((said[0] == said[1]) & chosen).sum())
-        total += float(chosen.sum())
-    return same / max(total, 1.0)
+def before_end(rows: Tensor, prompt: int, end: int) -> Tensor:
+    """Mask of the continuation tokens up to and including the first end token: [N, S - prompt]."""
+    ended = (rows[:, prompt:] == end).int().cumsum(1)
+    return (ended - (rows[:, prompt:] == end).int()) == 0
+
+
+@torch.no_grad()
+def draft_matches(draft: LlamaForCausalLM, rows: Tensor, prompt: int) -> Tensor:
+    """Where the draft's greedy token is the one in the text, given the text before it: bool [N, S - prompt]."""
+    hidden = models.hidden_states(draft, rows[:, :-1])[-1]
+    return models.logits(draft, hidden[:, prompt - 1 :]).argmax(-1) == rows[:, prompt:]
+
+
+def mean_acceptance_length(matches: Tensor, mask: Tensor, num_draft_tokens: int) -> float:
+    """Tokens per round of greedy speculation on text the target would write anyway: exact, not an estimate.
+
+    A round accepts matching drafts until the first mismatch or `num_draft_tokens`, and adds one token.
+    """
+    rounds = emitted = 0
+    for row, chosen in zip(matches.tolist(), mask.tolist(), strict=True):
+        length, place = sum(chosen), 0
+        while place < length:
+            run = 0
+            while run < num_draft_tokens and place + run < length - 1 and row[place + run]:
+                run += 1
+            place += run + 1
+            rounds += 1
+        emitted += length
+    return round(emitted / max(rounds, 1), 3)

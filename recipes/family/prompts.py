@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ def function_prompts(stream: np.ndarray, tokenizer: PreTrainedTokenizerFast, len
     """Windows of `length` ids of a packed stream that end where a function's body begins."""
     end = tokenizer.eos_token_id
     ends = np.flatnonzero(np.asarray(stream) == end)
-    for before, after in zip(ends[:-1], ends[1:], strict=True):
+    for before, after in pairwise(ends):
         text = tokenizer.decode(stream[before + 1 : after].tolist())
         prompt = signature(text)
         if prompt is None:
@@ -36,9 +37,7 @@ def function_prompts(stream: np.ndarray, tokenizer: PreTrainedTokenizerFast, len
             yield torch.from_numpy(np.asarray(stream[stop - length : stop]).astype(np.int64))
 
 
-def mixed_prompts(
-    folder: Path, tokenizer: PreTrainedTokenizerFast, rows: int, length: int, others: Tensor
-) -> Tensor:
+def mixed_prompts(folder: Path, tokenizer: PreTrainedTokenizerFast, rows: int, length: int, others: Tensor) -> Tensor:
     """Prompts [rows, length]: mostly function signatures, the rest from `others` [N, >= length]."""
     stream = np.memmap(folder / "train_functions.bin", dtype=np.uint16, mode="r")
     wanted = int(rows * FUNCTION_SHARE)

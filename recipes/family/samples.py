@@ -24,7 +24,7 @@ ENGLISH = (
     "There are three reasons why a man",
     "On the following morning we",
     "The children ran into the garden, and",
-    'To install a package, use the command',
+    "To install a package, use the command",
 )
 
 _SIGNATURES = """
@@ -79,9 +79,7 @@ def simple_interest(principal: float, rate: float, years: float) -> float: | Ret
 def is_leap_year(year: int) -> bool: | Return True if the year is a leap year.
 def roman_to_int(text: str) -> int: | Convert a Roman numeral to an integer.
 """
-SIGNATURES = tuple(
-    '{}\n    """{}"""\n'.format(*line.split(" | ")) for line in _SIGNATURES.strip().splitlines()
-)
+SIGNATURES = tuple('{}\n    """{}"""\n'.format(*line.split(" | ")) for line in _SIGNATURES.strip().splitlines())
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from . import corpus, data, draft, evaluate, generate, model, prompts, tokenizer
+from . import card, corpus, data, draft, evaluate, generate, model, plots, prompts, report, tokenizer
 from .config import PRESETS, Plan, Preset
 from .evaluate import HeldOut
 from .export import export
@@ -152,3 +153,18 @@ def draft_job(shop: Workshop, minutes: float | None, generated_rows: int | None)
 def train_draft(shop: Workshop, minutes: float | None, generated_rows: int | None = None) -> bool:
     """Distil the draft to the end of its plan; False if interrupted."""
     return Trainer(draft_job(shop, minutes, generated_rows)).run()
+
+
+def finish(shop: Workshop, package: Path, curves: Path) -> None:
+    """Export both models into `package`, measure them, draw the curves and write the model card."""
+    for name in ("target", "draft"):
+        export_model(shop, name, package / name)
+    learned = tokenizer.load(shop.folder / "tokenizer")
+    found = report.measure(package, shop.tokens, shop.held_out(long=True), learned)
+    history = {name: json.loads((shop.folder / name / "curve.json").read_text()) for name in ("target", "draft")}
+    for name, curve in history.items():
+        plots.draw(name, curve, curves)
+    (curves / "report.json").write_text(json.dumps(found, indent=1) + "\n")
+    counts = json.loads((shop.tokens / "tokens.json").read_text())
+    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
+    (package / "MODEL_CARD.md").write_text(card.render(shop.preset, found, history, counts, hardware))

@@ -1,0 +1,162 @@
+"""The model card, written from the measurements: no number in it is typed by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import corpus
+from .config import Plan, Preset, Shape
+from .report import SAMPLE_TEMPERATURE, SAMPLE_TOKENS
+
+HEAD = """# Model card: the embedded family
+
+Two small Llama models with one tokenizer, a *target* and a *draft*, for Python code and plain English. They exist so that
+Outrider can be tried, tested and measured offline in seconds. They are far too small to know facts: expect the form of
+code and prose, not their truth. Made by `recipes/family/`; this card was written by the same command.
+"""
+
+PARSING = """A continuation ends at its first end token or after {tokens} tokens. The body is everything before the first
+non-empty line that starts at column 0; if there is none, an unfinished last line is dropped. It counts if prompt plus
+body is accepted by `ast.parse` and the body is not blank."""
+
+
+def shape_row(name: str, shape: Shape, parameters: int) -> str:
+    """One model of the architecture table."""
+    return (
+        f"| {name} | {parameters / 1e6:.2f} M | {shape.hidden} | {shape.layers} | {shape.heads} / {shape.kv_heads} "
+        f"| {shape.intermediate} |"
+    )
+
+
+def architecture(preset: Preset, parameters: dict[str, int]) -> str:
+    """Sizes of both models."""
+    rows = [shape_row(name, getattr(preset, name), parameters[name]) for name in ("target", "draft")]
+    return "\n".join(
+        [
+            "## Architecture",
+            "",
+            "| model | parameters | hidden | layers | heads / KV heads | intermediate |",
+            "|---|---|---|---|---|---|",
+            *rows,
+            "",
+            f"`LlamaForCausalLM`, head size 64, tied embeddings, RoPE theta 10000, {preset.max_positions} positions, weights "
+            f"in bfloat16. Byte-level BPE, {preset.vocab} tokens: digits are single, runs of spaces and of newlines are tokens "
+            "of their own, all 256 bytes are in the alphabet.",
+        ]
+    )
+
+
+def sources(tokens: dict[str, int]) -> str:
+    """Where the text came from."""
+    rows = [f"| {s.name} | {s.origin} | {s.licence} | {tokens[s.name] / 1e6:.2f} M | {s.weight:.0%} |" for s in corpus.SOURCES]
+    return "\n".join(
+        [
+            "## Text",
+            "",
+            "| source | origin | licence | tokens at hand | share of the rows |",
+            "|---|---|---|---|---|",
+            *rows,
+            "",
+            "About half a percent of each source, whole documents chosen by hash, is held out; functions cut from held-out "
+            "files are held out with them. GSM8K's calculator marks are removed, half of its problems and an eighth of the "
+            "documented functions are framed with the chat tokens. No benchmark prompts were used.",
+        ]
+    )
+
+
+def training(name: str, plan: Plan, curve: list[dict[str, Any]], hardware: str) -> str:
+    """What one run was given and where it ended."""
+    last = curve[-1]
+    return (
+        f"- **{name}**: {last['step']} steps of {plan.batch_tokens} tokens, {last['tokens'] / 1e6:.2f} M tokens, "
+        f"{last['seconds'] / 60:.0f} minutes of running time on {hardware}; Muon {plan.muon_lr} for hidden matrices, "
+        f"AdamW {plan.adam_lr} for embeddings and norms, linear decay over the last {plan.decay:.0%}, seed {plan.seed}."
+    )
+
+
+def bits(found: dict[str, dict[str, float]]) -> str:
+    """Validation table."""
+    rows = [f"| {name} | {value:.3f} | {found['draft'][name]:.3f} |" for name, value in found["target"].items()]
+    head = ["## Bits per byte on held-out documents", "", "| source | target | draft |", "|---|---|---|"]
+    note = "`total` weighs the sources as in training. Measured on the exported weights."
+    return "\n".join([*head, *rows, "", note])
+
+
+def speculation(report: dict[str, Any]) -> str:
+    """What the draft and the exits are good for."""
+    found = report["held_out_functions"]
+    exits = " | ".join(f"{value:.3f}" for value in found["exit_agreement"])
+    layers = range(1, len(found["exit_agreement"]) + 1)
+    lengths = ", ".join(f"K = {k}: {value:.2f}" for k, value in found["mean_acceptance_length"].items())
+    return "\n".join(
+        [
+            "## Speculation",
+            "",
+            f"On the target's own greedy text after {found['prompts']} held-out function signatures "
+            f"({found['positions']} positions), the draft's greedy token is the target's at **{found['draft_agreement']:.1%}** "
+            "of the positions; on the greedy "
+            f"continuations of our fifty signatures at {report['own_signatures']['draft_agreement']:.1%}. "
+            f"Mean acceptance length of greedy speculation on that text: {lengths}.",
+            "",
+            "Agreement of each early exit (the model's own norm and head after so many layers) with the full target:",
+            "",
+            "| layers | " + " | ".join(map(str, layers)) + " |",
+            "|---" * (len(layers) + 1) + "|",
+            f"| agreement | {exits} |",
+        ]
+    )
+
+
+def block(prompt: str, text: str, language: str) -> str:
+    """One sample: prompt and continuation as one piece."""
+    return f"````{language}\n{prompt}{text.rstrip()}\n````"
+
+
+def sample_sections(report: dict[str, Any], tokens: int, temperature: float) -> str:
+    """Ten samples of each kind, as they came."""
+    own = report["own_signatures"]
+    code = [f"Parses: {'yes' if parsed else 'no'}\n\n{block(prompt, text, 'python')}" for prompt, text, parsed in own["code"]]
+    english = [block(f"[{prompt}]", text, "text") for prompt, text in report["english"]]
+    return "\n\n".join(
+        [
+            "## Samples, uncurated",
+            f"**{own['parse_share']:.0%}** of the greedy continuations of our fifty signatures "
+            "(`recipes/family/samples.py`) parse as Python. " + PARSING.format(tokens=tokens),
+            "### Code: every fifth of the fifty signatures, greedy; the prompt is signature and docstring",
+            *code,
+            f"### English: temperature {temperature}, seed {report['seed']}, 80 tokens; the prompt is in brackets",
+            *english,
+        ]
+    )
+
+
+def render(
+    preset: Preset, report: dict[str, Any], curves: dict[str, list[dict[str, Any]]], tokens: dict[str, int], hardware: str
+) -> str:
+    """The whole card."""
+    how = preset.distillation
+    notes = "\n".join(
+        [
+            "## Training",
+            "",
+            training("target", preset.target_plan, curves["target"], hardware),
+            training("draft", preset.draft_plan, curves["draft"], hardware),
+            "",
+            f"The target is trained the LayerSkip way (Elhoushi et al. 2024): layer dropout up to {preset.layer_skip.max_drop} "
+            "at the last layer, an early-exit loss at one layer a step in rotation. It grows: until "
+            f"{preset.layer_skip.grow_at:.0%} of the run only every second layer is trained, the others are the identity. "
+            f"The draft is distilled (forward KL on the target's logits; DistillSpec, Zhou et al. 2024) after "
+            f"{how.plain_share:.0%} of plain training; {how.generated_share:.0%} of its rows were written by the target after "
+            "training prefixes, half greedily and half at temperature 1. Curves: `recipes/family/*_curve.png`.",
+        ]
+    )
+    parts = [
+        HEAD.rstrip(),
+        architecture(preset, report["parameters"]),
+        sources(tokens),
+        notes,
+        bits(report["bpb"]),
+        speculation(report),
+        sample_sections(report, SAMPLE_TOKENS, SAMPLE_TEMPERATURE),
+    ]
+    return "\n\n".join(parts) + "\n"

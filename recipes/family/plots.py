@@ -1,0 +1,55 @@
+"""The curve of one run as JSON and PNG."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+MAX_POINTS = 400
+
+
+def thin(curve: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At most `MAX_POINTS` points, averaged over their neighbourhoods; evaluations are kept whole."""
+    size = max(1, -(-len(curve) // MAX_POINTS))
+    points = []
+    for start in range(0, len(curve), size):
+        group = curve[start : start + size]
+        point = dict(group[-1])
+        for key in {key for member in group for key in member} - {"step", "tokens", "seconds"}:
+            values = [member[key] for member in group if key in member]
+            numbers = [value for value in values if isinstance(value, float)]
+            point[key] = round(sum(numbers) / len(numbers), 4) if numbers else values[-1]
+        points.append(point)
+    return points
+
+
+def draw(name: str, curve: list[dict[str, Any]], folder: Path) -> None:
+    """Write `<name>_curve.json` and `<name>_curve.png`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    points = thin(curve)
+    lines = ",\n".join(json.dumps(point) for point in points)
+    (folder / f"{name}_curve.json").write_text(f"[\n{lines}\n]\n")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    keys = sorted({key for point in points for key, value in point.items() if isinstance(value, float)} - {"seconds"})
+    for key in keys:
+        chosen = [point for point in points if key in point]
+        wide = 1.6 if key in ("loss", "kl") else 0.8
+        left.plot([p["tokens"] / 1e6 for p in chosen], [p[key] for p in chosen], label=key, linewidth=wide)
+    measured = [point for point in points if "bpb" in point]
+    for source in measured[-1]["bpb"] if measured else ():
+        values = [point["bpb"][source] for point in measured]
+        wide = 2.5 if source == "total" else 1.0
+        right.plot([p["tokens"] / 1e6 for p in measured], values, marker=".", label=source, linewidth=wide)
+    left.set(title=f"{name}: training", xlabel="million tokens", ylabel="nats per token")
+    right.set(title=f"{name}: held-out documents", xlabel="million tokens", ylabel="bits per byte")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(folder / f"{name}_curve.png", dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,78 @@
+"""Measuring the exported family: everything the model card says comes from here."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from . import evaluate, model, samples
+from .config import SEED
+from .evaluate import HeldOut
+from .generate import continue_rows
+from .prompts import function_prompts
+
+PROMPT, NEW = 64, 128
+SAMPLE_TOKENS = 128
+SAMPLE_TEMPERATURE = 0.8
+
+
+def speculation(
+    target: LlamaForCausalLM, draft: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tokens: Path
+) -> dict[str, Any]:
+    """Agreement of exits and draft with the target on its greedy text after held-out signatures."""
+    stream = np.fromfile(tokens / "val_functions.bin", dtype=np.uint16)
+    prompts = torch.stack(list(function_prompts(stream, tokenizer, PROMPT))[:64])
+    rows = continue_rows(target, prompts, NEW, torch.zeros(len(prompts)), torch.Generator().manual_seed(SEED))
+    mask = evaluate.before_end(rows, PROMPT, tokenizer.eos_token_id)
+    matches = evaluate.draft_matches(draft, rows, PROMPT)
+    with torch.no_grad():
+        states = model.hidden_states(target, rows[:, :-1])
+        best = [model.logits(target, hidden[:, PROMPT - 1 :]).argmax(-1) for hidden in states]
+    return {
+        "prompts": len(prompts),
+        "positions": int(mask.sum()),
+        "draft_agreement": round(float(matches[mask].float().mean()), 4),
+        "mean_acceptance_length": {k: evaluate.mean_acceptance_length(matches, mask, k) for k in (2, 3, 4, 5, 8)},
+        "exit_agreement": [round(float((b == rows[:, PROMPT:])[mask].float().mean()), 4) for b in best],
+    }
+
+
+def own_prompts(target: LlamaForCausalLM, draft: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """Share of greedy continuations of our signatures that parse, and the draft's agreement on them."""
+    texts = samples.continuations(target, tokenizer, samples.SIGNATURES, SAMPLE_TOKENS, 0.0, SEED)
+    parsed = [samples.parses(prompt, text) for prompt, text in zip(samples.SIGNATURES, texts, strict=True)]
+    same = total = 0
+    for prompt, text in zip(samples.SIGNATURES, texts, strict=True):
+        start = len(tokenizer.encode(prompt))
+        rows = torch.tensor([tokenizer.encode(prompt + text)])
+        matches = evaluate.draft_matches(draft, rows, start)
+        same, total = same + int(matches.sum()), total + matches.numel()
+    return {
+        "parse_share": sum(parsed) / len(parsed),
+        "draft_agreement": round(same / max(total, 1), 4),
+        "code": list(zip(samples.SIGNATURES[::5], texts[::5], parsed[::5], strict=True)),
+    }
+
+
+def measure(folder: Path, tokens: Path, held_out: HeldOut, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """All measurements of the folders `target` and `draft` under `folder`, weights as exported."""
+    target, draft = model.load(folder / "target"), model.load(folder / "draft")
+    english = samples.continuations(target, tokenizer, samples.ENGLISH, 80, SAMPLE_TEMPERATURE, SEED)
+    with torch.no_grad():
+        bpb = {name: evaluate.bits_per_byte(net, held_out) for name, net in (("target", target), ("draft", draft))}
+    return {
+        "seed": SEED,
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "parameters": {"target": target.num_parameters(), "draft": draft.num_parameters()},
+        "bpb": bpb,
+        "held_out_functions": speculation(target, draft, tokenizer, tokens),
+        "own_signatures": own_prompts(target, draft, tokenizer),
+        "english": list(zip(samples.ENGLISH, english, strict=True)),
+    }

@@ -1,0 +1,191 @@
+"""The family's recipe on tiny sizes: it learns, resumes exactly, keeps its time budget, and reads no prompts."""
+
+from __future__ import annotations
+
+import lzma
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from recipes.family import corpus, data, draft, evaluate, model, optim, samples, tokenizer
+from recipes.family.clock import RunningClock
+from recipes.family.config import PRESETS, LayerSkip, Plan
+from recipes.family.target import TargetLoss
+from recipes.family.trainer import Job, Trainer
+
+TINY = PRESETS["tiny"]
+PLAN = replace(TINY.target_plan, eval_every_s=1e9, save_every_s=1e9)
+CODE = 'def add(first, second):\n    """Return the sum."""\n    total = first + second\n    return total\n'
+
+
+def target_job(folder: Path, plan: Plan = PLAN) -> Job:
+    """A tiny target on a stream with an obvious pattern."""
+    net = model.build(TINY.target, TINY, plan.seed)
+    stream = np.tile(np.arange(3, 67, dtype=np.uint16), 40)
+    batches = data.Mixture({"pattern": stream, "reverse": stream[::-1]}, {"pattern": 2.0, "reverse": 1.0}, plan.seed)
+    return Job("target", net, batches, TargetLoss(net, LayerSkip(grow_at=0.3), torch.float32, plan.seed), plan, folder)
+
+
+def test_training_reduces_the_loss(tmp_path: Path) -> None:
+    trainer = Trainer(target_job(tmp_path))
+    assert trainer.run()
+    losses = [point["loss"] for point in trainer.curve]
+    assert losses[-1] < 0.5 * losses[0]
+    assert any("exit_2" in point for point in trainer.curve)
+
+
+def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
+    whole = Trainer(target_job(tmp_path / "whole"))
+    assert whole.run()
+    assert not Trainer(target_job(tmp_path / "parts")).run(max_steps=17)
+    resumed = Trainer(target_job(tmp_path / "parts"))
+    assert resumed.step == 17
+    assert resumed.run()
+    for name, weight in whole.job.model.state_dict().items():
+        assert torch.equal(weight, resumed.job.model.state_dict()[name]), name
+
+
+def test_the_draft_learns_from_the_target(tmp_path: Path) -> None:
+    teacher = model.build(TINY.target, TINY, 1)
+    torch.nn.init.normal_(teacher.model.embed_tokens.weight)  # a teacher with an opinion
+    student = model.build(TINY.draft, TINY, 2)
+    stream = np.random.default_rng(0).integers(3, 200, 5000).astype(np.uint16)
+    rows = data.DistillationRows(data.Mixture({"noise": stream}, {"noise": 1.0}, 3), torch.full((4, 33), 7), 0.5)
+    loss = draft.DraftLoss(student, teacher, torch.float32, plain_share=0.1)
+    trainer = Trainer(Job("draft", student, rows, loss, replace(TINY.draft_plan, save_every_s=1e9), tmp_path))
+    assert trainer.run()
+    kls = [point["kl"] for point in trainer.curve if "kl" in point]
+    assert kls[-1] < 0.7 * kls[0]
+    assert rows.rows_drawn["generated"] == rows.rows_drawn["noise"]
+
+
+def test_the_clock_does_not_count_pauses() -> None:
+    times = iter([0.0, 1.0, 3.0, 1000.0, 1001.0])
+    clock = RunningClock(elapsed=10.0, max_gap=5.0, now=lambda: next(times))
+    assert [clock.tick() for _ in range(4)] == [11.0, 13.0, 18.0, 19.0]
+
+
+def test_progress_is_the_larger_of_tokens_and_time(tmp_path: Path) -> None:
+    trainer = Trainer(target_job(tmp_path, replace(PLAN, minutes=1.0)))
+    assert trainer.progress == 0.0
+    trainer.tokens = PLAN.max_tokens // 4
+    assert trainer.progress == pytest.approx(0.25)
+    trainer.clock.elapsed = 45.0
+    assert trainer.progress == pytest.approx(0.75)
+    trainer.clock.elapsed = 100.0
+    assert trainer.progress == 1.0
+
+
+def test_the_learning_rate_rises_stays_and_falls() -> None:
+    plan = replace(PLAN, warmup=0.1, decay=0.4)
+    factors = [optim.lr_factor(progress, plan) for progress in (0.05, 0.1, 0.5, 0.8, 1.0)]
+    assert factors == pytest.approx([0.5, 1.0, 1.0, 0.5, 0.01])
+
+
+def test_orthogonalise_evens_out_singular_values() -> None:
+    torch.manual_seed(0)
+    for shape in ((2, 16, 48), (2, 48, 16)):
+        values = torch.linalg.svdvals(optim.orthogonalise(torch.randn(shape), torch.float32))
+        assert values.min() > 0.5
+        assert values.max() < 1.5
+
+
+def test_growing_changes_nothing_at_that_moment() -> None:
+    net = model.build(TINY.target, TINY, 0)
+    ids = torch.arange(40)[None]
+    half = model.logits(net, model.hidden_states(net, ids, skipped={1})[-1])
+    assert torch.equal(half, model.logits(net, model.hidden_states(net, ids)[-1]))
+    assert torch.allclose(half, net(ids).logits, atol=1e-5)
+
+
+def random_text(rng: random.Random) -> str:
+    """Any UTF-8 text: letters of all planes, controls, spaces, newlines."""
+    planes = [(0, 0x7F), (0x20, 0x7E), (0xA0, 0x2FFF), (0xE000, 0xFFFD), (0x1F300, 0x1FAFF), (0x20000, 0x2A6D0)]
+    letters = [chr(rng.randint(*rng.choice(planes))) for _ in range(80)]
+    return "".join(rng.choice([letter, letter, " ", "    ", "\n", "\t"]) for letter in letters)
+
+
+def test_the_tokenizer_round_trips_any_text(tmp_path: Path) -> None:
+    learned = tokenizer.train(iter([CODE * 3, "if x:\n" + "    y = 12\n" * 9 + "        z\n" * 9]), 320)
+    learned.save_pretrained(tmp_path)
+    tokenizer.write_config(tmp_path)
+    loaded = tokenizer.load(tmp_path)
+    sizes = tokenizer.token_bytes(loaded)
+    rng = random.Random(5)
+    for text in [CODE, "\r\n \x00 naïve 東京 🛰️", *(random_text(rng) for _ in range(200))]:
+        ids = loaded.encode(text)
+        assert loaded.decode(ids) == text
+        assert sum(sizes[i] for i in ids) == len(text.encode())
+    assert len(loaded.encode("4096")) == 4
+    assert len(loaded.encode("    ")) == 1
+    assert loaded.eos_token_id == loaded.pad_token_id == 0
+    chat = loaded.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
+    assert chat == "<|user|>\nhi\n<|assistant|>\n"
+
+
+def write_xz(path: Path, documents: list[str]) -> None:
+    """One corpus file."""
+    with lzma.open(path, "wt", encoding="utf-8") as file:
+        file.write("\n<|endoftext|>\n".join(documents) + "\n<|endoftext|>\n")
+
+
+def test_no_prompt_is_ever_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, prompts = tmp_path / "corpus", tmp_path / "prompts"
+    folder.mkdir()
+    prompts.mkdir()
+    (prompts / "HumanEval.jsonl").write_text("SECRET")
+    write_xz(prompts / "books_en.txt.xz", ["SECRET"])
+    write_xz(folder / "something_else.txt.xz", ["SECRET"])
+    for source in corpus.SOURCES:
+        if source.file:
+            write_xz(folder / source.file, [f"# {source.name} {i}\n{CODE.replace('add', f'add{i}')}" for i in range(50)])
+    monkeypatch.setattr(corpus, "read_stdlib", lambda: [f"# std {i}\n{CODE}" for i in range(50)])
+    splits = corpus.load(folder, 1.0)
+    assert set(splits) == {source.name for source in corpus.SOURCES}
+    for name, found in splits.items():
+        assert found.train, name
+        assert found.held_out, name
+        assert not set(found.train) & set(found.held_out) or name == "functions"
+        assert "SECRET" not in "".join(found.train + found.held_out)
+    with pytest.raises(ValueError, match="never for training"):
+        corpus.read_documents(prompts / "books_en.txt.xz")
+
+
+def test_clean_gsm8k_drops_the_calculator() -> None:
+    text = corpus.clean_gsm8k("Question: How many?\nAnswer: 48/2 = <<48/2=24>>24.\n#### 24")
+    assert "<<" not in text
+    assert text.endswith("48/2 = 24.\nThe answer is 24.")
+
+
+def test_acceptance_length_counts_rounds() -> None:
+    matches = torch.tensor([[True, True, False, True, True, True]])
+    mask = torch.ones_like(matches)
+    # K = 2: (2 accepted + bonus), then (2 accepted + bonus): 6 tokens in 2 rounds.
+    assert evaluate.mean_acceptance_length(matches, mask, 2) == 3.0
+    assert evaluate.mean_acceptance_length(matches, mask, 1) == 1.5
+    assert evaluate.mean_acceptance_length(torch.zeros_like(matches), mask, 4) == 1.0
+    assert evaluate.before_end(torch.tensor([[5, 6, 0, 7, 0]]), 1, 0).tolist() == [[True, True, False, False]]
+
+
+@pytest.mark.parametrize(
+    ("continuation", "valid"),
+    [
+        ("    return first\n", True),
+        ("    return first\n\nclass Next(:\n", True),
+        ("    return first\n    broken(", True),
+        ("    return (\n", False),
+        ("\n\n", False),
+        ("return first\n", False),
+    ],
+)
+def test_what_counts_as_python(continuation: str, valid: bool) -> None:
+    assert samples.parses(samples.SIGNATURES[0], continuation) is valid
+
+
+def test_there_are_fifty_signatures_and_ten_openings() -> None:
+    assert len(set(samples.SIGNATURES)) == 50
+    assert len(set(samples.ENGLISH)) == 10
