@@ -1,0 +1,296 @@
+"""Losslessness by enumeration: what is emitted has the target's distribution, to 1e-12, whatever the sampler is set to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from toy import reference_probs
+
+import outrider.verifiers.block
+import outrider.verifiers.rejection
+from outrider.types import Proposal, SamplingParams
+from outrider.verifiers.base import Verifier
+from outrider.verifiers.block import BlockVerifier
+from outrider.verifiers.exact import ExactMatchVerifier
+from outrider.verifiers.rejection import RejectionVerifier
+
+from .enumeration import (
+    DRAFT,
+    PROMPT,
+    TARGET,
+    VOCAB,
+    Drafts,
+    Text,
+    distance,
+    draw_drafts,
+    expected_accepted,
+    fixed_drafts,
+    generation_law,
+    loss,
+    node_texts,
+    round_law,
+    score,
+    target_law,
+)
+
+EXACT = 1e-12
+SETTINGS = {
+    "greedy": SamplingParams(),
+    "cool": SamplingParams(temperature=0.7),
+    "warm": SamplingParams(temperature=1.0),
+    "hot": SamplingParams(temperature=1.3),
+    "top_k": SamplingParams(temperature=1.0, top_k=2),
+    "top_p": SamplingParams(temperature=1.0, top_p=0.75),
+    "min_p": SamplingParams(temperature=1.3, min_p=0.3),
+    "repetition": SamplingParams(temperature=1.0, repetition_penalty=1.7),
+    "presence": SamplingParams(temperature=1.0, presence_penalty=1.1),
+    "frequency": SamplingParams(temperature=0.7, frequency_penalty=0.8),
+    "negative penalties": SamplingParams(
+        temperature=1.0, repetition_penalty=0.6, presence_penalty=-0.5, frequency_penalty=-0.4
+    ),
+    "bias": SamplingParams(temperature=1.0, logit_bias={0: 1.5, 2: -0.7}),
+    "allowed": SamplingParams(temperature=1.0, allowed_token_ids=(0, 2)),
+    "banned": SamplingParams(temperature=1.3, banned_token_ids=(1,)),
+    "greedy, penalised": SamplingParams(repetition_penalty=1.4, frequency_penalty=0.9, logit_bias={1: 0.3}),
+    "all": SamplingParams(
+        temperature=0.9,
+        top_k=2,
+        top_p=0.95,
+        min_p=0.05,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        logit_bias={2: 0.8},
+    ),
+}
+CHAIN = (-1, 0, 1)
+TREE = (-1, -1, 0, 0, 1)
+TRIPLE = (-1, -1, -1, 1)
+OUTPUTS: list[Text] = [(), (2, 0, 2)]
+
+
+def likeliest(output: Text, params: SamplingParams) -> Drafts:
+    """A greedy draft: one chain of point masses."""
+    text = list(output)
+    for _ in range(3):
+        text.append(int(DRAFT.logits(PROMPT + tuple(text)).argmax()))
+    return fixed_drafts([text[len(output) :]])
+
+
+def top_tree(output: Text, params: SamplingParams) -> Drafts:
+    """A top-k tree of point masses: two likeliest tokens after the root, two after the first of them."""
+    first = DRAFT.logits(PROMPT + output).topk(2).indices.tolist()
+    second = DRAFT.logits((*PROMPT, *output, first[0])).topk(2).indices.tolist()
+    return fixed_drafts([[*first, *second]], (-1, -1, 0, 0))
+
+
+def doubled(output: Text, params: SamplingParams) -> Drafts:
+    """A careless tree: the same token twice among siblings."""
+    return fixed_drafts([[1, 1, 0, 0, 2]], (-1, -1, 0, 1, 1))
+
+
+def chain(output: Text, params: SamplingParams) -> Drafts:
+    return draw_drafts(output, params, CHAIN)
+
+
+def with_replacement(output: Text, params: SamplingParams) -> Drafts:
+    return draw_drafts(output, params, TREE)
+
+
+def without_replacement(output: Text, params: SamplingParams) -> Drafts:
+    return draw_drafts(output, params, TREE, replacement=False)
+
+
+def three_siblings(output: Text, params: SamplingParams) -> Drafts:
+    return draw_drafts(output, params, TRIPLE, replacement=False)
+
+
+def other_temperature(output: Text, params: SamplingParams) -> Drafts:
+    """A draft sampled by settings of its own, honestly declared."""
+    return draw_drafts(output, SamplingParams(temperature=0.5, top_k=2), CHAIN)
+
+
+DRAFTINGS = [likeliest, top_tree, doubled, chain, with_replacement, without_replacement, three_siblings, other_temperature]
+CHAINS = [likeliest, chain, other_temperature]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("draft", DRAFTINGS)
+def test_rejection_is_lossless(draft: Callable[[Text, SamplingParams], Drafts], setting: str) -> None:
+    for output in OUTPUTS if draft in CHAINS else OUTPUTS[1:]:
+        assert loss(RejectionVerifier(), SETTINGS[setting], output, draft) < EXACT
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("draft", CHAINS)
+def test_block_is_lossless(draft: Callable[[Text, SamplingParams], Drafts], setting: str) -> None:
+    for output in OUTPUTS:
+        assert loss(BlockVerifier(), SETTINGS[setting], output, draft) < EXACT
+
+
+@pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])
+@pytest.mark.parametrize("draft", CHAINS)
+def test_whole_generations_are_lossless(verifier: Verifier, draft: Callable[[Text, SamplingParams], Drafts]) -> None:
+    params = SETTINGS["all"]
+    law = generation_law(verifier, params, 4, draft)
+    assert distance(law, target_law((), params, 4)) < EXACT
+
+
+def test_whole_generations_with_trees_are_lossless() -> None:
+    params = SETTINGS["presence"]
+    law = generation_law(RejectionVerifier(), params, 4, lambda output, params: draw_drafts(output, params, (-1, -1, 1), False))
+    assert distance(law, target_law((), params, 4)) < EXACT
+
+
+@pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])
+@pytest.mark.parametrize("point_mass", [False, True])
+def test_ragged_rows_are_lossless_and_read_nothing_beyond_their_length(verifier: Verifier, point_mass: bool) -> None:
+    """Rows of 0, 1, 2 and 3 drafts stand in one batch; beyond each row's length there is NaN."""
+    params = SETTINGS["frequency"]
+    full = draw_drafts((), params, CHAIN)
+    assert full.proposal.probs is not None
+    count = len(full.weights)
+    lens = torch.arange(4).repeat_interleave(count)  # [4 * 27]
+    token_ids = full.proposal.token_ids.repeat(4, 1)
+    beyond = (torch.arange(3) >= lens[:, None]).unsqueeze(-1)
+    probs = full.proposal.probs.repeat(4, 1, 1).masked_fill(beyond, torch.nan)
+    target = score(full.proposal, (), params).repeat(4, 1, 1)
+    target[:, 1:] = target[:, 1:].masked_fill(beyond, torch.nan)
+    for length in range(4):
+        chosen = probs.nan_to_num(1 / VOCAB).gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+        weights = chosen.prod(dim=-1) * (lens == length)
+        if point_mass:  # one chain of drafts for every length
+            weights = ((token_ids == torch.tensor([1, 0, 2])).all(dim=-1) & (lens == length)).double()
+        drafts = Drafts(Proposal(token_ids, lens, None if point_mass else probs), weights)
+        law = round_law(verifier, drafts, target)
+        grown = {text: weight for text, weight in law.items()}
+        assert max(len(text) for text in grown) == length + 1
+        total = _continue(grown, params)
+        assert distance(total, target_law((), params, 4)) < EXACT
+
+
+def _continue(law: dict[Text, float], params: SamplingParams) -> dict[Text, float]:
+    total: dict[Text, float] = {}
+    for text, weight in law.items():
+        for rest, prob in target_law(text, params, 4 - len(text)).items():
+            total[text + rest] = total.get(text + rest, 0.0) + weight * prob
+    return total
+
+
+def test_ragged_trees_are_lossless() -> None:
+    """A tree cut to 3 of its 5 nodes by ``lens``."""
+    params = SETTINGS["presence"]
+    full = draw_drafts((), params, TREE)
+    assert full.proposal.probs is not None
+    probs = full.proposal.probs.clone()
+    probs[:, 3:] = torch.nan
+    chosen = full.proposal.probs.clone()
+    chosen[:, 3:] = 1 / VOCAB
+    weights = chosen.gather(-1, full.proposal.token_ids.unsqueeze(-1)).squeeze(-1).prod(dim=-1)
+    cut = Proposal(full.proposal.token_ids, torch.full((len(weights),), 3), probs, full.proposal.parents)
+    target = score(full.proposal, (), params)
+    target[:, 4:] = torch.nan
+    law = round_law(RejectionVerifier(), Drafts(cut, weights), target)
+    assert distance(_continue(law, params), target_law((), params, 4)) < EXACT
+
+
+@pytest.mark.parametrize("setting", [name for name, params in SETTINGS.items() if not params.is_greedy])
+def test_block_accepts_at_least_as_much_as_rejection(setting: str) -> None:
+    params = SETTINGS[setting]
+    drafts = chain((), params)
+    target = score(drafts.proposal, (), params)
+    block = expected_accepted(round_law(BlockVerifier(), drafts, target))
+    rejection = expected_accepted(round_law(RejectionVerifier(), drafts, target))
+    assert block >= rejection - EXACT
+
+
+def test_block_accepts_more_than_rejection_somewhere() -> None:
+    params = SETTINGS["warm"]
+    drafts = chain((), params)
+    target = score(drafts.proposal, (), params)
+    block = expected_accepted(round_law(BlockVerifier(), drafts, target))
+    assert block > expected_accepted(round_law(RejectionVerifier(), drafts, target)) + 1e-3
+
+
+def test_rejection_accepts_the_overlap_of_target_and_draft() -> None:
+    """One draft survives with probability sum_x min(target, draft): Leviathan et al. 2023, Definition 3.2."""
+    params = SETTINGS["warm"]
+    drafts = draw_drafts((), params, (-1,))
+    target = score(drafts.proposal, (), params)
+    assert drafts.proposal.probs is not None
+    overlap = torch.minimum(target[0, 0], drafts.proposal.probs[0, 0]).sum().item()
+    assert abs(expected_accepted(round_law(RejectionVerifier(), drafts, target)) - overlap) < EXACT
+
+
+@pytest.mark.parametrize("setting", ["greedy", "greedy, penalised"])
+@pytest.mark.parametrize("draft", DRAFTINGS)
+def test_exact_match_equals_rejection_on_one_hots(draft: Callable[[Text, SamplingParams], Drafts], setting: str) -> None:
+    params = SETTINGS[setting]
+    drafts = draft((), params)
+    if draft is not other_temperature:  # point masses, whatever the draft claims: the exact rule reads no probabilities
+        drafts = Drafts(
+            Proposal(drafts.proposal.token_ids, drafts.proposal.lens, None, drafts.proposal.parents), drafts.weights
+        )
+    target = score(drafts.proposal, (), params)
+    by_rejection = round_law(RejectionVerifier(), drafts, target)
+    by_exact: dict[Text, float] = {}
+    verdict = ExactMatchVerifier().verify(drafts.proposal, target.argmax(dim=-1), _NoRandomness())
+    for b, text in enumerate(drafts.proposal.token_ids.tolist()):
+        path = verdict.path[b][: int(verdict.num_accepted[b])].tolist()
+        emitted = (*(text[i] for i in path), int(verdict.next_token[b]))
+        by_exact[emitted] = by_exact.get(emitted, 0.0) + float(drafts.weights[b])
+    assert distance(by_rejection, {text: weight for text, weight in by_exact.items() if weight}) < EXACT
+
+
+class _NoRandomness:
+    def bernoulli(self, probs: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("exact match needs no coins")
+
+    def categorical(self, probs: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("exact match needs no draws")
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_sampler_scores_every_node_as_if_its_path_were_committed(setting: str) -> None:
+    """Rows of a tree and of a chain get the penalties that the tokens before them cause: the reference knows no drafts."""
+    params = SETTINGS[setting]
+    for drafts in (chain((1,), params), with_replacement((1,), params)):
+        probs = score(drafts.proposal, (1,), params)
+        for b, texts in enumerate(node_texts(drafts.proposal, (1,))):
+            for i, text in enumerate(texts):
+                expected = reference_probs(TARGET.logits(PROMPT + text), PROMPT, text, params)
+                assert probs[b, i].tolist() == pytest.approx(expected, abs=EXACT)
+
+
+# controls: the harness must notice a broken verifier and a dishonest proposer
+
+
+@pytest.mark.parametrize("module", [outrider.verifiers.rejection, outrider.verifiers.block])
+def test_harness_notices_a_missing_residual(module: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "residual", lambda target_probs, draft_probs: target_probs / target_probs.sum(-1, keepdim=True))
+    verifier = RejectionVerifier() if module is outrider.verifiers.rejection else BlockVerifier()
+    assert loss(verifier, SETTINGS["warm"], (), chain) > 1e-3
+    assert loss(verifier, SETTINGS["warm"], (), likeliest) > 1e-3
+
+
+@pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])
+def test_harness_notices_untempered_draft_probs(verifier: Verifier) -> None:
+    def dishonest(output: Text, params: SamplingParams) -> Drafts:
+        return draw_drafts(output, params, CHAIN, shown=SamplingParams(temperature=1.0))
+
+    assert loss(verifier, SETTINGS["cool"], (), dishonest) > 1e-3
+
+
+def test_harness_notices_siblings_that_hide_how_they_were_drawn() -> None:
+    """Drawn without replacement, declared as drawn with it."""
+
+    def dishonest(output: Text, params: SamplingParams) -> Drafts:
+        honest, other = without_replacement(output, params), with_replacement(output, params)
+        assert other.proposal.probs is not None
+        rows = (honest.proposal.token_ids * VOCAB ** torch.arange(4, -1, -1)).sum(dim=-1)
+        return Drafts(replace(honest.proposal, probs=other.proposal.probs[rows]), honest.weights)
+
+    assert loss(RejectionVerifier(), SETTINGS["warm"], (), dishonest) > 1e-3

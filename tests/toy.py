@@ -1,0 +1,82 @@
+"""Models small enough to enumerate, and a sampler slow enough to be read: what the tests hold the package against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.types import Request, SamplingParams
+
+
+class TableLM:
+    """A language model that is a table: the logits after a text depend on its last ``order`` tokens alone."""
+
+    def __init__(self, vocab_size: int = 3, seed: int = 0, order: int = 2, spread: float = 1.2) -> None:
+        self.vocab_size, self.seed, self.order, self.spread = vocab_size, seed, order, spread
+        self._table: dict[tuple[int, ...], Tensor] = {}
+
+    def logits(self, text: Sequence[int]) -> Tensor:
+        """float64 [V] after the text."""
+        context = tuple(text[-self.order :])
+        if context not in self._table:
+            number = self.seed
+            for token in context:
+                number = number * (self.vocab_size + 1) + token + 1
+            generator = torch.Generator().manual_seed(number)
+            self._table[context] = self.spread * torch.randn(self.vocab_size, dtype=torch.float64, generator=generator)
+        return self._table[context]
+
+    def batch(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """float64 [B, V]."""
+        return torch.stack([self.logits(text) for text in texts])
+
+
+def make_request(
+    token_ids: Sequence[int],
+    params: SamplingParams | None = None,
+    num_prompt: int | None = None,
+    seed: int = 0,
+    name: str = "r",
+) -> Request:
+    """A request whose first ``num_prompt`` tokens (all, unless said) are its prompt."""
+    num_prompt = len(token_ids) if num_prompt is None else num_prompt
+    return Request(name, list(token_ids), num_prompt, params or SamplingParams(), seed, torch.Generator().manual_seed(seed))
+
+
+def reference_probs(
+    logits: Sequence[float], prompt: Sequence[int], output: Sequence[int], params: SamplingParams
+) -> list[float]:
+    """The documented order of the sampler set, one token at a time in Python floats: the next token's distribution."""
+    scores = [float(score) for score in logits]
+    for token in range(len(scores)):
+        scores[token] += params.logit_bias.get(token, 0.0)
+        if token in params.banned_token_ids or (params.allowed_token_ids is not None and token not in params.allowed_token_ids):
+            scores[token] = -math.inf
+    for token in set(prompt) | set(output):
+        factor = params.repetition_penalty
+        scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
+    for token in set(output):
+        scores[token] -= params.presence_penalty + params.frequency_penalty * list(output).count(token)
+    best = max(scores)
+    if params.temperature == 0:
+        return [float(token == scores.index(best)) for token in range(len(scores))]
+    scores = [score / params.temperature for score in scores]
+    if params.top_k:
+        border = sorted(scores, reverse=True)[min(params.top_k, len(scores)) - 1]
+        scores = [score if score >= border else -math.inf for score in scores]
+    probs = _softmax(scores)
+    kept, mass = set(), 0.0
+    for token in sorted(range(len(probs)), key=lambda token: (-probs[token], token)):
+        if mass < params.top_p:
+            kept.add(token)
+        mass += probs[token]
+    kept = {token for token in kept if probs[token] >= params.min_p * max(probs)}
+    return _softmax([score if token in kept else -math.inf for token, score in enumerate(scores)])
+
+
+def _softmax(scores: Sequence[float]) -> list[float]:
+    weights = [math.exp(score - max(scores)) for score in scores]
+    return [weight / sum(weights) for weight in weights]
