@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ PresetName = Annotated[str, typer.Option("--preset", help=f"machine class: {', '
 Corpus = Annotated[Path, typer.Option("--corpus", help="folder of the xz text files")]
 Work = Annotated[Path, typer.Option("--work", help="folder for checkpoints and tokenised text")]
 Minutes = Annotated[float | None, typer.Option("--minutes", help="time budget; the preset's own if not given")]
+Wall = Annotated[bool, typer.Option("--wall", help="pauses count, too: the run ends by the clock")]
 Compiled = Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the layers")]
 Package = Annotated[Path, typer.Option("--package", help="folder that gets target/, draft/ and the model card")]
 Curves = Annotated[Path, typer.Option("--curves", help="folder that gets the curves and report.json")]
@@ -27,14 +29,15 @@ PACKAGE = HERE.parents[1] / "src" / "outrider" / "family"
 CORPUS, WORK = Path("../shared/corpus"), Path("build/family")
 
 
-def workshop(preset: str, corpus: Path, work: Path, compiled: bool = True) -> Workshop:
+def workshop(preset: str, corpus: Path, work: Path) -> Workshop:
     """The workshop the options describe, or a one-line error."""
     if preset not in PRESETS:
         raise typer.BadParameter(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
     if not corpus.is_dir():
         raise typer.BadParameter(f"no such corpus folder: {corpus}")
     work.mkdir(parents=True, exist_ok=True)
-    return Workshop(preset, corpus, work, compiled)
+    (work / ".gitignore").write_text("*\n")
+    return Workshop(preset, corpus, work)
 
 
 @app.command()
@@ -49,10 +52,12 @@ def target(
     corpus: Corpus = CORPUS,
     work: Work = WORK,
     minutes: Minutes = None,
+    wall: Wall = False,
     compiled: Compiled = True,
 ) -> None:
     """Train the target; run again to resume."""
-    if not stages.train_target(workshop(preset, corpus, work, compiled), minutes):
+    shop = replace(workshop(preset, corpus, work), compiled=compiled, minutes=minutes, count_pauses=wall)
+    if not stages.train_target(shop):
         sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
 
 
@@ -62,12 +67,13 @@ def draft(
     corpus: Corpus = CORPUS,
     work: Work = WORK,
     minutes: Minutes = None,
+    wall: Wall = False,
     rows: Annotated[int | None, typer.Option("--generated", help="sequences the target writes first")] = None,
 ) -> None:
     """Export the target, let it write text, distil the draft on it; run again to resume."""
-    shop = workshop(preset, corpus, work)
+    shop = replace(workshop(preset, corpus, work), minutes=minutes, count_pauses=wall)
     stages.export_model(shop, "target", work / "export" / "target")
-    if not stages.train_draft(shop, minutes, rows):
+    if not stages.train_draft(shop, rows):
         sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
 
 

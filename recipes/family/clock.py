@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+MAX_GAP_S = 5.0
+
 
 class RunningClock:
     """Sums the time between ticks, counting no gap for more than `max_gap` seconds."""
 
-    def __init__(self, elapsed: float = 0.0, max_gap: float = 5.0, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, elapsed: float = 0.0, max_gap: float = MAX_GAP_S, now: Callable[[], float] = time.monotonic) -> None:
         self.elapsed = elapsed
         self.max_gap = max_gap
         self._now = now

@@ -32,11 +32,12 @@ class Plan:
     batch_tokens: int
     seq_lens: tuple[tuple[float, int], ...]
     minutes: float | None = None
+    count_pauses: bool = False  # for a run that must end by a certain hour
     muon_lr: float = 0.02
     adam_lr: float = 0.004
     warmup: float = 0.01
     decay: float = 0.45
-    eval_every_s: float = 300.0
+    eval_every_s: float = 600.0
     save_every_s: float = 120.0
     seed: int = SEED
 
@@ -90,7 +91,7 @@ PRESETS = {
         draft=Shape(hidden=192, layers=2, heads=3, kv_heads=1, intermediate=576),
         target_plan=Plan(25_000_000, 4096, ((0.7, 256), (0.93, 512), (1.0, 1024)), minutes=75),
         draft_plan=Plan(8_000_000, 4096, ((1.0, 256),), minutes=15, adam_lr=0.005, warmup=0.02),
-        layer_skip=LayerSkip(grow_at=0.4),
+        layer_skip=LayerSkip(grow_at=0.5),
         source_megabytes=12,
         distillation=Distillation(2048),
     ),

@@ -29,11 +29,17 @@ class Workshop:
     corpus: Path
     folder: Path
     compiled: bool = True
+    minutes: float | None = None  # instead of the plan's own budget
+    count_pauses: bool = False
 
     @property
     def preset(self) -> Preset:
         """The sizes and plans in force."""
         return PRESETS[self.preset_name]
+
+    def plan(self, own: Plan) -> Plan:
+        """A preset's plan with this workshop's time budget."""
+        return replace(own, minutes=self.minutes or own.minutes, count_pauses=self.count_pauses)
 
     @property
     def device(self) -> torch.device:
@@ -76,10 +82,10 @@ def _loss(shop: Workshop, net: LlamaForCausalLM, plan: Plan) -> TargetLoss:
     return loss
 
 
-def target_job(shop: Workshop, minutes: float | None) -> Job:
+def target_job(shop: Workshop) -> Job:
     """The training run of the target."""
     preset = shop.preset
-    plan = replace(preset.target_plan, minutes=minutes) if minutes else preset.target_plan
+    plan = shop.plan(preset.target_plan)
     net = model.build(preset.target, preset, plan.seed).to(shop.device)
     (shop.folder / "target").mkdir(parents=True, exist_ok=True)
     (shop.folder / "target" / "train.pid").write_text(str(os.getpid()))
@@ -93,10 +99,10 @@ def target_job(shop: Workshop, minutes: float | None) -> Job:
     return Job("target", net, batches, _loss(shop, net, plan), plan, shop.folder / "target", measure)
 
 
-def train_target(shop: Workshop, minutes: float | None) -> bool:
+def train_target(shop: Workshop) -> bool:
     """Train the target to the end of its plan; False if interrupted."""
     prepare(shop)
-    return Trainer(target_job(shop, minutes)).run()
+    return Trainer(target_job(shop)).run()
 
 
 def export_model(shop: Workshop, name: str, out: Path) -> None:
@@ -127,10 +133,10 @@ def write_text(shop: Workshop, teacher: LlamaForCausalLM, rows: int) -> Tensor:
     return generated
 
 
-def draft_job(shop: Workshop, minutes: float | None, generated_rows: int | None) -> Job:
+def draft_job(shop: Workshop, generated_rows: int | None) -> Job:
     """The distillation run of the draft, from the target as it was exported."""
     preset, how = shop.preset, shop.preset.distillation
-    plan = replace(preset.draft_plan, minutes=minutes) if minutes else preset.draft_plan
+    plan = shop.plan(preset.draft_plan)
     teacher = model.load(shop.folder / "export" / "target").to(shop.device).requires_grad_(False)
     rows = how.generated_rows if generated_rows is None else generated_rows
     generated = write_text(shop, teacher, rows) if rows else torch.empty(0, 1)
@@ -150,9 +156,9 @@ def draft_job(shop: Workshop, minutes: float | None, generated_rows: int | None)
     return Job("draft", student, batches, loss, plan, shop.folder / "draft", measure)
 
 
-def train_draft(shop: Workshop, minutes: float | None, generated_rows: int | None = None) -> bool:
+def train_draft(shop: Workshop, generated_rows: int | None = None) -> bool:
     """Distil the draft to the end of its plan; False if interrupted."""
-    return Trainer(draft_job(shop, minutes, generated_rows)).run()
+    return Trainer(draft_job(shop, generated_rows)).run()
 
 
 def finish(shop: Workshop, package: Path, curves: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from . import optim
-from .clock import RunningClock
+from .clock import MAX_GAP_S, RunningClock
 from .config import Plan
 from .progress import Progress
 
@@ -60,7 +61,8 @@ class Trainer:
         self.optimizers = optim.build(job.model, job.plan)
         self.step = self.tokens = 0
         self.curve: list[dict[str, Any]] = []
-        self.clock = RunningClock()
+        self.max_gap = math.inf if job.plan.count_pauses else MAX_GAP_S
+        self.clock = RunningClock(0.0, self.max_gap)
         self.interrupted = False
         job.folder.mkdir(parents=True, exist_ok=True)
         if self.checkpoint.exists():
@@ -101,7 +103,7 @@ class Trainer:
             optimizer.load_state_dict(saved)
         self.job.batches.rows_drawn.update(state["rows_drawn"])
         self.step, self.tokens, self.curve = state["step"], state["tokens"], state["curve"]
-        self.clock = RunningClock(state["elapsed"])
+        self.clock = RunningClock(state["elapsed"], self.max_gap)
 
     def train_step(self) -> dict[str, Any]:
         """One batch, one update; returns the point of the curve."""
