@@ -31,7 +31,7 @@ class PassLayout:
     cache_rows: Tensor  # [B] int64
     bases: Tensor  # [B] int64: slot of the pass's first token; slots before it hold the committed text
     positions: Tensor  # [B, W] int64
-    visible: Tensor | None = None  # bool [B, W, W]: which tokens of the pass each token sees; None: those before it and itself
+    visible: Tensor  # bool [B, W, W]: which tokens of the pass each token sees
 
 
 _active: PassLayout | None = None

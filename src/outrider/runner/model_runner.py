@@ -73,6 +73,8 @@ class ModelRunner:
         self.passes = PassRunner(model, self.cache, config.compile)
         self.needs_hidden: tuple[int, ...] = ()
         self._round: _Round | None = None
+        self._numbers = torch.arange(0, device=device)
+        self._masks: dict[tuple[int, int], Tensor] = {}
 
     @classmethod
     def load(cls, model: str | Path | PreTrainedModel, config: RunnerConfig | None = None) -> ModelRunner:
@@ -115,10 +117,11 @@ class ModelRunner:
         is_tree = proposal.parents is not None and proposal.num_nodes > 0
         layout_of = self._tree_layout if is_tree else self._chain_layout
         ids, layout = layout_of(tokens, rows, bases, proposal)
-        logits, hidden = self.passes.run(ids, layout, self.needs_hidden)
         first = [len(text) - 1 for text in pending]
+        start = min(first)  # no logits are wanted of what stands before every root
+        logits, hidden = self.passes.run(ids, layout, self.needs_hidden, self._arange(start, ids.shape[1]))
         self._round = _Round(context.request_ids, [base + at for base, at in zip(bases, first, strict=True)], is_tree)
-        logits = _rows_from(logits, first, proposal.num_nodes + 1)
+        logits = _rows_from(logits, [at - start for at in first], proposal.num_nodes + 1)
         return Scores(logits.float(), {layer: _rows_from(h, first, proposal.num_nodes + 1) for layer, h in hidden.items()})
 
     def commit(self, context: Context, verdict: Verdict) -> None:
@@ -156,10 +159,12 @@ class ModelRunner:
         bases = [self.cache.cached_lens[row] for row in rows]
         pending = [list(text[base:]) for text, base in zip(texts, bases, strict=True)]
         ids, layout = self._chain_layout(pending, rows, bases)
-        logits, _ = self.passes.run(ids, layout, ())
+        first = [len(text) - 1 for text in pending]
+        start = min(first)
+        logits, _ = self.passes.run(ids, layout, (), self._arange(start, ids.shape[1]))
         for row, text in zip(rows, texts, strict=True):
             self.cache.cached_lens[row] = len(text)
-        return _rows_from(logits, [len(text) - 1 for text in pending], 1)[:, 0].float()
+        return _rows_from(logits, [at - start for at in first], 1)[:, 0].float()
 
     def feed(self, request_ids: Sequence[str], token_ids: Tensor) -> Tensor:
         """Feeds one token a request, [B] int64, behind what is cached: logits [B, V] float32. The draft loop's step."""
@@ -167,8 +172,9 @@ class ModelRunner:
         bases = [self.cache.cached_lens[row] for row in rows]
         self.cache.reserve(max(bases) + 1)
         start = torch.tensor(bases, device=self.device)
-        layout = PassLayout(self.cache.keys, self.cache.values, torch.tensor(rows, device=self.device), start, start[:, None])
-        logits, _ = self.passes.run(token_ids[:, None], layout, ())
+        row_ids = torch.tensor(rows, device=self.device)
+        layout = PassLayout(self.cache.keys, self.cache.values, row_ids, start, start[:, None], self._causal(len(rows), 1))
+        logits, _ = self.passes.run(token_ids[:, None], layout, (), self._arange(0, 1))
         for row in rows:
             self.cache.cached_lens[row] += 1
         return logits[:, -1].float()
@@ -193,7 +199,7 @@ class ModelRunner:
             chunks = [list(text[lens[row] : min(len(text) - 1, lens[row] + self.config.prefill_chunk)]) for text, row in todo]
             self.cache.reserve(max(lens[row] for _, row in todo) + max(map(len, chunks)))
             ids, layout = self._chain_layout(chunks, [row for _, row in todo], [lens[row] for _, row in todo])
-            self.passes.run(ids, layout, (), logits=False)
+            self.passes.run(ids, layout, (), self._arange(0, 1))  # one logit row, since there must be one: none is wanted
             for chunk, (_, row) in zip(chunks, todo, strict=True):
                 lens[row] += len(chunk)
 
@@ -204,8 +210,9 @@ class ModelRunner:
         ids = torch.tensor([text + [0] * (width - len(text)) for text in tokens], device=self.device)
         start = torch.tensor(bases, device=self.device)
         self.cache.reserve(max(bases) + width)
-        positions = (start[:, None] + torch.arange(width, device=self.device)).clamp_(max=self.max_len - 1)
-        return ids, PassLayout(self.cache.keys, self.cache.values, torch.tensor(rows, device=self.device), start, positions)
+        positions = (start[:, None] + self._arange(0, width)).clamp_(max=self.max_len - 1)
+        row_ids, visible = torch.tensor(rows, device=self.device), self._causal(len(rows), width)
+        return ids, PassLayout(self.cache.keys, self.cache.values, row_ids, start, positions, visible)
 
     def _tree_layout(
         self, tokens: Sequence[list[int]], rows: list[int], bases: list[int], proposal: Proposal
@@ -218,6 +225,21 @@ class ModelRunner:
         positions = positions.clamp_(max=self.max_len - 1).to(self.device)
         return ids, PassLayout(chain.keys, chain.values, chain.cache_rows, chain.bases, positions, visible.to(self.device))
 
+    def _arange(self, start: int, stop: int) -> Tensor:
+        if stop > self._numbers.shape[0]:
+            self._numbers = torch.arange(2 * stop, device=self.device)
+        return self._numbers[start:stop]
+
+    def _causal(self, batch: int, width: int) -> Tensor:
+        """bool [B, W, W]: each token sees itself and those before it."""
+        key = (batch, width)
+        if key not in self._masks:
+            mask = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
+            if width > SHORT:  # prompts have any length: not worth keeping
+                return mask.expand(batch, -1, -1)
+            self._masks[key] = mask.repeat(batch, 1, 1)
+        return self._masks[key]
+
     def pass_cost(self, width: int, batch: int, cache_len: int, repeat: int = 3) -> float:
         """Measured seconds of a pass of ``width`` tokens a request over ``cache_len`` cached ones: the least of ``repeat`` runs."""
         slots = min(cache_len, self.max_len - width)
@@ -229,7 +251,7 @@ class ModelRunner:
                 ids, layout = self._chain_layout([[0] * width] * batch, rows, [slots] * batch)
                 self._synchronize()
                 start = time.perf_counter()
-                self.passes.run(ids, layout, ())
+                self.passes.run(ids, layout, (), self._arange(0, width))
                 self._synchronize()
                 times.append(time.perf_counter() - start)
             return min(times[1:])

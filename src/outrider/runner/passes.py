@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outrider.runner import compiled
 from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.kv_cache import KVCache
 from outrider.runner.loading import decoder_layers
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 20.0  # seconds of eager passes after which compiling, which takes about as long, is the better bet
 
 
 class Pass(nn.Module):
     """The function that is run and compiled: tokens and their layout -> logits and the hidden states asked for.
 
-    Without ``logits`` only those of the last token are computed: reading a prompt needs none.
+    Its batch, width, cache size and number of logits are free, so one compiled form serves prefill, plain and speculative rounds.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: KVCache, layers: tuple[int, ...], logits: bool) -> None:
+    def __init__(self, model: PreTrainedModel, cache: KVCache, layers: tuple[int, ...]) -> None:
         super().__init__()
-        self.model, self.layers, self.logits = model, layers, logits
+        self.model, self.layers = model, layers
         self._cache = [cache]  # in a list, so that a module does not look into it
         self._stack = [decoder_layers(model)] if layers else []
 
@@ -29,9 +38,10 @@ class Pass(nn.Module):
         positions: Tensor,  # [B, W]
         cache_rows: Tensor,  # [B]
         bases: Tensor,  # [B]
+        visible: Tensor,  # [B, W, W]
+        logits_at: Tensor,  # [M]: the places in the pass whose logits are wanted
         keys: Tensor,  # [L, R, Hkv, S, D]
         values: Tensor,
-        visible: Tensor | None = None,  # [B, W, W]
     ) -> tuple[Tensor, ...]:
         layout = PassLayout(keys, values, cache_rows, bases, positions, visible)
         captured: dict[int, Tensor] = {}
@@ -45,7 +55,7 @@ class Pass(nn.Module):
                     attention_mask=token_ids.new_ones((1, 1, 1, 1), dtype=torch.bool),
                     past_key_values=self._cache[0],
                     use_cache=True,
-                    logits_to_keep=0 if self.logits else 1,
+                    logits_to_keep=logits_at,
                 ).logits
         finally:
             for handle in handles:
@@ -59,22 +69,55 @@ class Pass(nn.Module):
         return self._stack[0][layer].register_forward_hook(hook)
 
 
+Run = Callable[[list[Tensor]], "list[Tensor] | tuple[Tensor, ...]"]
+
+
 class PassRunner:
-    """Runs passes of one model, eager until a compiled one is at hand."""
+    """Runs passes of one model: compiled where that is at hand, asked for or worth its time, else eager."""
 
     def __init__(self, model: PreTrainedModel, cache: KVCache, compile: str) -> None:
         self._model, self._cache, self._compile = model, cache, compile
-        self._passes: dict[tuple[tuple[int, ...], bool], Pass] = {}
+        self._runs: dict[tuple[int, ...], Run] = {}
+        self._eager: dict[tuple[int, ...], float] = {}  # layers -> seconds spent in eager passes of that kind
 
     @torch.inference_mode()
     def run(
-        self, token_ids: Tensor, layout: PassLayout, layers: tuple[int, ...], logits: bool = True
+        self, token_ids: Tensor, layout: PassLayout, layers: tuple[int, ...], logits_at: Tensor
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """[B, W] tokens -> logits [B, W, V] (of the last token alone where ``logits`` is false) and {layer: [B, W, H]}."""
-        key = (layers, logits)
-        if key not in self._passes:
-            self._passes[key] = Pass(self._model, self._cache, layers, logits)
-        out = self._passes[key](
-            token_ids, layout.positions, layout.cache_rows, layout.bases, layout.keys, layout.values, layout.visible
-        )
+        """[B, W] tokens -> logits [B, M, V] of the places ``logits_at`` [M], and {layer: [B, W, H]}."""
+        run = self._runs.get(layers)
+        if run is None:
+            run = self._runs[layers] = self._prepare(layers)
+        started = time.perf_counter() if layers in self._eager else 0.0
+        where = [layout.positions, layout.cache_rows, layout.bases, layout.visible, logits_at, layout.keys, layout.values]
+        out = run([token_ids, *where])
+        if started:
+            self._eager[layers] += time.perf_counter() - started
+            if self._eager[layers] > PATIENCE:
+                self._runs[layers] = self._prepare(layers, insist=True)
         return out[0], dict(zip(layers, out[1:], strict=True))
+
+    def compile_now(self) -> None:
+        """Compiles the passes in use (or loads them from the disk cache) instead of waiting for it to pay off."""
+        if self._compile != "never":
+            for layers in [*self._runs] or [()]:
+                self._runs[layers] = self._prepare(layers, insist=True)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether every kind of pass run so far is compiled."""
+        return bool(self._runs) and not self._eager
+
+    def _prepare(self, layers: tuple[int, ...], insist: bool = False) -> Run:
+        module = Pass(self._model, self._cache, layers)
+        insist = insist or self._compile == "always"
+        if self._compile != "never" and compiled.is_supported(self._model):
+            run = compiled.load(module, build=insist)
+            if run is not None:
+                self._eager.pop(layers, None)
+                return run
+        if self._compile == "auto" and not insist:
+            self._eager.setdefault(layers, 0.0)
+        else:
+            self._eager.pop(layers, None)
+        return lambda inputs: tuple(module(*inputs))

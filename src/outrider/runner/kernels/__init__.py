@@ -29,7 +29,7 @@ _library = torch.library.Library("outrider", "DEF")
 _library.define("linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
 _library.define(
     "attend(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, int layer, Tensor cache_rows, Tensor bases,"
-    " Tensor positions, Tensor? visible, float scale, float softcap, int window) -> Tensor"
+    " Tensor positions, Tensor visible, float scale, float softcap, int window) -> Tensor"
 )
 
 
@@ -63,7 +63,7 @@ def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C+
     cache_rows: Tensor,
     bases: Tensor,
     positions: Tensor,
-    visible: Tensor | None,
+    visible: Tensor,
     scale: float,
     softcap: float,
     window: int,
@@ -71,7 +71,7 @@ def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C+
     """Writes this pass's keys and values to slots ``base .. base + W`` of the cache, then attends to all that is visible.
 
     query [B, H, W, D]; key, value [B, Hkv, W, D]; keys, values [L, R, Hkv, S, D], changed in place; cache_rows, bases [B];
-    positions [B, W]; visible bool [B, W, W] (None: causal) -> [B, W, H, D].
+    positions [B, W]; visible bool [B, W, W]: which of the pass's tokens each one sees -> [B, W, H, D].
     """
     width, capacity = query.shape[2], keys.shape[3]
     slots = bases[:, None] + torch.arange(width, device=bases.device)  # [B, W]
@@ -91,11 +91,9 @@ def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C+
     return (weights @ all_values.repeat_interleave(groups, 1)).transpose(1, 2).contiguous()
 
 
-def _visible_slots(bases: Tensor, positions: Tensor, visible: Tensor | None, capacity: int, window: int) -> Tensor:
+def _visible_slots(bases: Tensor, positions: Tensor, visible: Tensor, capacity: int, window: int) -> Tensor:
     """Which cache slots each query sees: bool [B, W, S]. Slot s < base holds position s; slot base + j holds positions[:, j]."""
-    batch, width = positions.shape
-    if visible is None:
-        visible = torch.ones(width, width, dtype=torch.bool, device=positions.device).tril().expand(batch, -1, -1)
+    width = positions.shape[1]
     slot = torch.arange(capacity, device=positions.device)
     own = slot - bases[:, None]  # [B, S]: index within this pass, where 0 <= own < W
     in_pass = (own >= 0) & (own < width)

@@ -196,7 +196,7 @@ struct Pass {
   int64_t rows, heads, kv_heads, width, key_dim, value_dim, capacity, window;
   float scale, softcap;
   const int64_t *cache_rows, *bases, *positions;
-  const bool* visible;  // [rows, width, width], or null: a chain, in which query i sees the pass's tokens 0..i
+  const bool* visible;  // [rows, width, width]: which of the pass's tokens each query sees
 };
 
 template <typename Cache>
@@ -221,13 +221,14 @@ template <typename Cache>
 void attend_one(const Pass& pass, int64_t b, int64_t w, const float* query, const Cache* keys, const Cache* values, float* scores,
                 float* out) {
   const int64_t base = pass.bases[b], position = pass.positions[b * pass.width + w];
-  const bool* row = pass.visible ? pass.visible + (b * pass.width + w) * pass.width : nullptr;
+  const bool* row = pass.visible + (b * pass.width + w) * pass.width;
   const int64_t begin = pass.window > 0 ? std::max<int64_t>(0, position - pass.window + 1) : 0;
   const int64_t first = std::min(begin, base);
-  const int64_t last = row ? base + pass.width : base + w + 1;
+  int64_t last = base + pass.width;
+  while (last > base && !row[last - 1 - base]) --last;
   const int64_t count = last - first, padded = (count + kLanes - 1) / kLanes * kLanes;
   for (int64_t s = first; s < last; ++s) {
-    bool seen = s < base ? s >= begin : (row ? row[s - base] : true);
+    bool seen = s < base ? s >= begin : row[s - base];
     if (seen && s >= base && pass.window > 0) seen = position - pass.positions[b * pass.width + (s - base)] < pass.window;
     float score = -std::numeric_limits<float>::infinity();
     if (seen) {
@@ -287,13 +288,13 @@ void attend_all(const Pass& pass, const float* query, const float* key, const fl
 // each layer's slots are written and read in this one call, so that nothing can be reordered around it and nothing be copied.
 at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& keys,
                   const at::Tensor& values, int64_t layer, const at::Tensor& cache_rows, const at::Tensor& bases,
-                  const at::Tensor& positions, const std::optional<at::Tensor>& visible, double scale, double softcap, int64_t window) {
+                  const at::Tensor& positions, const at::Tensor& visible, double scale, double softcap, int64_t window) {
   const at::Tensor q = query.to(at::kFloat).contiguous(), k = key.to(at::kFloat).contiguous(), v = value.to(at::kFloat).contiguous();
-  const at::Tensor seen = visible.has_value() ? visible->contiguous() : at::Tensor();
+  const at::Tensor seen = visible.contiguous();
   const at::Tensor rows = cache_rows.contiguous(), starts = bases.contiguous(), places = positions.contiguous();
   Pass pass{q.size(0), q.size(1), k.size(1), q.size(2), k.size(3), v.size(3), keys.size(3), window, static_cast<float>(scale),
             static_cast<float>(softcap), rows.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>(),
-            places.const_data_ptr<int64_t>(), visible.has_value() ? seen.const_data_ptr<bool>() : nullptr};
+            places.const_data_ptr<int64_t>(), seen.const_data_ptr<bool>()};
   for (int64_t b = 0; b < pass.rows; ++b)
     TORCH_CHECK(pass.bases[b] + pass.width <= pass.capacity && pass.cache_rows[b] < keys.size(1), "attend: the pass does not fit the cache");
   at::Tensor out = at::empty({pass.rows, pass.width, pass.heads, pass.value_dim}, q.options());

@@ -1,0 +1,111 @@
+"""Passes compiled ahead of time: exported once with free shapes, built by inductor, kept on disk, loaded in milliseconds.
+
+Why ahead of time and not ``torch.compile``: a process that finds the package on disk traces nothing and checks no guards, so the
+first token of a fresh process comes from compiled code. Why free shapes: the time goes to Outrider's two operators, which do not
+care, and one package then serves every batch, draft length and cache size. The package holds no weights: it reads the model's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from outrider.runner.disk_cache import cache_dir
+from outrider.runner.linear import PackedLinear
+
+logger = logging.getLogger(__name__)
+
+Run = Callable[[list[Tensor]], list[Tensor]]
+
+
+def is_supported(model: PreTrainedModel) -> bool:
+    """Only models wholly on the CPU kernels: elsewhere passes stay eager or are captured as graphs."""
+    return model.device.type == "cpu" and any(isinstance(module, PackedLinear) for module in model.modules())
+
+
+def load(module: nn.Module, build: bool) -> Run | None:
+    """The compiled form of a ``Pass``: from disk, else built if ``build``. None where there is none or it cannot be built."""
+    path = _package_path(module)
+    if not path.exists():
+        if not build:
+            return None
+        try:
+            _build(module, path)
+        except Exception as error:
+            # Compilers fail in more ways than can be listed, and the eager pass computes the same.
+            logger.warning("this model does not compile, its passes stay eager: %s", str(error).strip().splitlines()[:1])
+            logger.debug("compilation failed", exc_info=True)
+            return None
+    try:
+        return _load(module, path)
+    except Exception as error:
+        logger.warning("the compiled pass at %s does not load (%s): removed, passes stay eager", path, error)
+        path.unlink(missing_ok=True)
+        return None
+
+
+def _load(module: nn.Module, path: Path) -> Run:
+    package = torch._inductor.aoti_load_package(str(path))
+    tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+    names = package.loader.get_constant_fqns()
+    package.loader.load_constants({name: tensors[name] for name in names}, False, True, True)
+    run: Run = package.loader.boxed_run
+    return run
+
+
+def _build(module: nn.Module, path: Path) -> None:
+    logger.info("compiling the model's pass (once a machine; kept in %s)", path.parent)
+    cache = module._cache[0]
+    shape = cache.shape
+    batch, width = 2, 3
+    store = (shape.num_layers, 2, shape.num_kv_heads, 8)
+    inputs: tuple[Any, ...] = (
+        torch.zeros(batch, width, dtype=torch.long),
+        torch.arange(width).repeat(batch, 1),
+        torch.arange(batch),
+        torch.zeros(batch, dtype=torch.long),
+        torch.ones(batch, width, width, dtype=torch.bool).tril(),
+        torch.arange(width),
+        torch.zeros(*store, shape.key_dim, dtype=cache.keys.dtype),
+        torch.zeros(*store, shape.value_dim, dtype=cache.values.dtype),
+    )
+    dim = torch.export.Dim
+    b, w, rows, slots = dim("b", min=1, max=4096), dim("w", min=1, max=1 << 20), dim("rows", min=1), dim("slots", min=1)
+    shapes = ({0: b, 1: w}, {0: b, 1: w}, {0: b}, {0: b}, {0: b, 1: w, 2: w}, {0: dim("m", min=1)}, *[{1: rows, 3: slots}] * 2)
+    with torch.no_grad():
+        exported = torch.export.export(module, inputs, strict=False, dynamic_shapes=shapes)
+        part = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
+        options = {"aot_inductor.package_constants_in_so": False}
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=options)
+    part.replace(path)  # atomic: two processes may build at once
+
+
+def _package_path(module: nn.Module) -> Path:
+    """One package per computation: the config without names and dates, the kinds of weights, the versions and the CPU."""
+    model: PreTrainedModel = module.model  # type: ignore[assignment]
+    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    tensors = [[name, list(t.shape), str(t.dtype)] for name, t in [*module.named_parameters(), *module.named_buffers()]]
+    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.[pc][yp]*")) if path.suffix in (".py", ".cpp")]
+    what = [
+        type(model).__name__,
+        json.dumps(config, sort_keys=True, default=str),
+        tensors,
+        str(module.layers),
+        torch.__version__,
+        transformers.__version__,
+        torch.get_num_threads(),
+        torch.backends.cpu.get_cpu_capability(),
+        hashlib.sha256(b"".join(sources)).hexdigest(),
+    ]
+    digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:20]
+    return cache_dir("passes") / f"{digest}.pt2"
