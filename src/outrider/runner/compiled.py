@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.runner.disk_cache import cache_dir
-from outrider.runner.linear import PackedLinear
+from outrider.runner.linear import FusedLinears, PackedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ Run = Callable[[list[Tensor]], list[Tensor]]
 
 def is_supported(model: PreTrainedModel) -> bool:
     """Only models wholly on the CPU kernels: elsewhere passes stay eager or are captured as graphs."""
-    return model.device.type == "cpu" and any(isinstance(module, PackedLinear) for module in model.modules())
+    return model.device.type == "cpu" and any(isinstance(module, (PackedLinear, FusedLinears)) for module in model.modules())
 
 
 def load(module: nn.Module, build: bool) -> Run | None:
@@ -85,7 +85,8 @@ def _build(module: nn.Module, path: Path) -> None:
     with torch.no_grad():
         exported = torch.export.export(module, inputs, strict=False, dynamic_shapes=shapes)
         part = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
-        options = {"aot_inductor.package_constants_in_so": False}
+        # What is left beside Outrider's operators is small: waking threads for it would take longer than doing it.
+        options = {"aot_inductor.package_constants_in_so": False, "cpp.threads": 1}
         torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=options)
     part.replace(path)  # atomic: two processes may build at once
 

@@ -35,6 +35,71 @@ class PackedLinear(nn.Module):
         return out
 
 
+class FusedLinears(nn.Module):
+    """Layers that read the same input, computed in one operation: one stream of weights instead of several short ones.
+
+    Each layer's place in the model is taken by a ``FusedSlice``. The first that is called computes all; a slice called with another
+    tensor than its siblings computes anew, so that the fusion can cost time but never a wrong result.
+    """
+
+    def __init__(self, layers: list[PackedLinear]) -> None:
+        super().__init__()
+        biases = [layer.bias for layer in layers]
+        bias = None
+        if any(b is not None for b in biases):
+            zeros = [torch.zeros(layer.out_features) for layer in layers]
+            bias = torch.cat([z if b is None else b for b, z in zip(biases, zeros, strict=True)])
+        self.register_buffer("packed", torch.cat([layer.packed for layer in layers]), persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+        self.out_features = [layer.out_features for layer in layers]
+        self._input: Tensor | None = None
+        self._parts: list[Tensor | None] = []
+
+    def part(self, index: int, x: Tensor) -> Tensor:
+        """Layer ``index`` of x [..., inputs]."""
+        if self._input is not x or self._parts[index] is None:
+            out = torch.ops.outrider.linear(x, self.packed, self.bias, sum(self.out_features))
+            self._input, self._parts = x, list(out.split(self.out_features, -1))
+        part, self._parts[index] = self._parts[index], None
+        if not any(kept is not None for kept in self._parts):
+            self._input = None
+        assert part is not None
+        return part
+
+
+class FusedSlice(nn.Module):
+    """One layer of a ``FusedLinears``, in the place of the original."""
+
+    def __init__(self, group: FusedLinears, index: int, in_features: int) -> None:
+        super().__init__()
+        self._group = [group]  # in a list: the group is registered with the parent, once
+        self.index, self.in_features, self.out_features = index, in_features, group.out_features[index]
+
+    @property
+    def weight(self) -> Tensor:
+        """Nothing but a dtype and a device, which some models ask of their layers."""
+        return torch.empty(0, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._group[0].part(self.index, x)
+
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))  # as transformers names them
+
+
+def fuse_siblings(model: PreTrainedModel) -> None:
+    """Fuses the packed layers that transformers' models apply to one input, in place."""
+    for parent in list(model.modules()):
+        for names in SIBLINGS:
+            layers = [getattr(parent, name, None) for name in names]
+            if not all(isinstance(layer, PackedLinear) and layer.out_features % kernels.PANEL == 0 for layer in layers):
+                continue
+            group = FusedLinears(layers)  # type: ignore[arg-type]
+            parent.add_module("fused_" + "_".join(names), group)
+            for index, (name, layer) in enumerate(zip(names, layers, strict=True)):
+                setattr(parent, name, FusedSlice(group, index, layer.in_features))  # type: ignore[union-attr]
+
+
 def pack_model(model: PreTrainedModel) -> None:
     """Replaces every plain linear layer by a packed one and makes all other arithmetic float32, in place.
 
@@ -55,11 +120,12 @@ def pack_model(model: PreTrainedModel) -> None:
                 module.weight = None  # frees the original before the next is packed
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, packed[id(module)])
+    fuse_siblings(model)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.weight.requires_grad_(False)
             module.register_forward_hook(_to_float32)
-        elif not isinstance(module, PackedLinear):
+        elif not isinstance(module, (PackedLinear, FusedLinears)):
             for key, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, key, nn.Parameter(parameter.detach().float(), requires_grad=False))
             for key, buffer in list(module.named_buffers(recurse=False)):

@@ -68,7 +68,7 @@ class ModelRunner:
         self.max_len = min(window, config.max_len or window)
         self.max_batch = config.max_batch
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        compute = torch.float32 if any(isinstance(m, linear.PackedLinear) for m in model.modules()) else model.dtype
+        compute = torch.float32 if any(isinstance(m, (linear.PackedLinear, linear.FusedLinears)) for m in model.modules()) else model.dtype
         self.cache = KVCache(cache_shape(text), config.max_batch, self.max_len, compute, device)
         self.passes = PassRunner(model, self.cache, config.compile)
         self.needs_hidden: tuple[int, ...] = ()
@@ -246,6 +246,10 @@ class ModelRunner:
         names = [f"cost-probe-{index}" for index in range(batch)]
         rows = [self.cache.row(name) for name in names]
         try:
+            self.cache.reserve(slots + width)
+            for row in rows:  # never-written memory may hold denormal numbers, with which arithmetic is slow
+                self.cache.keys[:, row].normal_()
+                self.cache.values[:, row].normal_()
             times = []
             for _ in range(repeat + 1):
                 ids, layout = self._chain_layout([[0] * width] * batch, rows, [slots] * batch)

@@ -22,6 +22,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -95,16 +96,20 @@ inline vec exp_nonpositive(vec x) {
 // ---------------------------------------------------------------------------------------------------------------------------
 
 // out[r][panels * 32] (+)= x[r][0..depth) . w, for `rows` rows and `panels` neighbouring panels; one chain of additions a lane.
+// Weights are fetched kAhead inputs before their use, and towards the end those of the panels that come next.
 template <typename Weight, int rows, int panels>
 inline void tile(const float* x, int64_t x_stride, const Weight* w, int64_t panel_stride, int64_t depth, float* out,
                  int64_t out_stride, bool first) {
   vec acc[rows][2 * panels];
   for (int r = 0; r < rows; ++r) for (int j = 0; j < 2 * panels; ++j) acc[r][j] = vec{};
+  const int64_t turn = std::max<int64_t>(0, depth - kAhead);
+  const int64_t jump = panels * panel_stride - depth * kPanel;  // from the end of this block to the start of the next panels'
   for (int64_t k = 0; k < depth; ++k) {
     vec weights[2 * panels];
+    const Weight* ahead = w + (k + kAhead) * kPanel + (k < turn ? 0 : jump);
     for (int j = 0; j < panels; ++j) {
       const Weight* at_k = w + j * panel_stride + k * kPanel;
-      __builtin_prefetch(at_k + kAhead * kPanel);
+      __builtin_prefetch(ahead + j * panel_stride);
       weights[2 * j] = load(at_k);
       weights[2 * j + 1] = load(at_k + kLanes);
     }
@@ -119,9 +124,6 @@ inline void tile(const float* x, int64_t x_stride, const Weight* w, int64_t pane
       store(to, first ? acc[r][j] : load(to) + acc[r][j]);
     }
 }
-
-template <typename Weight, int panels>
-using Tile = void (*)(const float*, int64_t, const Weight*, int64_t, int64_t, float*, int64_t, bool);
 
 template <typename Weight, int rows>
 void run_panels(const float* x, int64_t x_stride, const Weight* w, int64_t panel_stride, int64_t depth, float* out,
@@ -199,47 +201,103 @@ struct Pass {
   const bool* visible;  // [rows, width, width]: which of the pass's tokens each query sees
 };
 
-template <typename Cache>
-inline float dot(const float* query, const Cache* key, int64_t dim) {
-  vec acc = vec{};
-  int64_t d = 0;
-  for (; d + kLanes <= dim; d += kLanes) acc += load(query + d) * load(key + d);
-  float total = sum(acc);
-  for (; d < dim; ++d) total += query[d] * static_cast<float>(key[d]);
+// Adds neighbouring runs of `half` lanes of two vectors: the first halves of the result come from a, the second from b.
+template <int half, int... lane>
+inline vec add_pairs(vec a, vec b, std::integer_sequence<int, lane...>) {
+  const vec low = __builtin_shufflevector(a, b, ((lane / half % 2 ? kLanes : 0) + lane / half / 2 * 2 * half + lane % half)...);
+  const vec high = __builtin_shufflevector(a, b, ((lane / half % 2 ? kLanes : 0) + lane / half / 2 * 2 * half + lane % half + half)...);
+  return low + high;
+}
+template <int half>
+inline void add_level(vec* v) {
+  for (int i = 0; i < half; ++i) v[i] = add_pairs<half>(v[i], v[i + half], std::make_integer_sequence<int, kLanes>{});
+}
+// Sums 16 vectors to one, lane i holding the sum of vector i: four levels of pairwise additions, in a fixed order.
+inline vec sum_each(vec* v) {
+  add_level<8>(v);
+  add_level<4>(v);
+  add_level<2>(v);
+  add_level<1>(v);
+  return v[0];
+}
+
+// Scores of one query against 16 keys: [16, dim] . [dim]. `chunks`: dim / 16 where the compiler may know it, else 0.
+template <typename Cache, int chunks>
+inline vec score_block(const float* query, const Cache* keys, int64_t dim) {
+  vec sums[kLanes];
+  const int64_t whole = chunks ? chunks : dim / kLanes;
+  for (int i = 0; i < kLanes; ++i) {
+    vec acc = vec{};
+    for (int64_t c = 0; c < whole; ++c) acc += load(query + c * kLanes) * load(keys + i * dim + c * kLanes);
+    sums[i] = acc;
+  }
+  vec total = sum_each(sums);
+  for (int64_t d = whole * kLanes; d < dim; ++d)
+    for (int i = 0; i < kLanes; ++i) total[i] += query[d] * static_cast<float>(keys[i * dim + d]);
   return total;
 }
 
 template <typename Cache>
-inline void add_scaled(float* out, float weight, const Cache* value, int64_t dim) {
-  int64_t d = 0;
-  for (; d + kLanes <= dim; d += kLanes) store(out + d, load(out + d) + splat(weight) * load(value + d));
-  for (; d < dim; ++d) out[d] += weight * static_cast<float>(value[d]);
+inline vec score_block(const float* query, const Cache* keys, int64_t dim) {
+  if (dim == 64) return score_block<Cache, 4>(query, keys, dim);
+  if (dim == 128) return score_block<Cache, 8>(query, keys, dim);
+  return score_block<Cache, 0>(query, keys, dim);
 }
 
-// One query over the slots it sees: exact softmax in slot order. `scores` holds base + width floats.
+// out[0..16 * chunks) = sum over slots of weights[s] * values[s][...], in slot order; values are `stride` apart.
+template <typename Cache, int chunks>
+inline void mix(const float* weights, const Cache* values, int64_t count, int64_t stride, float* out) {
+  vec acc[chunks];
+  for (int c = 0; c < chunks; ++c) acc[c] = vec{};
+  for (int64_t s = 0; s < count; ++s) {
+    if (weights[s] == 0) continue;  // a masked slot may hold anything, NaN too
+    const vec weight = splat(weights[s]);
+    for (int c = 0; c < chunks; ++c) acc[c] += weight * load(values + s * stride + c * kLanes);
+  }
+  for (int c = 0; c < chunks; ++c) store(out + c * kLanes, acc[c]);
+}
+
+// One query over the slots it sees: exact softmax in slot order. `scores` holds base + width + 2 * 16 floats.
 template <typename Cache>
 void attend_one(const Pass& pass, int64_t b, int64_t w, const float* query, const Cache* keys, const Cache* values, float* scores,
                 float* out) {
+  constexpr float kUnseen = -std::numeric_limits<float>::infinity();
   const int64_t base = pass.bases[b], position = pass.positions[b * pass.width + w];
   const bool* row = pass.visible + (b * pass.width + w) * pass.width;
   const int64_t begin = pass.window > 0 ? std::max<int64_t>(0, position - pass.window + 1) : 0;
-  const int64_t first = std::min(begin, base);
   int64_t last = base + pass.width;
   while (last > base && !row[last - 1 - base]) --last;
+  const int64_t first = std::min(begin, base) / kLanes * kLanes;  // blocks start at the same slots whatever the pass
   const int64_t count = last - first, padded = (count + kLanes - 1) / kLanes * kLanes;
-  for (int64_t s = first; s < last; ++s) {
-    bool seen = s < base ? s >= begin : row[s - base];
-    if (seen && s >= base && pass.window > 0) seen = position - pass.positions[b * pass.width + (s - base)] < pass.window;
-    float score = -std::numeric_limits<float>::infinity();
-    if (seen) {
-      score = pass.scale * dot(query, keys + s * pass.key_dim, pass.key_dim);
-      if (pass.softcap > 0) score = pass.softcap * std::tanh(score / pass.softcap);
+  vec peak = splat(kUnseen);
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    const int64_t slot = first + i;
+    vec score;
+    if (slot + kLanes <= pass.capacity) {
+      score = score_block(query, keys + slot * pass.key_dim, pass.key_dim) * pass.scale;
+    } else {  // the cache ends within this block
+      for (int64_t j = 0; j < kLanes; ++j) {
+        score[j] = 0;
+        if (slot + j >= last) continue;
+        Cache block[kLanes * 1024];
+        TORCH_CHECK(pass.key_dim <= 1024, "attend: head size over 1024");
+        for (int64_t d = 0; d < pass.key_dim; ++d) block[d] = keys[(slot + j) * pass.key_dim + d];
+        for (int64_t d = pass.key_dim; d < kLanes * pass.key_dim; ++d) block[d] = static_cast<Cache>(0.0f);
+        score[j] = score_block(query, block, pass.key_dim)[0] * pass.scale;
+      }
     }
-    scores[s - first] = score;
+    if (pass.softcap > 0) for (int j = 0; j < kLanes; ++j) score[j] = pass.softcap * std::tanh(score[j] / pass.softcap);
+    if (slot < begin || slot + kLanes > base) {
+      for (int64_t j = 0; j < kLanes; ++j) {
+        const int64_t at = slot + j;
+        bool seen = at >= last ? false : at < base ? at >= begin : row[at - base];
+        if (seen && at >= base && pass.window > 0) seen = position - pass.positions[b * pass.width + at - base] < pass.window;
+        if (!seen) score[j] = kUnseen;
+      }
+    }
+    store(scores + i, score);
+    peak = score > peak ? score : peak;
   }
-  for (int64_t i = count; i < padded; ++i) scores[i] = -std::numeric_limits<float>::infinity();
-  vec peak = load(scores);
-  for (int64_t i = kLanes; i < padded; i += kLanes) { const vec v = load(scores + i); peak = v > peak ? v : peak; }
   const vec top = splat(largest(peak));
   vec total = vec{};
   for (int64_t i = 0; i < padded; i += kLanes) {
@@ -248,9 +306,16 @@ void attend_one(const Pass& pass, int64_t b, int64_t w, const float* query, cons
     total += weight;
   }
   const float inverse = 1.0f / sum(total);
-  std::fill(out, out + pass.value_dim, 0.0f);
-  for (int64_t i = 0; i < count; ++i)
-    if (scores[i] != 0) add_scaled(out, scores[i] * inverse, values + (first + i) * pass.value_dim, pass.value_dim);
+  const Cache* from = values + first * pass.value_dim;
+  int64_t d = 0;
+  for (; d + 4 * kLanes <= pass.value_dim; d += 4 * kLanes) mix<Cache, 4>(scores, from + d, count, pass.value_dim, out + d);
+  for (; d + kLanes <= pass.value_dim; d += kLanes) mix<Cache, 1>(scores, from + d, count, pass.value_dim, out + d);
+  for (; d < pass.value_dim; ++d) {
+    out[d] = 0;
+    for (int64_t s = 0; s < count; ++s)
+      if (scores[s] != 0) out[d] += scores[s] * static_cast<float>(from[s * pass.value_dim + d]);
+  }
+  for (d = 0; d < pass.value_dim; ++d) out[d] *= inverse;
 }
 
 template <typename Cache>
@@ -261,7 +326,7 @@ void attend_all(const Pass& pass, const float* query, const float* key, const fl
   longest += pass.width;
   const int64_t work = pass.width * group * longest * (pass.key_dim + pass.value_dim);
   at::parallel_for(0, pass.rows * pass.kv_heads, std::max<int64_t>(1, 100'000 / work), [&](int64_t begin, int64_t end) {
-    std::vector<float> scores(longest + kLanes);
+    std::vector<float> scores(longest + 2 * kLanes);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t b = task / pass.kv_heads, h = task % pass.kv_heads;
       const int64_t plane = (pass.cache_rows[b] * pass.kv_heads + h) * pass.capacity;
