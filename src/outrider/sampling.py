@@ -1,7 +1,7 @@
 """Logits -> probabilities -> token: one place, for draft and target alike. Knows requests, and no model, verifier or loop.
 
-Every random number is a hash of (request seed, committed length, purpose, index): nothing is consumed, so a request's draws
-depend neither on its batch, nor on padding, nor on a round that was given up and done again.
+A request's draws depend neither on its batch nor on padding: coins and drafts are hashes of (seed, committed length, purpose,
+index), of which nothing is consumed, and a round's last token takes one number from the request's generator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider.types import OutriderError, Request
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_COIN, _FINAL, _DRAFT, _NOISE = range(4)  # purposes of a random number
+_COIN, _DRAFT, _NOISE = range(3)  # purposes of a random number
 _COLDEST = 1e-30  # a temperature below it would overflow float32 logits
 
 
@@ -33,9 +33,9 @@ class Sampler:
     """The sampler set of B requests, built once per batch composition; also their ``types.Randomness``.
 
     Order: logit bias and token masks, repetition penalty (prompt and output), presence and frequency penalties (output),
-    temperature, top-k, top-p, min-p. ``logits[:, j]`` follows draft ``start + j - 1`` (-1: the last committed token); ``drafts``
-    [B, >= start + M - 1] are the drafts of the round so far, a chain or, with ``parents``, a tree; padding in them must be valid
-    ids. ``lens`` [B] says how many drafts of a row count: what is wrong beyond them is no error.
+    temperature, top-k, top-p, min-p. ``logits[:, j]`` follows draft ``start + j - 1`` (-1: the last committed token);
+    ``drafts`` [B, >= start + M - 1] are the round's so far, a chain or, with ``parents``, a tree; padding must be valid ids.
+    ``lens`` [B] says how many drafts of a row count: what is wrong beyond them is no error.
     Raises ``OutriderError`` for a token id outside the vocabulary.
     """
 
@@ -57,7 +57,7 @@ class Sampler:
         self._top_p = self._column([param.top_p if param else 1.0 for param in sampled], 1.0)
         self._min_p = self._column([param.min_p if param else 0.0 for param in sampled], 0.0)
         self._lens: list[int] = []
-        self._calls = [0, 0]  # of the round, for coins and final tokens
+        self._num_tosses = 0  # calls of bernoulli() in the round
         self._noise: dict[tuple[int, int], Tensor] = {}  # (row, position) -> Gumbel noise [V]
         self._steps: Tensor | None = None  # [V] counter of the noise
 
@@ -111,15 +111,20 @@ class Sampler:
 
     def bernoulli(self, probs: Tensor) -> Tensor:
         """Independent coins: float [B, N] in [0, 1] -> bool [B, N]; coin (b, i) is the same whatever B and N."""
-        uniforms = self._uniforms(_COIN, self._next_call(_COIN), probs.shape[1])
-        return uniforms.to(probs.device) < probs
+        self._sync_round()
+        self._num_tosses += 1
+        return self._uniforms(_COIN, self._num_tosses, probs.shape[1]).to(probs.device) < probs
 
     def categorical(self, probs: Tensor) -> Tensor:
-        """One draw a row for the verifier: float [B, V] -> int64 [B]; never a token of probability 0."""
-        return self._invert(probs, self._uniforms(_FINAL, self._next_call(_FINAL), 1))
+        """One draw a row, by each request's generator: float [B, V] -> int64 [B]; never a token of probability 0."""
+        numbers = [torch.rand(1, dtype=torch.float64, generator=request.generator) for request in self.requests]
+        return self._invert(probs, torch.stack(numbers))
 
     def draw(self, probs: Tensor, index: int) -> Tensor:
-        """Draft ``index`` of the round for a proposer: float [B, V] -> int64 [B]; the same index gives the same draw."""
+        """Draft ``index`` of the round: float [B, V] -> int64 [B], by a number that belongs to (seed, text length, index).
+
+        What proposers draw with: how far the other requests are drafted does not matter, as it does with ``categorical``.
+        """
         self._sync_round()
         return self._invert(probs, self._uniforms(_DRAFT, index, 1))
 
@@ -165,16 +170,11 @@ class Sampler:
             raise InvalidLogits(rows, [self.requests[b].request_id for b in rows])
 
     def _sync_round(self) -> None:
-        """A round begins when the committed text has grown: call numbers restart and noise of the past is forgotten."""
+        """A round begins when the committed text has grown: tosses count anew and noise of the past is forgotten."""
         lens = [len(request.token_ids) for request in self.requests]
         if lens != self._lens:
-            self._lens, self._calls = lens, [0, 0]
+            self._lens, self._num_tosses = lens, 0
             self._noise = {key: noise for key, noise in self._noise.items() if key[1] >= lens[key[0]]}
-
-    def _next_call(self, purpose: int) -> int:
-        self._sync_round()
-        self._calls[purpose] += 1
-        return self._calls[purpose]
 
     def _uniforms(self, purpose: int, call: int, count: int) -> Tensor:
         """float64 [B, count] in [0, 1)."""
@@ -327,7 +327,7 @@ def _max(scores: Tensor) -> tuple[Tensor, Tensor]:
         return best, token_ids
     # torch's CPU argmax is not vectorised: numpy's is 10 times as fast
     token_ids = torch.from_numpy(scores.detach().numpy().argmax(axis=-1))
-    return scores.gather(-1, token_ids.unsqueeze(-1)), token_ids
+    return scores.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1), token_ids
 
 
 def _like(value: float | Tensor, other: Tensor) -> float | Tensor:

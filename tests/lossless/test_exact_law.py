@@ -293,4 +293,4 @@ def test_harness_notices_siblings_that_hide_how_they_were_drawn() -> None:
         rows = (honest.proposal.token_ids * VOCAB ** torch.arange(4, -1, -1)).sum(dim=-1)
         return Drafts(replace(honest.proposal, probs=other.proposal.probs[rows]), honest.weights)
 
-    assert loss(RejectionVerifier(), SETTINGS["warm"], (), dishonest) > 1e-3
+    assert loss(RejectionVerifier(), SETTINGS["warm"], OUTPUTS[1], dishonest) > 1e-3

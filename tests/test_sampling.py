@@ -1,0 +1,387 @@
+"""The sampler against a slow reference and transformers' processors; its randomness; coupled noise; its errors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from toy import make_request, reference_probs
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from outrider.sampling import InvalidLogits, Sampler, _gumbel, _mix, _signed, path_mask, raw_logprobs, top_logprobs, top_p_mask
+from outrider.types import OutriderError, Request, SamplingParams
+
+VOCAB = 40
+PROMPT, OUTPUT = [3, 5, 5, 9], [7, 3, 7, 7]
+SETTINGS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.6),
+    SamplingParams(temperature=1.0, top_k=5),
+    SamplingParams(temperature=1.0, top_k=400),
+    SamplingParams(temperature=1.0, top_p=0.8),
+    SamplingParams(temperature=1.0, top_p=1e-6),
+    SamplingParams(temperature=1.4, min_p=0.2),
+    SamplingParams(temperature=1.2, top_k=12, top_p=0.7, min_p=0.1),
+    SamplingParams(temperature=1.0, repetition_penalty=1.5),
+    SamplingParams(temperature=1.0, presence_penalty=1.0),
+    SamplingParams(temperature=1.0, frequency_penalty=-0.7),
+    SamplingParams(repetition_penalty=0.5, presence_penalty=-2.0),
+    SamplingParams(temperature=1.0, logit_bias={4: 3.0, 7: -100.0}),
+    SamplingParams(temperature=1.0, allowed_token_ids=(1, 7, 9), banned_token_ids=(9,), logit_bias={1: 1.0}),
+    SamplingParams(
+        temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2
+    ),
+]
+
+
+def request_of(params: SamplingParams, seed: int = 0, output: list[int] | None = None) -> Request:
+    text = PROMPT + (OUTPUT if output is None else output)
+    return make_request(text, params, num_prompt=len(PROMPT), seed=seed, name=f"request-{seed}")
+
+
+def random_logits(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return 2.5 * torch.randn(*shape, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@pytest.mark.parametrize("params", SETTINGS)
+def test_probs_follow_the_documented_order(params: SamplingParams) -> None:
+    logits = random_logits(1, 1)
+    expected = reference_probs(logits[0, 0].tolist(), PROMPT, OUTPUT, params)
+    assert Sampler([request_of(params)], VOCAB).probs(logits)[0, 0].tolist() == pytest.approx(expected, abs=1e-12)
+    in_float32 = Sampler([request_of(params)], VOCAB).probs(logits.float())
+    assert in_float32.dtype == torch.float32
+    assert in_float32[0, 0].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_row_is_the_same_in_any_batch() -> None:
+    """All settings in one batch, drafts of different lengths padded: bit for bit what each row is alone."""
+    logits = random_logits(len(SETTINGS), 4, dtype=torch.float32)
+    drafts = torch.randint(VOCAB, (len(SETTINGS), 3), generator=torch.Generator().manual_seed(1))
+    together = Sampler([request_of(params) for params in SETTINGS], VOCAB).probs(logits, drafts)
+    for b, params in enumerate(SETTINGS):
+        alone = Sampler([request_of(params)], VOCAB).probs(logits[b : b + 1], drafts[b : b + 1])
+        assert torch.equal(alone[0], together[b])
+
+
+def test_transformers_processors_agree() -> None:
+    params = SamplingParams(temperature=0.8, top_k=15, top_p=0.85, min_p=0.04, repetition_penalty=1.3)
+    processors = LogitsProcessorList(
+        [
+            RepetitionPenaltyLogitsProcessor(1.3),
+            TemperatureLogitsWarper(0.8),
+            TopKLogitsWarper(15),
+            TopPLogitsWarper(0.85),
+            MinPLogitsWarper(0.04),
+        ]
+    )
+    for seed in range(20):
+        logits = random_logits(1, 1, seed=seed, dtype=torch.float32)
+        theirs = torch.softmax(processors(torch.tensor([PROMPT + OUTPUT]), logits[0].clone()), dim=-1)
+        ours = Sampler([request_of(params)], VOCAB).probs(logits)[0]
+        assert torch.equal(theirs > 0, ours > 0)
+        assert torch.allclose(theirs, ours, atol=1e-6)
+
+
+@pytest.mark.parametrize("params", SETTINGS)
+@pytest.mark.parametrize("start", [0, 2])
+def test_a_draft_is_scored_as_if_the_drafts_before_it_were_committed(params: SamplingParams, start: int) -> None:
+    drafts, logits = torch.tensor([[7, 8, 8, 3]]), random_logits(1, 5)
+    probs = Sampler([request_of(params)], VOCAB).probs(logits[:, start:], drafts, start=start)
+    for j in range(start, 5):
+        committed = request_of(params, output=OUTPUT + drafts[0, :j].tolist())
+        assert torch.allclose(Sampler([committed], VOCAB).probs(logits[:, j : j + 1])[0, 0], probs[0, j - start], atol=1e-14)
+
+
+@pytest.mark.parametrize("params", [SETTINGS[11], SETTINGS[-1]])
+def test_a_tree_node_is_scored_with_its_ancestors_alone(params: SamplingParams) -> None:
+    drafts, parents = torch.tensor([[7, 8, 8, 3, 3]]), torch.tensor([[-1, -1, 0, 1, 2]])
+    paths = [[], [7], [8], [7, 8], [8, 3], [7, 8, 3]]
+    logits = random_logits(1, 6)
+    mixed = [request_of(SamplingParams()), request_of(params)]
+    probs = Sampler(mixed, VOCAB).probs(logits.expand(2, -1, -1), drafts.expand(2, -1), parents.expand(2, -1))
+    for j, path in enumerate(paths):
+        committed = request_of(params, output=OUTPUT + path)
+        assert torch.allclose(Sampler([committed], VOCAB).probs(logits[:, j : j + 1])[0, 0], probs[1, j], atol=1e-14)
+
+
+def test_counts_keep_up_with_the_committed_text() -> None:
+    """One sampler over a growing request equals a fresh sampler each time, whatever drafts were scored between."""
+    params = replace(SETTINGS[-1], temperature=1.0)
+    request, logits = request_of(params, output=[]), random_logits(1, 2)
+    kept = Sampler([request], VOCAB)
+    for token in (7, 7, 3, 12, 7):
+        drafts = torch.tensor([[token]])
+        fresh = Sampler([request_of(params, output=request.token_ids[len(PROMPT) :])], VOCAB)
+        assert torch.equal(kept.probs(logits, drafts), fresh.probs(logits, drafts))
+        request.token_ids.append(token)
+
+
+def test_penalties_without_the_drafts_they_need_are_an_error() -> None:
+    with pytest.raises(ValueError, match="drafts"):
+        Sampler([request_of(SETTINGS[-1])], VOCAB).probs(random_logits(1, 2))
+
+
+def test_path_mask_is_the_ancestors_and_the_node() -> None:
+    mask = path_mask(torch.tensor([[-1, 0, 0, 2, 3, -1]]), 0, 7)
+    expected = [[], [0], [0, 1], [0, 2], [0, 2, 3], [0, 2, 3, 4], [5]]
+    assert [row.nonzero().flatten().tolist() for row in mask[0]] == expected
+    assert torch.equal(path_mask(torch.tensor([[-1, 0, 0, 2, 3, -1]]), 2, 3), mask[:, 2:5])
+
+
+def test_greedy_takes_the_first_of_equal_maxima() -> None:
+    logits = torch.zeros(1, 1, VOCAB)
+    logits[..., [6, 4]] = 1.0
+    sampler = Sampler([request_of(SamplingParams())], VOCAB)
+    assert sampler.tokens(logits).tolist() == [[4]]
+    assert sampler.probs(logits)[0, 0].nonzero().tolist() == [[4]]
+
+
+def test_top_p_keeps_the_smallest_set_and_lowest_ids_of_a_tie() -> None:
+    probs = torch.tensor([[[0.1, 0.2, 0.2, 0.3, 0.2]]])
+    assert top_p_mask(probs, 0.45)[0, 0].tolist() == [False, True, False, True, False]
+    assert top_p_mask(probs, 0.65)[0, 0].tolist() == [False, True, True, True, False]
+    assert top_p_mask(probs, 1e-9)[0, 0].tolist() == [False, False, False, True, False]
+    assert top_p_mask(probs, torch.tensor([[[1.0]]])).all()
+
+
+def test_top_k_keeps_ties_with_the_last() -> None:
+    logits = torch.tensor([[[1.0, 3.0, 2.0, 2.0] + [0.0] * (VOCAB - 4)]])
+    probs = Sampler([request_of(SamplingParams(temperature=1.0, top_k=2))], VOCAB).probs(logits)
+    assert probs[0, 0].nonzero().flatten().tolist() == [1, 2, 3]
+
+
+def test_inputs_are_not_written_to() -> None:
+    logits = random_logits(len(SETTINGS), 2, dtype=torch.float32)
+    before = logits.clone()
+    sampler = Sampler([request_of(params) for params in SETTINGS], VOCAB, coupled=True)
+    drafts = torch.ones(len(SETTINGS), 1, dtype=torch.long)
+    sampler.probs(logits, drafts)
+    sampler.tokens(logits, drafts)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("coupled", [False, True])
+def test_invalid_logits_name_the_request(poison: float, temperature: float, coupled: bool) -> None:
+    requests = [request_of(SamplingParams(temperature=temperature), seed=seed) for seed in range(3)]
+    sampler, logits = Sampler(requests, VOCAB, coupled=coupled), random_logits(3, 3, dtype=torch.float32)
+    logits[1, 2, slice(None) if poison == -math.inf else 4] = poison
+    for judge in (sampler.tokens, sampler.probs):
+        with pytest.raises(InvalidLogits, match="'request-1'") as caught:
+            judge(logits)
+        assert caught.value.rows == (1,)
+        assert "\n" not in str(caught.value)
+        with pytest.raises(InvalidLogits):
+            judge(logits, lens=torch.tensor([2, 2, 2]))
+        judge(logits, lens=torch.tensor([2, 1, 2]))  # the row is beyond the drafts of its request
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (SamplingParams(logit_bias={VOCAB: 1.0}), f"token id {VOCAB} "),
+        (SamplingParams(banned_token_ids=(-1,)), "token id -1 "),
+        (SamplingParams(allowed_token_ids=(3,), banned_token_ids=(3,)), "no token"),
+    ],
+)
+def test_impossible_masks_are_refused_at_once(params: SamplingParams, message: str) -> None:
+    with pytest.raises(OutriderError, match=message):
+        Sampler([request_of(params)], VOCAB)
+
+
+def test_logits_of_another_vocabulary_are_refused() -> None:
+    with pytest.raises(ValueError, match="41"):
+        Sampler([request_of(SamplingParams())], VOCAB + 1).tokens(random_logits(1, 1))
+
+
+def test_raw_logprobs_know_no_sampler() -> None:
+    logits, token_ids = random_logits(2, 3), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    expected = torch.log_softmax(logits, dim=-1)
+    assert torch.allclose(
+        raw_logprobs(logits, token_ids).double(), expected.gather(-1, token_ids[..., None])[..., 0], atol=1e-5
+    )
+    values, ids = top_logprobs(logits, 4)
+    assert torch.equal(ids, logits.topk(4).indices)
+    assert torch.allclose(values.double(), expected.topk(4).values, atol=1e-5)
+    assert top_logprobs(logits, 1000)[1].shape[-1] == VOCAB
+
+
+# randomness
+
+
+def many(params: SamplingParams, count: int, length: int = 0) -> list[Request]:
+    return [make_request(PROMPT + [1] * length, params, len(PROMPT), seed=seed) for seed in range(count)]
+
+
+def chi_square(token_ids: Tensor, probs: Tensor) -> float:
+    observed = torch.bincount(token_ids, minlength=len(probs)).double()
+    expected = probs.double() * len(token_ids)
+    assert (observed[expected == 0] == 0).all()
+    kept = expected > 0
+    return float(((observed - expected)[kept] ** 2 / expected[kept]).sum())
+
+
+LAW = torch.tensor([0.0, 0.3, 0.0, 0.25, 0.2, 0.15, 0.07, 0.03, 0.0])
+LIMIT = 25.7  # chi-square, 5 degrees of freedom: exceeded with probability 1e-4
+
+
+def test_draws_follow_the_probabilities_and_never_take_an_impossible_token() -> None:
+    sampler = Sampler(many(SamplingParams(temperature=1.0), 20_000), 9)
+    probs = LAW.expand(20_000, -1)
+    for draws in (sampler.categorical(probs), sampler.draw(probs, 0), sampler.draw(probs, 1)):
+        assert chi_square(draws, LAW) < LIMIT
+
+
+def test_extreme_uniforms_stay_within_the_possible_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = Sampler(many(SamplingParams(temperature=1.0), 1), 9)
+    for uniform, expected in ((0.0, 1), (1 - 2.0**-53, 7)):
+        monkeypatch.setattr(sampler, "_uniforms", lambda *args, value=uniform: torch.tensor([[value]], dtype=torch.float64))
+        assert sampler.draw(LAW[None], 0).item() == expected
+        assert sampler.draw(LAW[None].double() * 0.7, 0).item() == expected
+
+
+def test_coins_fall_with_their_probability_and_never_against_a_certainty() -> None:
+    sampler = Sampler(many(SamplingParams(temperature=1.0), 20_000), 9)
+    falls = sampler.bernoulli(torch.tensor([0.0, 0.2, 0.9, 1.0]).expand(20_000, -1)).double().mean(dim=0)
+    assert falls[0] == 0 and falls[3] == 1
+    assert abs(falls[1] - 0.2) < 4 * math.sqrt(0.2 * 0.8 / 20_000)
+    assert abs(falls[2] - 0.9) < 4 * math.sqrt(0.9 * 0.1 / 20_000)
+
+
+def test_purposes_calls_rounds_and_columns_are_independent() -> None:
+    """Any two random numbers of a request are uncorrelated: within 5 sigma of 0."""
+    count = 20_000
+    sampler = Sampler(many(SamplingParams(temperature=1.0), count), 9)
+    later = Sampler(many(SamplingParams(temperature=1.0), count, length=1), 9)
+    halves = torch.full((count, 2), 0.5)
+    samples = [sampler.bernoulli(halves), sampler.bernoulli(halves), later.bernoulli(halves)]
+    columns = torch.cat(samples, dim=1).double()
+    two = torch.tensor([0.5, 0.5]).expand(count, -1)
+    finals = [
+        sampler.categorical(two),
+        sampler.categorical(two),
+        sampler.draw(two, 1),
+        sampler.draw(two, 2),
+        later.draw(two, 1),
+    ]
+    columns = torch.cat((columns, torch.stack(finals, dim=1).double()), dim=1)
+    correlation = torch.corrcoef(columns.T) - torch.eye(columns.shape[1], dtype=torch.float64)
+    assert correlation.abs().max() < 5 / math.sqrt(count)
+
+
+def test_random_numbers_do_not_depend_on_the_batch_the_padding_or_the_sampler() -> None:
+    together = Sampler(many(SamplingParams(temperature=1.0), 5), 9)
+    alone = Sampler(many(SamplingParams(temperature=1.0), 5)[3:4], 9)
+    halves = torch.full((5, 7), 0.5)
+    assert torch.equal(together.bernoulli(halves)[3, :4], alone.bernoulli(halves[3:4, :4])[0])
+    flat = torch.full((5, 9), 1 / 9)
+    for index in range(3):  # the others go on drafting longer
+        together.draw(flat, index)
+    assert together.draw(flat, 1)[3] == alone.draw(flat[3:4], 1)[0]
+    assert together.categorical(flat)[3] == alone.categorical(flat[3:4])[0]
+
+
+def test_a_new_round_brings_new_random_numbers_to_the_same_sampler() -> None:
+    request = many(SamplingParams(temperature=1.0), 1)[0]
+    sampler, flat = Sampler([request], 10_000), torch.full((1, 10_000), 1e-4)
+    first = sampler.draw(flat, 0)
+    request.token_ids.append(1)
+    second = sampler.draw(flat, 0)
+    assert first != second
+    assert Sampler([request], 10_000).draw(flat, 0) == second
+
+
+def test_uncoupled_tokens_are_draws_from_the_probs() -> None:
+    requests = many(SamplingParams(temperature=1.0), 5000)
+    logits = LAW.log().expand(5000, 2, -1)
+    token_ids = Sampler(requests, 9).tokens(logits)
+    assert chi_square(token_ids[:, 0], LAW) < LIMIT
+    assert chi_square(token_ids[:, 1], LAW) < LIMIT
+    assert torch.equal(Sampler(requests, 9).tokens(logits[:, 1:], start=1)[:, 0], token_ids[:, 1])
+
+
+def test_mix_is_splitmix64_and_the_noise_is_its_vectorised_form() -> None:
+    assert _mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF  # first output of splitmix64 seeded with 0
+    steps = torch.tensor([_signed(0x9E3779B97F4A7C15), 5])
+    uniforms = [((_mix(12345 + step) >> 12) + 0.5) * 2.0**-52 for step in (0x9E3779B97F4A7C15, 5)]
+    assert _gumbel(12345, steps).tolist() == pytest.approx([-math.log(-math.log(uniform)) for uniform in uniforms], rel=1e-6)
+
+
+# coupled noise
+
+
+def test_coupled_tokens_are_the_same_for_any_split_batch_and_tree() -> None:
+    params = SamplingParams(temperature=0.9, top_p=0.95, frequency_penalty=0.5)
+    requests = [request_of(params, seed=seed) for seed in range(3)]
+    logits = random_logits(3, 5, dtype=torch.float32)
+    drafts = torch.randint(VOCAB, (3, 4), generator=torch.Generator().manual_seed(5))
+    whole = Sampler(requests, VOCAB, coupled=True).tokens(logits, drafts)
+    for b in range(3):
+        sampler = Sampler(requests[b : b + 1], VOCAB, coupled=True)
+        for j in range(5):
+            one = sampler.tokens(logits[b : b + 1, j : j + 1], drafts[b : b + 1], start=j)
+            assert one.item() == whole[b, j]
+    chain = torch.arange(-1, 3).expand(3, -1)
+    assert torch.equal(Sampler(requests, VOCAB, coupled=True).tokens(logits, drafts, chain), whole)
+
+
+def test_coupled_noise_of_a_tree_goes_by_depth() -> None:
+    request, logits = request_of(SamplingParams(temperature=1.0)), random_logits(1, 1, dtype=torch.float32).expand(1, 4, -1)
+    sampler, parents = Sampler([request], VOCAB, coupled=True), torch.tensor([[-1, -1, 0]])
+    by_depth = sampler.tokens(logits[:, :3])[0]
+    assert sampler.tokens(logits, torch.tensor([[1, 2, 3]]), parents)[0].tolist() == by_depth[[0, 1, 1, 2]].tolist()
+
+
+def test_coupled_noise_goes_by_absolute_position() -> None:
+    """The token drawn for a position does not depend on how many of those before it are drafts."""
+    request, logits = request_of(SamplingParams(temperature=1.0)), random_logits(1, 4, dtype=torch.float32)
+    sampler = Sampler([request], VOCAB, coupled=True)
+    ahead = sampler.tokens(logits)
+    request.token_ids += [1, 2]
+    assert torch.equal(sampler.tokens(logits[:, 2:]), ahead[:, 2:])
+
+
+def test_coupled_sampling_has_the_right_marginal() -> None:
+    requests = many(SamplingParams(temperature=1.0), 5000)
+    token_ids = Sampler(requests, 9, coupled=True).tokens(LAW.log().expand(5000, 2, -1))
+    assert chi_square(token_ids[:, 0], LAW) < LIMIT
+    assert chi_square(token_ids[:, 1], LAW) < LIMIT
+    joint = torch.outer(LAW, LAW).flatten()
+    assert chi_square(token_ids[:, 0] * 9 + token_ids[:, 1], joint) < 77.1  # 35 degrees of freedom, p = 5e-5
+
+
+def test_coupled_draft_and_target_agree_as_often_as_the_bound_says() -> None:
+    """At least (1 - TV) / (1 + TV): Daliri, Musco, Suresh, arXiv 2408.07978."""
+    requests = many(SamplingParams(temperature=1.0), 4000)
+    other = torch.tensor([0.05, 0.15, 0.0, 0.3, 0.3, 0.1, 0.05, 0.05, 0.0])
+    target = Sampler(requests, 9, coupled=True).tokens(LAW.log().expand(4000, 1, -1))
+    draft = Sampler(requests, 9, coupled=True).tokens(other.log().expand(4000, 1, -1))
+    distance = float((LAW - other).abs().sum()) / 2
+    bound = (1 - distance) / (1 + distance)
+    assert float((target == draft).double().mean()) > bound - 4 * math.sqrt(bound * (1 - bound) / 4000)
+
+
+def test_greedy_rows_know_no_noise() -> None:
+    requests = [request_of(SamplingParams()), request_of(SamplingParams(temperature=1.0))]
+    logits = random_logits(2, 6, dtype=torch.float32)
+    token_ids = Sampler(requests, VOCAB, coupled=True).tokens(logits)
+    assert torch.equal(token_ids[0], logits[0].argmax(dim=-1))
+    assert not torch.equal(token_ids[1], logits[1].argmax(dim=-1))
+
+
+def test_only_greedy_or_coupled_batches_are_deterministic() -> None:
+    greedy, warm = request_of(SamplingParams()), request_of(SamplingParams(temperature=1.0))
+    assert Sampler([greedy, greedy], VOCAB).is_deterministic
+    assert not Sampler([greedy, warm], VOCAB).is_deterministic
+    assert Sampler([greedy, warm], VOCAB, coupled=True).is_deterministic
