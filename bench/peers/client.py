@@ -1,0 +1,167 @@
+"""The driver's side of a worker: start it, ask it, stop it, and turn every way it can fail into one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engines import EngineSpec, Setting
+
+
+class WorkerError(Exception):
+    """An engine could not do what it was asked; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every worker of a comparison shares."""
+
+    target: Path
+    draft: Path | None
+    venvs: Path
+    cache_dir: Path
+    threads: int
+    max_len: int
+    max_tokens: int
+    temperature: float
+    seed: int
+    timeout: float  # seconds one answer may take, loading and compiling included
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One answer of a worker."""
+
+    tok_s: float  # all tokens over the whole time, prompts included
+    decode_tok_s: float  # tokens after the first chunk over the time after it
+    token_ids: list[list[int]]
+    other_cpu: (
+        float  # share of the machine that other processes used meanwhile: a ratio is worth little above a few percent
+    )
+    meta: dict[str, Any]
+
+
+class BusyClock:
+    """How much of the machine processes other than the measured one used since the clock was made (Linux only)."""
+
+    def __init__(self) -> None:
+        self.start, self.busy = time.perf_counter(), _busy_seconds()
+
+    def others(self, own_cpu_seconds: float) -> float:
+        available = (time.perf_counter() - self.start) * (os.cpu_count() or 1)
+        return max(0.0, (_busy_seconds() - self.busy - own_cpu_seconds) / available)
+
+
+def _busy_seconds() -> float:
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    except OSError:
+        return 0.0
+    user, nice, system, _idle, _iowait, irq, softirq, steal = (int(field) for field in fields)
+    return (user + nice + system + irq + softirq + steal) / float(os.sysconf("SC_CLK_TCK"))
+
+
+class Worker:
+    """One running engine."""
+
+    def __init__(self, spec: EngineSpec, setting: Setting, job: Job) -> None:
+        self.spec, self.job = spec, job
+        python = spec.python(job.venvs)
+        if not python.exists():
+            raise WorkerError(f"{spec.name}: no environment at {python.parent.parent}; run install.py first")
+        job.cache_dir.mkdir(parents=True, exist_ok=True)
+        self.log = job.cache_dir / f"{spec.name}.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [str(python), str(spec.script()), *_arguments(setting, job)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, **spec.environment(job.venvs)},
+            )
+        self._answer()
+
+    def measure(self, setting: Setting, prompts: list[list[int]], seed: int) -> Measurement:
+        """Run all prompts once; the worker loads whatever the setting needs before its clock starts."""
+        request = {
+            "method": setting.method,
+            "k": setting.k,
+            "schedule": setting.schedule,
+            "max_tokens": self.job.max_tokens,
+            "temperature": self.job.temperature,
+            "seed": seed,
+            "prompts": prompts,
+        }
+        clock = BusyClock()
+        answer = self._ask(request)
+        other_cpu = clock.others(answer.get("cpu_seconds", 0.0))
+        short = [len(ids) for ids in answer["token_ids"] if len(ids) != self.job.max_tokens]
+        if short:
+            raise WorkerError(f"{self.spec.name}: emitted {short[0]} tokens where {self.job.max_tokens} were asked for")
+        rest = answer["tokens"] - answer["first_tokens"]
+        rest_seconds = answer["seconds"] - answer["first_seconds"]
+        return Measurement(
+            tok_s=answer["tokens"] / answer["seconds"],
+            decode_tok_s=rest / rest_seconds if rest and rest_seconds > 0 else float("nan"),
+            token_ids=answer["token_ids"],
+            other_cpu=other_cpu,
+            meta=answer["meta"],
+        )
+
+    def close(self) -> None:
+        """End the process and give its memory back."""
+        if self.process.stdin:
+            self.process.stdin.close()
+        try:
+            self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self.process.stdout:
+            self.process.stdout.close()
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise WorkerError(self._death()) from None
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        watchdog = threading.Timer(self.job.timeout, self.process.kill)
+        watchdog.start()
+        try:
+            line = self.process.stdout.readline()
+        finally:
+            watchdog.cancel()
+        if not line:
+            raise WorkerError(self._death())
+        answer: dict[str, Any] = json.loads(line)
+        if answer["error"]:
+            raise WorkerError(f"{self.spec.name}: {answer['error']}")
+        return answer
+
+    def _death(self) -> str:
+        code = self.process.wait()
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        why = "killed, out of time or memory" if code == -9 else (lines or ["no message"])[-1][:300]
+        return f"{self.spec.name}: worker ended with code {code}: {why}"
+
+
+def _arguments(setting: Setting, job: Job) -> list[str]:
+    arguments = ["--target", str(job.target), "--dtype", setting.dtype, "--threads", str(job.threads)]
+    arguments += ["--max-len", str(job.max_len), "--cache-dir", str(job.cache_dir)]
+    arguments += ["--method", setting.method, "--k", str(setting.k)]
+    if job.draft is not None:
+        arguments += ["--draft", str(job.draft)]
+    return arguments

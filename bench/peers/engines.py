@@ -1,0 +1,79 @@
+"""The engines that can be compared: where each one's Python is, what it offers and what must be set around it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+OURS = "outrider"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run one engine."""
+
+    method: str
+    dtype: str
+    k: int = 0
+    schedule: str = "constant"
+
+    @property
+    def label(self) -> str:
+        """What a table shows: the draft length, and how it changes if it does."""
+        if self.method == "plain":
+            return "-"
+        return str(self.k) if self.schedule == "constant" else f"{self.schedule} {self.k}"
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine: its worker, the number formats worth trying, the draft lengths it chooses itself."""
+
+    name: str
+    dtypes: tuple[str, ...]
+    fixed_at_start: bool = False  # method and K are decided when the process starts
+    schedules: tuple[tuple[str, int], ...] = ()  # (schedule, first K), method draft only
+    preload: tuple[str, ...] = ()  # libraries in the environment's lib folder, for LD_PRELOAD
+
+    def python(self, venvs: Path) -> Path:
+        """The interpreter that runs this engine's worker: ours is the one that runs the driver."""
+        return Path(sys.executable) if self.name == OURS else venvs / self.name / "bin" / "python"
+
+    def script(self) -> Path:
+        return HERE / f"worker_{self.name}.py"
+
+    def environment(self, venvs: Path) -> dict[str, str]:
+        """Variables that the worker's process needs from its first instruction on."""
+        found = [str(path) for name in self.preload for path in (venvs / self.name).glob(f"lib/{name}")]
+        return {"LD_PRELOAD": ":".join(found)} if found else {}
+
+    def settings(self, method: str, dtype: str, ks: list[int]) -> list[Setting]:
+        """Every setting of a method in one number format."""
+        if method == "plain":
+            return [Setting(method, dtype)]
+        settings = [Setting(method, dtype, k) for k in ks]
+        if method == "draft":
+            settings += [Setting(method, dtype, k, schedule) for schedule, k in self.schedules]
+        return settings
+
+
+ENGINES = {
+    spec.name: spec
+    for spec in (
+        EngineSpec(OURS, dtypes=("auto",)),
+        EngineSpec(
+            "transformers",
+            dtypes=("float32", "bfloat16", "float16"),
+            schedules=(("heuristic", 5), ("dynamic", 20)),
+        ),
+        EngineSpec(
+            "vllm",
+            dtypes=("float32", "bfloat16", "float16"),
+            fixed_at_start=True,
+            preload=("libiomp5.so",),  # what vLLM's own documentation asks for on a CPU
+        ),
+        EngineSpec("openvino", dtypes=("float32", "float16", "bfloat16")),
+    )
+}

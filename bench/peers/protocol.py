@@ -1,0 +1,167 @@
+"""What driver and workers say to each other: one JSON line per request, one per answer.
+
+A worker is one engine in one process, run by that engine's own Python, so this file imports the standard library only.
+It knows no engine: a worker hands `serve` a factory and answers `generate` for one prompt at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TextIO
+
+METHODS = ("plain", "draft", "ngram")
+DTYPES = ("auto", "float32", "bfloat16", "float16")  # auto: what the engine itself would choose
+
+
+@dataclass(frozen=True)
+class WorkerArgs:
+    """How a worker is started; `method` and `k` matter only to engines that fix them at load time."""
+
+    target: str
+    draft: str | None
+    dtype: str
+    threads: int
+    max_len: int
+    cache_dir: str
+    method: str
+    k: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """Generate exactly `max_tokens` per prompt, batch 1, one prompt after the other, end-of-text ignored."""
+
+    method: str = "plain"
+    k: int = 0
+    schedule: str = "constant"  # transformers only: constant, heuristic or dynamic
+    max_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    prompts: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt's output and its clock; the first chunk is what came out together with the prompt's pass."""
+
+    token_ids: list[int]
+    seconds: float
+    first_seconds: float
+    first_tokens: int
+
+
+class ChunkClock:
+    """Notes when the first new tokens of a generation appear and how many they were."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+        self.first_seconds = 0.0
+        self.first_tokens = 0
+
+    def chunk(self, num_tokens: int) -> None:
+        """Call it with the number of new tokens whenever some arrive."""
+        if self.first_tokens == 0 and num_tokens > 0:
+            self.first_seconds = time.perf_counter() - self.start
+            self.first_tokens = num_tokens
+
+    def sample(self, token_ids: list[int]) -> Sample:
+        """Stop the clock."""
+        seconds = time.perf_counter() - self.start
+        if self.first_tokens == 0:  # an engine that does not stream: everything is the first chunk
+            return Sample(token_ids, seconds, seconds, len(token_ids))
+        return Sample(token_ids, seconds, self.first_seconds, self.first_tokens)
+
+
+class Engine(Protocol):
+    """What a worker implements."""
+
+    def prepare(self, request: Request) -> None:
+        """Load or switch whatever this method needs, before the clock starts."""
+
+    def generate(self, prompt: list[int], request: Request) -> Sample:
+        """Generate for one prompt."""
+
+    def drop(self) -> None:
+        """Free the models."""
+
+    def meta(self) -> dict[str, Any]:
+        """Versions and settings worth recording."""
+
+
+def parse_args(argv: list[str] | None = None) -> WorkerArgs:
+    """Read a worker's command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--draft")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--max-len", type=int, default=1024)
+    parser.add_argument("--cache-dir", default=os.path.join(os.path.dirname(os.path.abspath(__file__)), ".cache"))
+    parser.add_argument("--method", choices=METHODS, default="plain")
+    parser.add_argument("--k", type=int, default=0)
+    return WorkerArgs(**vars(parser.parse_args(argv)))
+
+
+def serve(factory: Callable[[WorkerArgs], Engine]) -> None:
+    """Answer requests from stdin on stdout until stdin closes; all library chatter goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    args = parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    start = time.perf_counter()
+    try:
+        engine = factory(args)
+    except Exception as error:  # the driver shows it as one line
+        _answer(answers, {"error": _one_line(error)})
+        raise SystemExit(1) from error
+    _answer(answers, {"error": None, "load_seconds": time.perf_counter() - start, "meta": _meta(engine, args)})
+    for line in sys.stdin:
+        _answer(answers, _handle(engine, args, json.loads(line)))
+
+
+def _handle(engine: Engine, args: WorkerArgs, message: dict[str, Any]) -> dict[str, Any]:
+    try:
+        if message.get("drop"):
+            engine.drop()
+            return {"error": None}
+        return _run(engine, args, Request(**message))
+    except Exception as error:
+        return {"error": _one_line(error)}
+
+
+def _run(engine: Engine, args: WorkerArgs, request: Request) -> dict[str, Any]:
+    cpu_start = time.process_time()
+    engine.prepare(request)
+    samples = [engine.generate(prompt, request) for prompt in request.prompts]
+    return {
+        "error": None,
+        "seconds": sum(sample.seconds for sample in samples),
+        "tokens": sum(len(sample.token_ids) for sample in samples),
+        "first_seconds": sum(sample.first_seconds for sample in samples),
+        "first_tokens": sum(sample.first_tokens for sample in samples),
+        "token_ids": [sample.token_ids for sample in samples],
+        "cpu_seconds": time.process_time() - cpu_start,
+        "meta": _meta(engine, args),
+    }
+
+
+def _meta(engine: Engine, args: WorkerArgs) -> dict[str, Any]:
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"dtype": args.dtype, "threads": args.threads, "peak_rss_mb": round(peak_mb), **engine.meta()}
+
+
+def _answer(stream: TextIO, message: dict[str, Any]) -> None:
+    stream.write(json.dumps(message) + "\n")
+    stream.flush()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

@@ -1,0 +1,132 @@
+"""The peer OpenVINO GenAI: one pipeline per method, K is set per request; models are exported once, then cached."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino
+import openvino_genai
+from protocol import ChunkClock, Request, Sample, WorkerArgs, serve
+
+WEIGHT_FORMATS = {"float32": "fp32", "float16": "fp16", "bfloat16": None}  # None keeps the checkpoint's own bf16
+PRECISION_HINTS = {"float32": "f32", "float16": "f32", "bfloat16": "f32"}
+
+
+class OpenVinoEngine:
+    """Holds one pipeline at a time: a second target at 1B would not fit beside the other engines."""
+
+    def __init__(self, args: WorkerArgs) -> None:
+        self.args = args
+        self.method: str | None = None
+        self.pipeline: Any = None
+
+    def prepare(self, request: Request) -> None:
+        if self.method == request.method:
+            return
+        self.drop()
+        options: dict[str, Any] = dict(self._properties(), scheduler_config=_scheduler(self.args))
+        if request.method == "draft":
+            if self.args.draft is None:
+                raise ValueError("method draft needs --draft")
+            draft = _export(self.args.draft, self.args)
+            options["draft_model"] = openvino_genai.draft_model(str(draft), "CPU", **self._properties())
+        elif request.method == "ngram":
+            options["prompt_lookup"] = True
+        self.pipeline = openvino_genai.LLMPipeline(str(_export(self.args.target, self.args)), "CPU", **options)
+        self.method = request.method
+
+    def _properties(self) -> dict[str, Any]:
+        return {
+            "INFERENCE_PRECISION_HINT": PRECISION_HINTS[self.args.dtype],
+            "INFERENCE_NUM_THREADS": self.args.threads,
+            "PERFORMANCE_HINT": "LATENCY",
+        }
+
+    def generate(self, prompt: list[int], request: Request) -> Sample:
+        config = _generation_config(request)
+        ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
+        clock = ChunkClock()
+
+        def on_tokens(token_ids: Any) -> Any:
+            clock.chunk(1 if isinstance(token_ids, int) else len(token_ids))
+            return openvino_genai.StreamingStatus.RUNNING
+
+        result = self.pipeline.generate(ids, config, TokenStreamer(on_tokens))
+        return clock.sample([int(token) for token in result.tokens[0]])
+
+    def drop(self) -> None:
+        self.pipeline, self.method = None, None
+        gc.collect()
+
+    def meta(self) -> dict[str, Any]:
+        return {"version": openvino_genai.__version__, "precision_hint": PRECISION_HINTS[self.args.dtype]}
+
+
+class TokenStreamer(openvino_genai.StreamerBase):
+    """Passes token ids on without decoding them."""
+
+    def __init__(self, on_tokens: Any) -> None:
+        super().__init__()
+        self.on_tokens = on_tokens
+
+    def write(self, token: Any) -> Any:
+        return self.on_tokens(token)
+
+    def end(self) -> None:
+        pass
+
+
+def _scheduler(args: WorkerArgs) -> Any:
+    config = openvino_genai.SchedulerConfig()
+    config.enable_prefix_caching = False  # each repetition must pay for its prompt, like every other engine
+    config.max_num_batched_tokens = max(args.max_len, 256)
+    config.max_num_seqs = 1
+    return config
+
+
+def _generation_config(request: Request) -> Any:
+    config = openvino_genai.GenerationConfig()
+    config.max_new_tokens = request.max_tokens
+    config.ignore_eos = True
+    config.do_sample = request.temperature > 0
+    if config.do_sample:
+        config.temperature = request.temperature
+        config.rng_seed = request.seed
+    if request.method != "plain":
+        config.num_assistant_tokens = request.k
+    if request.method == "ngram":
+        config.max_ngram_size = 3
+    return config
+
+
+def _export(model: str, args: WorkerArgs) -> Path:
+    """Convert a checkpoint once per content and weight format; the folder appears only when it is complete."""
+    source = Path(model).resolve()
+    stamp = "".join(f"{path.name}{path.stat().st_size}{path.stat().st_mtime_ns}" for path in sorted(source.iterdir()))
+    key = hashlib.sha256(f"{source}{stamp}".encode()).hexdigest()[:12]
+    folder = Path(args.cache_dir) / "openvino" / f"{source.name}-{args.dtype}-{key}"
+    if folder.exists():
+        return folder
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", str(source)]
+    command += ["--task", "text-generation-with-past"]
+    weight_format = WEIGHT_FORMATS[args.dtype]
+    if weight_format is not None:
+        command += ["--weight-format", weight_format]
+    done = subprocess.run([*command, str(partial)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        raise RuntimeError("OpenVINO export failed: " + (done.stdout.strip().splitlines() or ["no output"])[-1])
+    partial.rename(folder)
+    return folder
+
+
+if __name__ == "__main__":
+    serve(OpenVinoEngine)
