@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.bench.shapes import Shape, count_params, head_dim, num_params, shape_for, source_shape
+from outrider.runner.disk_cache import cache_dir
 from outrider.types import OutriderError
 
 FORMAT = 1  # part of the cache key: raise it when the same source and size give other weights
@@ -273,14 +274,6 @@ def _write_config(out: Path, config: Mapping[str, Any], inflater: _Inflater, par
     (out / "config.json").write_text(json.dumps(new, indent=2) + "\n")
 
 
-def cache_folder() -> Path:
-    """Where built checkpoints are kept: ``OUTRIDER_CACHE``, else ``XDG_CACHE_HOME/outrider``, else ``~/.cache/outrider``."""
-    explicit = os.environ.get("OUTRIDER_CACHE")
-    if explicit:
-        return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
-
-
 def inflated(source: str | Path, size: str = "1b", *, progress: bool = True) -> Path:
     """The cached folder of ``source`` inflated to ``size``, built where it is missing: keyed by content, size and format."""
     source = Path(source)
@@ -290,7 +283,7 @@ def inflated(source: str | Path, size: str = "1b", *, progress: bool = True) -> 
         if not file.is_file():
             raise OutriderError(f"{source} is not a model folder: it has no {file.name}")
         digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
-    folder = cache_folder() / "inflated" / f"{source.resolve().name}-{size.lower()}-{digest.hexdigest()[:12]}"
+    folder = cache_dir("inflated") / f"{source.resolve().name}-{size.lower()}-{digest.hexdigest()[:12]}"
     return folder if folder.is_dir() else inflate(source, folder, size, progress=progress)
 
 

@@ -49,9 +49,9 @@ def builtin(workload: str, num_prompts: int | None = None) -> list[Prompt]:
 def from_file(path: str | Path, num_prompts: int | None = None) -> list[Prompt]:
     """Prompts of a JSONL file, plain or gzipped, in order.
 
-    Each line is an object with ``prompt`` (text to continue; HumanEval's files are like this), or with ``turns`` or ``question``
-    (a user's turn, the first of ``turns``, as in MT-Bench and GSM8K). An optional ``workload`` names its group in the results.
-    Raises ``OutriderError`` with the line's number where a line is none of these.
+    Each line is an object with ``prompt`` (text to continue; HumanEval's files are like this), or with ``turns`` or
+    ``question`` (a user's turn, the first of ``turns``, as in MT-Bench and GSM8K). An optional ``workload`` names its group in
+    the results. Raises ``OutriderError`` with the line's number where a line is none of these.
     """
     path = Path(path)
     name = path.name.split(".")[0]

@@ -17,32 +17,26 @@ if TYPE_CHECKING:
     from outrider.types import SamplingParams
 
 Result = TypeVar("Result")
-MODEL, SAMPLING = "Models and method", "Sampling"
+MODEL, METHOD, SAMPLING = "Models", "Drafts", "Sampling"
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which models, which method and how they run."""
+    """Which models, and how they run."""
 
     target: Annotated[
         str | None,
-        typer.Option(help="Folder or hub id of the model whose text is wanted [default: the embedded one].", rich_help_panel=MODEL),
+        typer.Option(
+            help="Folder or hub id of the model whose text is wanted (default: the embedded one).", rich_help_panel=MODEL
+        ),
     ] = None
     draft: Annotated[
         str | None,
         typer.Option(help="Folder or hub id of a small model with the same vocabulary.", rich_help_panel=MODEL),
     ] = None
-    method: Annotated[
-        str | None,
-        typer.Option(help="Where drafts come from: plain, draft, ngram [default: draft where there is one].", rich_help_panel=MODEL),
-    ] = None
-    k: Annotated[
-        str | None,
-        typer.Option("--k", help="Drafts a round: a number, or auto [default: auto].", rich_help_panel=MODEL),
-    ] = None
     verifier: Annotated[
         str | None,
-        typer.Option(help="Acceptance rule: rejection, block, exact [default: rejection].", rich_help_panel=MODEL),
+        typer.Option(help="Acceptance rule: rejection, block, exact (default: rejection).", rich_help_panel=MODEL),
     ] = None
     same_text: Annotated[
         bool,
@@ -50,16 +44,33 @@ class ModelOptions:
     ] = False
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32, bfloat16, float16 or auto [default: auto].", rich_help_panel=MODEL),
+        typer.Option(help="float32, bfloat16, float16 or auto (default: auto).", rich_help_panel=MODEL),
     ] = None
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 [default: a GPU if any].", rich_help_panel=MODEL)] = None
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 (default: a GPU if any).", rich_help_panel=MODEL)] = None
     max_len: Annotated[
         int | None,
         typer.Option(help="Longest context in tokens, prompt included; sets the memory of the cache.", rich_help_panel=MODEL),
     ] = None
     compile: Annotated[
-        bool | None,
-        typer.Option("--compile/--no-compile", help="Compile the passes [default: where it pays].", rich_help_panel=MODEL),
+        str | None,
+        typer.Option(help="Compile the passes: auto, always or never (default: auto).", rich_help_panel=MODEL),
+    ] = None
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """Where drafts come from, and how many."""
+
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="Where drafts come from: plain, draft or ngram (default: draft if there is one, else ngram).",
+            rich_help_panel=METHOD,
+        ),
+    ] = None
+    k: Annotated[
+        str | None,
+        typer.Option("--k", help="Drafts a round: a number, or auto (default: auto).", rich_help_panel=METHOD),
     ] = None
 
 
@@ -67,11 +78,15 @@ class ModelOptions:
 class SamplingOptions:
     """How a token is chosen from the model's probabilities."""
 
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate [default: 256].", rich_help_panel=SAMPLING)] = None
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", "-t", help="0 is greedy [default: 0].", rich_help_panel=SAMPLING)
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens to generate (default: 256).", rich_help_panel=SAMPLING)
     ] = None
-    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.", rich_help_panel=SAMPLING)] = None
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", "-t", help="0 is greedy (default: 0).", rich_help_panel=SAMPLING)
+    ] = None
+    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.", rich_help_panel=SAMPLING)] = (
+        None
+    )
     top_p: Annotated[
         float | None, typer.Option(help="Keep the likeliest tokens up to this mass.", rich_help_panel=SAMPLING)
     ] = None
@@ -146,3 +161,18 @@ def parse_k(value: str | None) -> int | str:
     if number < 0:
         raise OutriderError(f"--k {number}: the number of drafts cannot be negative; 0 is plain decoding")
     return number
+
+
+def parse_list(option: str, text: str, parse: Callable[[str], Result]) -> tuple[Result, ...]:
+    """``"1,4,8"`` -> parsed items, each once. Raises ``OutriderError`` for one that ``parse`` refuses."""
+    from outrider.types import OutriderError
+
+    items: list[Result] = []
+    for item in (part.strip() for part in text.split(",")):
+        try:
+            value = parse(item)
+        except ValueError:
+            raise OutriderError(f"{option} {text!r}: {item!r} does not fit here") from None
+        if value not in items:
+            items.append(value)
+    return tuple(items)

@@ -1,0 +1,108 @@
+"""Several methods over one loaded target, so that they can take turns in one process without loading it twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from outrider.engine import Engine, FixedLength, LengthPolicy, Round
+from outrider.engine.config import Speculation, build_policy, build_proposer, build_verifiers
+from outrider.proposers.base import PlainProposer
+from outrider.registry import DEFAULT_METHOD_WITH_DRAFT, PROPOSERS
+from outrider.types import Context
+
+if TYPE_CHECKING:
+    from outrider.engine import LLM
+    from outrider.engine.config import ModelSource
+
+PLAIN = PlainProposer.name
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method with its draft length: one column of a comparison."""
+
+    method: str
+    k: int | str  # a number, or "auto"
+
+    @property
+    def is_plain(self) -> bool:
+        return self.method == PLAIN or self.k == 0
+
+    @property
+    def label(self) -> str:
+        return PLAIN if self.is_plain else f"{self.method} k={self.k}"
+
+
+@dataclass
+class Recorder:
+    """A draft-length policy that also writes down every decoding round of the one it stands for."""
+
+    inner: LengthPolicy
+    rounds: list[Round] = field(default_factory=list)
+
+    def next_k(self, context: Context) -> int:
+        return self.inner.next_k(context)
+
+    def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
+        if not is_prefill:
+            self.rounds.append(round_)
+        self.inner.observe(context, round_, is_prefill)
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        self.inner.release(request_ids)
+
+
+class Contenders:
+    """Switches one ``LLM`` between methods and draft lengths; the target, its cache and its compiled passes stay."""
+
+    def __init__(self, llm: LLM, draft: ModelSource | None = None) -> None:
+        """``draft``: the second model, for the methods that take one."""
+        self.llm = llm
+        self._draft = draft
+        self._engines: dict[str, Engine] = {llm.proposer.name: llm.engine}
+        self._policies: dict[Contender, LengthPolicy] = {}
+
+    def prepare(self, contender: Contender) -> None:
+        """Loads what the method needs. Raises ``OutriderError`` for an unknown method or a draft that does not fit."""
+        llm, method = self.llm, PLAIN if contender.is_plain else contender.method
+        if method not in self._engines:
+            speculation = self._speculation(method)
+            proposer = build_proposer(speculation, llm.runner, llm.tokenizer)
+            self._engines[method] = Engine(
+                llm.runner,
+                proposer,
+                build_verifiers(speculation),
+                FixedLength(0),
+                llm.engine.scheduler,
+                speculation.same_text,
+                llm.engine.costs,
+            )
+        if contender not in self._policies:
+            proposer = self._engines[method].proposer
+            speculation = replace(llm.speculation, num_draft_tokens=0 if contender.is_plain else contender.k)
+            self._policies[contender] = build_policy(speculation, proposer, llm.engine.costs)
+
+    def _speculation(self, method: str) -> Speculation:
+        PROPOSERS.get(method)  # an unknown name is an error that lists the known ones
+        draft = self._draft if method == DEFAULT_METHOD_WITH_DRAFT else None
+        return replace(self.llm.speculation, method=method, draft=draft, proposer=None)
+
+    @contextmanager
+    def active(self, contender: Contender) -> Iterator[Recorder]:
+        """Within it ``llm`` generates as the contender does. Yields the record of its decoding rounds."""
+        self.prepare(contender)
+        llm, recorder = self.llm, Recorder(self._policies[contender])
+        engine = self._engines[PLAIN if contender.is_plain else contender.method]
+        before = llm.engine
+        llm.engine, llm.proposer = engine, engine.proposer
+        engine.policy = recorder
+        llm.runner.needs_hidden = engine.proposer.needs_hidden
+        try:
+            yield recorder
+        finally:
+            engine.policy = recorder.inner
+            llm.engine, llm.proposer = before, before.proposer
+            llm.runner.needs_hidden = before.proposer.needs_hidden

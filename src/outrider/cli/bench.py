@@ -1,0 +1,241 @@
+"""``outrider bench``: methods, draft lengths and workloads against plain decoding in the same run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.options import MethodOptions, ModelOptions, parse_k, parse_list, with_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from outrider.bench.contenders import Contender
+    from outrider.bench.grid import Group, Plan
+    from outrider.bench.grid import Progress as State
+    from outrider.engine import LLM
+
+GRID, OUTPUT = "What is measured", "Output"
+EXAMPLES = """Examples:
+
+outrider bench
+
+outrider bench --methods draft,ngram --k 2,4,8,auto --temperature 0,0.8 --workloads code,edit
+
+outrider bench --inflate 1b --methods draft --k 5 --prompts HumanEval.jsonl.gz --num-prompts 10 --out results/1b.json
+
+outrider bench --target ./my-model --draft ./my-draft --batch 1,4,8 --repeat 5
+"""
+
+
+@dataclass(frozen=True)
+class GridOptions:
+    """The axes of the measurement; several values are separated by commas."""
+
+    methods: Annotated[
+        str | None, typer.Option(help="Methods (default: draft if there is one, and ngram).", rich_help_panel=GRID)
+    ] = None
+    k: Annotated[str, typer.Option("--k", help="Drafts a round: numbers, auto.", rich_help_panel=GRID)] = "4,auto"
+    temperature: Annotated[str, typer.Option(help="Temperatures; 0 is greedy.", rich_help_panel=GRID)] = "0"
+    batch: Annotated[str, typer.Option(help="Prompts at a time.", rich_help_panel=GRID)] = "1"
+    workloads: Annotated[
+        str | None,
+        typer.Option(help="Built-in prompts: code,edit,json,summary,math,chat,story (default: all).", rich_help_panel=GRID),
+    ] = None
+    prompts: Annotated[
+        Path | None, typer.Option(help="A JSONL file (or .gz) of prompts instead of the built-in ones.", rich_help_panel=GRID)
+    ] = None
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.", rich_help_panel=GRID)] = 4
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens for each prompt.", rich_help_panel=GRID)] = 64
+    repeat: Annotated[int, typer.Option(min=1, help="Repeats; medians are shown.", rich_help_panel=GRID)] = 3
+    seed: Annotated[int, typer.Option(help="Of sampling; repeat r uses seed + r.", rich_help_panel=GRID)] = 0
+    inflate: Annotated[
+        str | None,
+        typer.Option(help="Measure the same function at the cost of a larger model: 350m, 1b, 8b.", rich_help_panel=GRID),
+    ] = None
+
+
+@with_groups
+def command(
+    *,
+    grid: GridOptions,
+    out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file too.", rich_help_panel=OUTPUT)] = None,
+    models: ModelOptions,
+) -> None:
+    """Measure methods x draft lengths, each in turn with plain decoding; the last line printed is one JSON document."""
+    from outrider.bench.contenders import PLAIN, Contenders
+    from outrider.bench.grid import Plan, run_grid
+    from outrider.cli.session import load, resolve
+
+    check_writable(out)
+    draft = resolve(models, MethodOptions()).get("draft")
+    chosen = parse_contenders(grid, draft is not None)
+    temperatures = parse_list("--temperature", grid.temperature, float)
+    batches = parse_list("--batch", grid.batch, int)
+    prompts = read_workloads(grid)
+    models, extra = inflate_target(models, grid.inflate)
+    width = max([contender.k for contender in chosen if isinstance(contender.k, int)], default=0)
+    llm = load(models, MethodOptions(method=PLAIN, k=str(width)), max_batch=max(batches, default=1))
+    plan = Plan(chosen, encode_workloads(llm, prompts), temperatures, batches, grid.max_tokens, grid.repeat, grid.seed)
+    check_plan(plan, llm)
+    groups: list[Group] = []
+    interrupted = False
+    try:
+        with progress() as report:
+            for group in run_grid(Contenders(llm, draft), plan, report):
+                groups.append(group)
+    except KeyboardInterrupt:
+        interrupted = True
+    extra |= {"interrupted": interrupted} if interrupted else {}
+    finish(plan, groups, llm, extra | {"same_text_mode": models.same_text, "name": models.target or "embedded"}, out)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def finish(plan: Plan, groups: Sequence[Group], llm: LLM, extra: dict[str, Any], out: Path | None) -> None:
+    """The table to stderr, the document to ``out`` and, on one line, to stdout."""
+    from outrider.bench.report import document, table
+    from outrider.cli.console import err
+
+    result = document(plan, groups, llm.runner, extra.pop("name"), extra)
+    if result["cells"]:
+        err.print(table(result))
+    line = json.dumps(result)
+    if out is not None:
+        try:
+            out.write_text(json.dumps(result, indent=1) + "\n")
+        except OSError as error:
+            err.print(f"[red]error:[/] cannot write {out}: {error.strerror}; the document follows on standard output")
+    print(line, flush=True)
+
+
+def check_writable(out: Path | None) -> None:
+    """Refuses now what would lose the results of minutes later."""
+    from outrider.types import OutriderError
+
+    if out is None:
+        return
+    existed = out.exists()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("a"):
+            pass
+        if not existed:
+            out.unlink()
+    except OSError as error:
+        raise OutriderError(f"cannot write --out {out}: {error.strerror}") from None
+
+
+def parse_contenders(grid: GridOptions, has_draft: bool) -> tuple[Contender, ...]:
+    """Methods x draft lengths, without plain decoding, which is always there."""
+    from outrider.bench.contenders import Contender
+    from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, PROPOSERS
+    from outrider.types import OutriderError
+
+    default = ",".join([DEFAULT_METHOD_WITH_DRAFT, DEFAULT_METHOD] if has_draft else [DEFAULT_METHOD])
+    methods = parse_list("--methods", grid.methods or default, str)
+    for method in methods:
+        PROPOSERS.get(method)
+    if DEFAULT_METHOD_WITH_DRAFT in methods and not has_draft:
+        raise OutriderError(
+            f"the method {DEFAULT_METHOD_WITH_DRAFT!r} needs --draft, a small model with the target's vocabulary"
+        )
+    lengths = parse_list("--k", grid.k, parse_k)
+    found = (Contender(method, k) for method in methods for k in lengths)
+    return tuple(contender for contender in found if not contender.is_plain)
+
+
+def read_workloads(grid: GridOptions) -> dict[str, list[Any]]:
+    """Prompts by workload, read before a model is loaded so that a mistake shows at once."""
+    from outrider.bench import workloads
+    from outrider.types import OutriderError
+
+    if grid.prompts is None:
+        names = parse_list("--workloads", grid.workloads or ",".join(workloads.WORKLOADS), str)
+        return {name: workloads.builtin(name, grid.num_prompts) for name in names}
+    if grid.workloads is not None:
+        raise OutriderError("give either --prompts or --workloads")
+    found: dict[str, list[Any]] = {}
+    for prompt in workloads.from_file(grid.prompts):
+        group = found.setdefault(prompt.workload, [])
+        if len(group) < grid.num_prompts:
+            group.append(prompt)
+    return found
+
+
+def encode_workloads(llm: LLM, prompts: Mapping[str, Sequence[Any]]) -> dict[str, list[list[int]]]:
+    """Prompts as the target's token ids."""
+    from outrider.bench.workloads import encode
+
+    return {name: [encode(llm.tokenizer, prompt) for prompt in group] for name, group in prompts.items()}
+
+
+def check_plan(plan: Plan, llm: LLM) -> None:
+    """Refuses what could only fail after minutes: values out of range, prompts that leave no room in the context."""
+    from outrider.types import OutriderError
+
+    for temperature in plan.temperatures:
+        plan.params(temperature, 0)
+    if any(batch < 1 for batch in plan.batches):
+        raise OutriderError("--batch must be at least 1")
+    for name, prompts in plan.workloads.items():
+        for number, prompt in enumerate(prompts, start=1):
+            if len(prompt) + plan.max_tokens > llm.runner.max_len:
+                raise OutriderError(
+                    f"prompt {number} of {name!r} has {len(prompt)} tokens; with --max-tokens {plan.max_tokens} that is more "
+                    f"than the context of {llm.runner.max_len}"
+                )
+
+
+def inflate_target(models: ModelOptions, size: str | None) -> tuple[ModelOptions, dict[str, Any]]:
+    """The target at another size's cost, and what the results must say about it."""
+    if size is None:
+        return models, {}
+    from outrider.bench.inflate import inflated
+    from outrider.cli.session import resolve
+    from outrider.types import OutriderError
+
+    source: str | Path | None = models.target
+    if source is None:
+        from outrider.family import TARGET
+
+        source = TARGET
+        models = replace(models, draft=models.draft or str(resolve(models, MethodOptions())["draft"]))
+    if not Path(source).expanduser().is_dir():
+        raise OutriderError("--inflate needs a target in a local folder")
+    folder = inflated(Path(source).expanduser(), size)
+    note = json.loads((folder / "config.json").read_text())["outrider_inflated"]
+    return replace(models, target=str(folder)), {"inflated": {"size": size, **note}}
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[State], None]]:
+    """A bar with the time left on a terminal; a line for each run elsewhere."""
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    from outrider.cli.console import err
+
+    columns = (BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}  {task.fields[left]}  {task.description}"))
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("", total=None, left="")
+
+        def report(state: State) -> None:
+            left = "" if state.seconds_left is None else f"{clock(state.seconds_left)} left"
+            bar.update(task, completed=state.done, total=state.total, left=left, description=state.what)
+            if not err.is_terminal:
+                err.print(f"{state.done}/{state.total} {left} {state.what}", soft_wrap=True)
+
+        yield report
+
+
+def clock(seconds: float) -> str:
+    """Seconds as h:mm:ss or m:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,89 @@
+"""``outrider chat``: a conversation through the tokenizer's chat template."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, with_groups
+
+if TYPE_CHECKING:
+    from outrider.engine import LLM
+    from outrider.types import SamplingParams
+
+EXAMPLES = """Examples:
+
+outrider chat --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B
+
+outrider chat --system "Answer in one sentence." "Why is the sky blue?"
+
+echo "Why is the sky blue?" | outrider chat --target ./my-model
+
+Ctrl-C stops an answer, Ctrl-D or /exit ends the conversation, /new begins another one.
+"""
+
+
+@with_groups
+def command(
+    *,
+    message: Annotated[str | None, typer.Argument(help="Ask this one thing and exit; - reads standard input.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Colour each token: accepted draft, corrected, bonus.")] = False,
+    models: ModelOptions,
+    methods: MethodOptions,
+    sampling: SamplingOptions,
+) -> None:
+    """Talk with a model; the conversation is kept."""
+    from outrider.cli.session import load, read_prompt
+
+    interactive = message is None and sys.stdin.isatty()
+    question = None if interactive else read_prompt(message)
+    params = sampling.params()
+    llm = load(models, methods, max_batch=1)
+    history = [{"role": "system", "content": system}] if system else []
+    llm.chat_prompt([*history, {"role": "user", "content": "Hello"}])  # a tokenizer without a template is refused now
+    if question is not None:
+        _answer(llm, history, question, params, show)
+        return
+    first = list(history)
+    while (question := _ask()) is not None:
+        if question == "/new":
+            history = list(first)
+        elif question:
+            try:
+                _answer(llm, history, question, params, show)
+            except llm_error() as error:  # an answer that cannot be given must not end the conversation
+                print(f"error: {error}", file=sys.stderr)
+                history.pop()
+
+
+def llm_error() -> type[Exception]:
+    """The error class, imported when it is needed."""
+    from outrider.types import OutriderError
+
+    return OutriderError
+
+
+def _ask() -> str | None:
+    """The next line typed; None at the end of the conversation, "" where Ctrl-C threw a line away."""
+    import readline  # noqa: F401  (line editing and history for input())
+
+    try:
+        line = input("> ").strip()
+    except EOFError:
+        print()
+        return None
+    except KeyboardInterrupt:
+        print()
+        return ""
+    return None if line in ("/exit", "/quit") else line
+
+
+def _answer(llm: LLM, history: list[dict[str, str]], question: str, params: SamplingParams, show: bool) -> None:
+    from outrider.cli.generate import stream_to_screen
+
+    history.append({"role": "user", "content": question})
+    text = stream_to_screen(llm, llm.chat_prompt(history), params, show)
+    history.append({"role": "assistant", "content": text})

@@ -1,0 +1,99 @@
+"""What the commands share on the screen: text goes to stdout, everything about it to stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import isfinite
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+    from outrider.engine import LLM, Chunk, GenerationStats
+    from outrider.engine.detokenizer import Detokenizer
+
+STYLES = {"accepted": "green", "corrected": "bold yellow", "bonus": "cyan", "plain": ""}
+err = Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[Status | None]:
+    """Says what is being waited for: a spinner on a terminal, one line elsewhere."""
+    if err.is_terminal:
+        started = monotonic()
+        with err.status(f"{what} ...") as status:
+            yield status
+        if monotonic() - started > 2:
+            err.print(f"[dim]{what}: {monotonic() - started:.1f} s[/]")
+    else:
+        err.print(f"{what} ...")
+        yield None
+
+
+def legend() -> Text:
+    """What the colours of ``--show`` mean."""
+    return Text.assemble(
+        ("accepted draft", STYLES["accepted"]), " · ", ("corrected", STYLES["corrected"]), " · ", ("bonus", STYLES["bonus"]),
+        " · plain", style="dim",
+    )  # fmt: skip
+
+
+class TokenPainter:
+    """Colours streamed text by where each token came from, whatever the size of the chunks it comes in."""
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+        self._pieces: list[tuple[str, str]] = []  # text not yet shown, and its style
+
+    def paint(self, chunk: Chunk) -> Text:
+        """The chunk's text, coloured."""
+        for token, origin in zip(chunk.token_ids, chunk.origins, strict=True):
+            piece = self._detokenizer.feed([token])
+            if piece:
+                self._pieces.append((piece, STYLES[origin]))
+        painted, left = Text(), chunk.text
+        while left:
+            piece, style = self._pieces.pop(0) if self._pieces else (left, "")
+            shown, rest = left[: len(piece)], piece[len(left) :]
+            painted.append(shown, style)
+            left = left[len(shown) :]
+            if rest:
+                self._pieces.insert(0, (rest, style))
+        return painted
+
+
+def painter_for(llm: LLM) -> TokenPainter | None:
+    """A painter for the next stream; None where there is no tokenizer."""
+    from outrider.engine.detokenizer import DetokenizerFactory
+
+    return TokenPainter(DetokenizerFactory(llm.tokenizer)(())) if llm.tokenizer is not None else None
+
+
+def summary(stats: GenerationStats, seconds: float) -> Text:
+    """What a user wants to know at the end: speed, acceptance, where the time went, what plain decoding would have done."""
+    lines = [f"{stats.num_tokens} tokens in {seconds:.2f} s, {stats.tok_s:.1f} tok/s"]
+    plain = stats.plain_tok_s
+    if stats.num_drafts:
+        if plain is not None and isfinite(plain):
+            lines[0] += f"; plain decoding: about {plain:.1f} tok/s (x{stats.tok_s / plain:.2f})"
+        lines.append(
+            f"{stats.mean_acceptance_length:.2f} tokens per target pass; {stats.acceptance_rate:.0%} of the drafts looked at "
+            f"were accepted; {stats.num_rounds} rounds"
+        )
+    total = stats.times.total
+    if total:
+        shares = {
+            "draft": stats.times.draft,
+            "score": stats.times.score,
+            "verify": stats.times.verify,
+            "other": stats.times.host,
+        }
+        lines.append("time: " + ", ".join(f"{name} {part / total:.0%}" for name, part in shares.items()))
+    if stats.faults:
+        lines.append(f"the proposer failed {stats.faults} time(s); plain decoding went on (--debug tells more)")
+    return Text("\n".join(lines), style="dim")

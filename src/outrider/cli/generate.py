@@ -1,0 +1,114 @@
+"""``outrider generate``: one prompt, its continuation as it comes, and what it cost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import closing
+from math import isfinite
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, with_groups
+
+if TYPE_CHECKING:
+    from outrider.engine import LLM, Chunk, GenerationStats
+    from outrider.types import SamplingParams
+
+EXAMPLES = """Examples:
+
+outrider generate "def quicksort("
+
+outrider generate --show --k 4 "Once upon a time"
+
+outrider generate --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --temperature 0.7 --seed 1 "Dear Sir,"
+
+cat notes.txt | outrider generate --target ./my-model --method ngram --max-tokens 200 --json -
+"""
+
+
+@with_groups
+def command(
+    *,
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue; - or nothing reads standard input.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Colour each token: accepted draft, corrected, bonus.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the text.")] = False,
+    models: ModelOptions,
+    methods: MethodOptions,
+    sampling: SamplingOptions,
+) -> None:
+    """Continue a text, showing it as it comes and then what it cost."""
+    from outrider.cli.session import load, read_prompt
+
+    text, params = read_prompt(prompt), sampling.params()
+    llm = load(models, methods, max_batch=1)
+    if as_json:
+        print(json.dumps(_document(llm, text, params), ensure_ascii=False))
+    else:
+        stream_to_screen(llm, text, params, show)
+
+
+def stream_to_screen(llm: LLM, prompt: str | list[int], params: SamplingParams, show: bool = False) -> str:
+    """Streams to stdout, then a summary to stderr. Ctrl-C ends the answer and nothing else. Returns the text."""
+    from rich.console import Console
+
+    from outrider.cli.console import err, legend, painter_for, summary
+    from outrider.cli.session import streamed
+
+    painter = painter_for(llm) if show else None
+    screen = Console(highlight=False, soft_wrap=True, force_terminal=True)
+    text, started = "", perf_counter()
+    last: Chunk | None = None
+    try:
+        with closing(streamed(llm, prompt, params)) as stream:
+            for last in stream:
+                text += last.text
+                if painter is not None:
+                    screen.print(painter.paint(last), end="")
+                else:
+                    sys.stdout.write(last.text)
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        err.print("\n[dim]stopped[/]")
+    print(flush=True)
+    if painter is not None:
+        err.print(legend())
+    if last is not None and last.error:
+        err.print(f"[red]error:[/] {last.error}", soft_wrap=True)
+    if last is not None:
+        err.print(summary(last.stats or llm.stats, perf_counter() - started))
+    return text
+
+
+def _document(llm: LLM, prompt: str, params: SamplingParams) -> dict[str, Any]:
+    """Everything about one completion, for programs."""
+    from outrider.cli.console import waiting
+
+    with waiting("generating"):
+        completion = llm.generate(prompt, params)[0]
+    return {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "origins": completion.origins,
+        "finish_reason": completion.finish_reason,
+        "num_prompt_tokens": completion.num_prompt_tokens,
+        "stats": stats_document(completion.stats),
+    }
+
+
+def stats_document(stats: GenerationStats) -> dict[str, Any]:
+    """Statistics under the names of docs/glossary.md."""
+    plain = stats.plain_tok_s
+    return {
+        "tok_s": stats.tok_s,
+        "plain_tok_s": plain if plain is None or isfinite(plain) else None,
+        "num_tokens": stats.num_tokens,
+        "num_rounds": stats.num_rounds,
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "acceptance_rate": stats.acceptance_rate,
+        "acceptance_histogram": {str(n): stats.acceptance_histogram[n] for n in sorted(stats.acceptance_histogram)},
+        "ms": stats.ms_per_round,
+        "faults": stats.faults,
+    }

@@ -1,0 +1,132 @@
+"""From options to a loaded ``LLM``, with every wait announced and every mistake in one line."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Generator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from outrider.cli.console import waiting
+from outrider.cli.options import MethodOptions, ModelOptions, parse_k
+
+if TYPE_CHECKING:
+    from outrider.engine import LLM, Chunk
+    from outrider.types import SamplingParams
+
+
+def read_prompt(argument: str | None) -> str:
+    """The prompt given, or standard input for ``-`` or where something is piped in."""
+    from outrider.types import OutriderError
+
+    if argument in (None, "-"):
+        if argument is None and sys.stdin.isatty():
+            raise OutriderError('no prompt: outrider generate "Once upon a time", or pipe one in')
+        try:
+            argument = sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise OutriderError(f"standard input is not UTF-8 text: {error}") from None
+    assert argument is not None
+    if not argument:
+        raise OutriderError("the prompt is empty")
+    return argument
+
+
+def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
+    """Keyword options of ``LLM``, all but ``target``, holding only what the user gave.
+
+    Raises ``OutriderError`` for a mistake that needs no model to be found, before the seconds that loading takes.
+    """
+    from outrider.registry import DEFAULT_METHOD_WITH_DRAFT, PROPOSERS, VERIFIERS
+
+    k = parse_k(methods.k)
+    if methods.method is not None:
+        PROPOSERS.get(methods.method)
+    if models.verifier is not None:
+        VERIFIERS.get(models.verifier)
+    for model in (models.target, models.draft):
+        check_source(model)
+    draft: str | Path | None = models.draft
+    if draft is None and models.target is None and methods.method in (None, DEFAULT_METHOD_WITH_DRAFT):
+        from outrider.family import DRAFT
+
+        draft = DRAFT
+    given = {
+        "draft": draft,
+        "method": methods.method,
+        "num_draft_tokens": k,
+        "verifier": models.verifier,
+        "same_text": models.same_text or None,
+        "dtype": models.dtype,
+        "device": models.device,
+        "max_len": models.max_len,
+        "compile": models.compile,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def check_source(model: str | None) -> None:
+    """Refuses what can be neither a folder nor a hub id; keeps quiet folders off the network."""
+    from outrider.types import OutriderError
+
+    if model is None:
+        return
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise OutriderError(f"{model} is not a model folder: it has no config.json")
+        return
+    if path.exists():
+        raise OutriderError(f"{model} is a file; give the folder that holds config.json and the weights")
+    if not model or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise OutriderError(f"there is no model folder {model!r}; a model of the Hugging Face hub is written owner/name")
+    if not _hub_reachable():
+        os.environ["HF_HUB_OFFLINE"] = "1"  # without it every file is asked for six times, with pauses
+        from huggingface_hub import try_to_load_from_cache
+
+        if not isinstance(try_to_load_from_cache(model, "config.json"), str):
+            raise OutriderError(
+                f"{model!r} is neither a local folder nor downloaded before, and the Hugging Face hub cannot be reached"
+            )
+
+
+@cache
+def _hub_reachable(seconds: float = 5.0) -> bool:
+    """Whether the hub's host answers. With a proxy only the real request can tell, so that counts as yes."""
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        return False
+    if any(name.lower() in ("https_proxy", "all_proxy") for name in os.environ):
+        return True
+    url = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    try:
+        with socket.create_connection((url.hostname or "", url.port or 443), timeout=seconds):
+            return True
+    except OSError:
+        return False
+
+
+def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
+    """Loads target and draft. ``more`` goes to ``LLM`` as it is."""
+    arguments = resolve(models, methods) | more
+    if all(model is None or Path(model).expanduser().is_dir() for model in (models.target, models.draft)):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing to look up: local folders must not wait for a network
+    with waiting(f"loading {models.target or 'the embedded models'}"):
+        from transformers.utils import logging
+
+        from outrider.engine import LLM
+
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        return LLM(models.target, **arguments)
+
+
+def streamed(llm: LLM, prompt: str | list[int], params: SamplingParams) -> Generator[Chunk, None, None]:
+    """``llm.stream`` that says what it waits for until the first chunk. Close it to end the generation early."""
+    stream = llm.stream(prompt, params)
+    with waiting("reading the prompt"):
+        first = next(stream)
+    yield first
+    yield from stream
