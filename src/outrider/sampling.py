@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -286,11 +287,10 @@ def path_mask(parents: Tensor, start: int, width: int) -> Tensor:
 def keep_top_k(scores: Tensor, top_k: float | Tensor) -> Tensor:
     """-inf below the k-th highest score of each row, ties with it kept, 0 keeping all: [B, M, V] -> [B, M, V]."""
     if not isinstance(top_k, Tensor):
-        threshold = scores.topk(int(top_k), dim=-1).values[..., -1:]
-        return scores.masked_fill(scores < threshold, -math.inf)
-    highest = scores.topk(int(top_k.max().item()), dim=-1).values
+        return scores.masked_fill(scores < _kth_highest(scores, int(top_k)), -math.inf)
     last = (top_k.long() - 1).clamp_min(0).expand(-1, scores.shape[1], 1)
-    return scores.masked_fill((scores < highest.gather(-1, last)) & (top_k > 0), -math.inf)
+    threshold = _descending(scores).gather(-1, last)
+    return scores.masked_fill((scores < threshold) & (top_k > 0), -math.inf)
 
 
 def top_p_mask(probs: Tensor, top_p: float | Tensor) -> Tensor:
@@ -298,7 +298,7 @@ def top_p_mask(probs: Tensor, top_p: float | Tensor) -> Tensor:
 
     Of equally likely tokens at the border the lowest ids are kept; top_p = 1 keeps all.
     """
-    ordered = probs.sort(dim=-1, descending=True).values
+    ordered = _descending(probs)
     num_kept = (ordered.cumsum(dim=-1) < top_p).sum(dim=-1, keepdim=True).clamp_max(probs.shape[-1] - 1) + 1
     border = ordered.gather(-1, num_kept - 1)
     mask = probs >= border
@@ -328,6 +328,22 @@ def _max(scores: Tensor) -> tuple[Tensor, Tensor]:
     # torch's CPU argmax is not vectorised: numpy's is 10 times as fast
     token_ids = torch.from_numpy(scores.detach().numpy().argmax(axis=-1))
     return scores.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1), token_ids
+
+
+def _descending(values: Tensor) -> Tensor:
+    """Sorted along the vocabulary, highest first."""
+    if values.device.type != "cpu":
+        return values.sort(dim=-1, descending=True).values
+    # numpy sorts values with vector instructions, about 15 times as fast as torch's CPU sort
+    return torch.from_numpy(np.sort(values.detach().numpy(), axis=-1)).flip(-1)
+
+
+def _kth_highest(values: Tensor, k: int) -> Tensor:
+    """[B, M, V] -> [B, M, 1]."""
+    if values.device.type != "cpu":
+        return values.topk(k, dim=-1).values[..., -1:]
+    place = values.shape[-1] - k
+    return torch.from_numpy(np.partition(values.detach().numpy(), place, axis=-1)[..., place : place + 1])
 
 
 def _like(value: float | Tensor, other: Tensor) -> float | Tensor:

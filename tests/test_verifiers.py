@@ -1,0 +1,237 @@
+"""The verifiers' formulas, edge cases and independence of the batch, and what a malformed proposal is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from toy import make_request
+
+from outrider.registry import VERIFIERS
+from outrider.sampling import Sampler
+from outrider.types import Proposal, SamplingParams
+from outrider.verifiers.base import ProposalError, Verifier, accept_prob, check_proposal, residual
+from outrider.verifiers.block import BlockVerifier
+from outrider.verifiers.exact import ExactMatchVerifier
+from outrider.verifiers.rejection import RejectionVerifier
+
+VOCAB = 12
+PROBABILISTIC = [RejectionVerifier(), BlockVerifier()]
+
+
+def random_probs(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.softmax(2 * torch.randn(*shape, VOCAB, generator=generator), dim=-1)
+
+
+def sampler_of(batch: int, first: int = 0) -> Sampler:
+    params = SamplingParams(temperature=1.0)
+    return Sampler([make_request([1, 2], params, seed=seed) for seed in range(first, first + batch)], VOCAB)
+
+
+class Script:
+    """A Randomness in which every coin with a chance falls as told, and the likeliest token is drawn."""
+
+    def __init__(self, falls: bool) -> None:
+        self._falls = falls
+
+    def bernoulli(self, probs: Tensor) -> Tensor:
+        return probs > 0 if self._falls else probs >= 1
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        assert probs.isfinite().all()
+        return probs.argmax(dim=-1)
+
+
+def test_every_registered_verifier_declares_what_it_is() -> None:
+    for name in VERIFIERS:
+        verifier = VERIFIERS.get(name)()
+        assert isinstance(verifier, Verifier)
+        assert verifier.judges in ("probs", "tokens")
+        assert verifier.lossless in (True, False) and verifier.handles_trees in (True, False)
+
+
+def test_accept_prob_is_the_clipped_ratio_and_never_nan() -> None:
+    target, draft = torch.tensor([0.2, 0.5, 0.3, 0.0, 0.1]), torch.tensor([0.4, 0.25, 0.3, 0.0, 0.0])
+    assert accept_prob(target, draft).tolist() == pytest.approx([0.5, 1.0, 1.0, 0.0, 1.0])
+
+
+def test_residual_is_normalised_and_the_target_where_nothing_is_left() -> None:
+    target = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]])
+    draft = torch.tensor([[0.2, 0.6, 0.2], [0.5, 0.3, 0.2]])
+    assert torch.equal(residual(target, draft), torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.3, 0.2]]))
+
+
+@pytest.mark.parametrize("verifier", PROBABILISTIC)
+@pytest.mark.parametrize("point_mass", [False, True])
+@pytest.mark.parametrize("falls", [False, True])
+def test_none_and_all_accepted(verifier: Verifier, point_mass: bool, falls: bool) -> None:
+    target, draft = random_probs(2, 4), random_probs(2, 3, seed=1)
+    token_ids = draft.argmax(dim=-1)
+    target[:, :3] = target[:, :3].scatter(-1, token_ids.unsqueeze(-1), 1e-3)  # below the draft's: no certain acceptance
+    target /= target.sum(dim=-1, keepdim=True)
+    proposal = Proposal(token_ids, torch.tensor([3, 2]), None if point_mass else draft)
+    verdict = verifier.verify(proposal, target, Script(falls))
+    assert verdict.num_accepted.tolist() == ([3, 2] if falls else [0, 0])
+    assert verdict.path.tolist() == ([[0, 1, 2], [0, 1, -1]] if falls else [[-1, -1, -1]] * 2)
+    if falls:
+        assert verdict.next_token.tolist() == [int(target[0, 3].argmax()), int(target[1, 2].argmax())]
+    else:
+        assert (verdict.next_token != token_ids[:, 0]).all()
+
+
+@pytest.mark.parametrize("name", list(VERIFIERS))
+def test_an_empty_proposal_is_plain_decoding(name: str) -> None:
+    verifier: Verifier = VERIFIERS.get(name)()
+    one_hots = torch.zeros(2, 1, VOCAB)
+    one_hots[0, 0, 3] = one_hots[1, 0, 7] = 1.0
+    target = one_hots if verifier.judges == "probs" else one_hots.argmax(dim=-1)
+    verdict = verifier.verify(Proposal.empty(2), target, sampler_of(2))
+    assert verdict.next_token.tolist() == [3, 7]
+    assert verdict.num_accepted.tolist() == [0, 0]
+    assert verdict.path.shape == (2, 0)
+
+
+@pytest.mark.parametrize(("verifier", "tree"), [(PROBABILISTIC[0], False), (PROBABILISTIC[0], True), (PROBABILISTIC[1], False)])
+@pytest.mark.parametrize("point_mass", [False, True])
+def test_a_verdict_does_not_depend_on_the_batch(verifier: Verifier, point_mass: bool, tree: bool) -> None:
+    """Rows of different lengths in one batch get the verdicts that they get alone, unpadded."""
+    batch, width = 40, 6
+    draft = random_probs(batch, width, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    token_ids = torch.multinomial(draft.flatten(0, 1), 1, generator=generator).view(batch, width)
+    target = (random_probs(batch, width + 1) + torch.nn.functional.pad(draft, (0, 0, 0, 1), value=1 / VOCAB)) / 2
+    lens = torch.arange(batch) % (width + 1)
+    parents = torch.tensor([[-1, -1, 0, 0, 1, 2]]).expand(batch, -1) if tree else None
+    probs = None if point_mass else draft
+    together = verifier.verify(Proposal(token_ids, lens, probs, parents), target, sampler_of(batch))
+    accepted = 0
+    for b in range(batch):
+        n = int(lens[b])
+        alone = Proposal(
+            token_ids[b : b + 1, :n],
+            lens[b : b + 1],
+            None if probs is None else probs[b : b + 1, :n],
+            None if parents is None else parents[b : b + 1, :n],
+        )
+        verdict = verifier.verify(alone, target[b : b + 1, : n + 1], sampler_of(1, first=b))
+        count = int(verdict.num_accepted)
+        accepted += count
+        assert count == together.num_accepted[b]
+        assert verdict.next_token[0] == together.next_token[b]
+        assert verdict.path[0, :count].tolist() == together.path[b, :count].tolist()
+    assert accepted >= 5
+
+
+@pytest.mark.parametrize("verifier", PROBABILISTIC)
+def test_a_draft_of_probability_zero_gives_no_nan(verifier: Verifier) -> None:
+    """A proposer that lies, or rounds, is judged by what it says: the emitted token is still one the target can say."""
+    target, draft = random_probs(1, 3), random_probs(1, 2, seed=1)
+    draft[..., 4] = 0.0
+    target[:, 1, 4] = 0.0
+    proposal = Proposal(torch.tensor([[4, 4]]), torch.tensor([2]), draft)
+    for falls in (False, True):
+        verdict = verifier.verify(proposal, target, Script(falls))
+        assert verdict.num_accepted.tolist() == [1]  # probability 0 under the draft alone, then under both
+        assert verdict.next_token[0] != 4
+
+
+def test_exact_match_follows_the_targets_tokens_down_a_chain() -> None:
+    drafts = torch.tensor([[5, 6, 7], [5, 6, 7], [5, 6, 7], [0, 0, 0]])
+    target = torch.tensor([[5, 6, 7, 8], [5, 9, 7, 8], [5, 6, 7, 8], [0, 1, 1, 1]])
+    verdict = ExactMatchVerifier().verify(Proposal(drafts, torch.tensor([3, 3, 1, 0])), target, Script(True))
+    assert verdict.num_accepted.tolist() == [3, 1, 1, 0]
+    assert verdict.next_token.tolist() == [8, 9, 6, 0]
+    assert verdict.path.tolist() == [[0, 1, 2], [0, -1, -1], [0, -1, -1], [-1, -1, -1]]
+
+
+def test_exact_match_follows_the_targets_tokens_down_a_tree() -> None:
+    """The second child of the root is right, its twin is not tried, and its own second child is right."""
+    drafts, parents = torch.tensor([[4, 5, 5, 6, 7]]), torch.tensor([[-1, -1, -1, 1, 1]])
+    target = torch.tensor([[5, 0, 7, 0, 0, 9]])
+    verdict = ExactMatchVerifier().verify(Proposal(drafts, torch.tensor([5]), None, parents), target, Script(True))
+    assert verdict.path.tolist() == [[1, 4]]
+    assert verdict.num_accepted.tolist() == [2]
+    assert verdict.next_token.tolist() == [9]
+
+
+def test_exact_match_emits_the_plain_text_whatever_is_drafted_under_coupled_noise() -> None:
+    """Rounds of random drafts, some right by chance or by the shared noise, against one token at a time."""
+    params = SamplingParams(temperature=1.0, top_k=3)
+    generator = torch.Generator().manual_seed(0)
+    table = 2 * torch.randn(VOCAB, VOCAB, generator=generator)  # logits after a token
+    plain, drafted = make_request([1], params, seed=7), make_request([1], params, seed=7)
+    alone = Sampler([plain], VOCAB, coupled=True)
+    while len(plain.token_ids) < 60:
+        plain.token_ids.append(int(alone.tokens(table[plain.token_ids[-1]].view(1, 1, -1))))
+    sampler, accepted = Sampler([drafted], VOCAB, coupled=True), 0
+    while len(drafted.token_ids) < 60:
+        drafts = torch.zeros(1, 0, dtype=torch.long)
+        for start in range(3):
+            last = int(drafts[0, -1]) if start else drafted.token_ids[-1]
+            guess = table[last].view(1, 1, -1) + 0.7 * torch.randn(1, 1, VOCAB, generator=generator)
+            drafts = torch.cat((drafts, sampler.tokens(guess, drafts, start=start)), dim=1)
+        logits = table[torch.tensor([[drafted.token_ids[-1], *drafts[0].tolist()]])]
+        target = sampler.tokens(logits, drafts)
+        verdict = ExactMatchVerifier().verify(Proposal(drafts, torch.tensor([3])), target, sampler)
+        count = int(verdict.num_accepted)
+        accepted += count
+        drafted.token_ids += [*drafts[0, :count].tolist(), int(verdict.next_token)]
+    assert drafted.token_ids[:60] == plain.token_ids[:60]
+    assert accepted > 10
+
+
+def test_block_refuses_a_tree() -> None:
+    proposal = Proposal(torch.zeros(1, 1, dtype=torch.long), torch.tensor([1]), None, torch.tensor([[-1]]))
+    with pytest.raises(ProposalError, match="chains"):
+        BlockVerifier().verify(proposal, random_probs(1, 2), sampler_of(1))
+
+
+SOUND = Proposal(
+    torch.tensor([[1, 2, 3], [4, 5, 0]]), torch.tensor([3, 2]), random_probs(2, 3), torch.tensor([[-1, 0, 0], [-1, -1, 1]])
+)
+
+
+def poisoned(value: float, row: int, node: int) -> Tensor:
+    probs = random_probs(2, 3)
+    probs[row, node, 2] = value
+    return probs
+
+
+def test_sound_proposals_pass() -> None:
+    check_proposal(SOUND, 2, VOCAB)
+    check_proposal(replace(SOUND, probs=None, parents=None), 2, VOCAB)
+    check_proposal(replace(SOUND, probs=poisoned(torch.nan, 1, 2)), 2, VOCAB)  # beyond lens
+    check_proposal(Proposal.empty(2), 2, VOCAB)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"token_ids": SOUND.token_ids[0]},
+        {"token_ids": SOUND.token_ids[:1]},
+        {"token_ids": SOUND.token_ids.int()},
+        {"token_ids": SOUND.token_ids - 1},
+        {"token_ids": SOUND.token_ids + VOCAB - 5},
+        {"lens": torch.tensor([3, 4])},
+        {"lens": torch.tensor([3, -1])},
+        {"lens": torch.tensor([3])},
+        {"lens": torch.tensor([3.0, 2.0])},
+        {"probs": random_probs(2, 2)},
+        {"probs": random_probs(2, 3)[..., :-1]},
+        {"probs": random_probs(2, 3) * 0.9},
+        {"probs": poisoned(torch.nan, 1, 1)},
+        {"probs": poisoned(-0.5, 0, 0)},
+        {"probs": torch.ones(2, 3, VOCAB, dtype=torch.long)},
+        {"parents": torch.tensor([[-1, 1, 0], [-1, -1, 1]])},
+        {"parents": torch.tensor([[-2, 0, 0], [-1, -1, 1]])},
+        {"parents": torch.tensor([[-1, 0, 0]])},
+        {"parents": SOUND.parents.double() if SOUND.parents is not None else None},
+    ],
+)
+def test_a_malformed_proposal_is_told_so_in_one_line(change: dict[str, Tensor]) -> None:
+    with pytest.raises(ProposalError) as caught:
+        check_proposal(replace(SOUND, **change), 2, VOCAB)
+    assert "\n" not in str(caught.value)
