@@ -66,7 +66,8 @@ class Distillation:
     generation_batch: int = 256
     generated_share: float = 0.6  # of each batch; the rest is corpus text
     greedy_share: float = 0.5  # of the generated rows; the others are sampled at temperature 1
-    plain_share: float = 0.1  # of the run spent on plain next-token loss first
+    plain_share: float = 0.03  # of the run spent on plain next-token loss first
+    layers: tuple[int, int] = (0, 2)  # the target layers the draft is cut out of
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,9 @@ PRESETS = {
         vocab=4096,
         target=Shape(hidden=256, layers=8, heads=4, kv_heads=2, intermediate=768),
         draft=Shape(hidden=192, layers=2, heads=3, kv_heads=1, intermediate=576),
-        target_plan=Plan(25_000_000, 4096, ((0.7, 256), (0.93, 512), (1.0, 1024)), minutes=75),
-        draft_plan=Plan(8_000_000, 4096, ((1.0, 256),), minutes=15, adam_lr=0.005, warmup=0.02),
-        layer_skip=LayerSkip(grow_at=0.5),
+        target_plan=Plan(25_000_000, 2048, ((0.7, 256), (0.93, 512), (1.0, 1024)), minutes=75),
+        draft_plan=Plan(8_000_000, 2048, ((1.0, 256),), minutes=15, muon_lr=0.01, adam_lr=0.0025, warmup=0.02),
+        layer_skip=LayerSkip(grow_at=0.7),
         source_megabytes=12,
         distillation=Distillation(2048),
     ),

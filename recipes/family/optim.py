@@ -15,16 +15,25 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalise(matrices: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
-    """Newton-Schulz iteration towards the nearest semi-orthogonal matrices: [N, A, B] -> [N, A, B]."""
+    """Newton-Schulz iteration towards the nearest semi-orthogonal matrices: [N, A, B] -> [N, A, B].
+
+    The iterates of X are polynomials of X X^T times X, so only the small square side is iterated: for a
+    matrix three times as wide as high this takes a third less arithmetic.
+    """
     first, second, third = NEWTON_SCHULZ
-    wide = matrices.mT if matrices.shape[1] > matrices.shape[2] else matrices
-    wide = wide.to(dtype)
+    tall = matrices.shape[1] > matrices.shape[2]
+    wide = (matrices.mT if tall else matrices).to(dtype)
     wide = wide / (wide.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(steps):
-        gram = wide @ wide.mT
-        poly = torch.baddbmm(gram, gram, gram, beta=second, alpha=third)
-        wide = torch.baddbmm(wide, poly, wide, beta=first)
-    return (wide.mT if matrices.shape[1] > matrices.shape[2] else wide).to(matrices.dtype)
+    gram = wide @ wide.mT
+    product = torch.eye(gram.shape[1], dtype=dtype, device=gram.device).expand_as(gram)
+    for step in range(steps):
+        poly = torch.baddbmm(gram, gram, gram, beta=second, alpha=third)  # second G + third G^2
+        product = torch.baddbmm(product, poly, product, beta=first) if step else poly + first * product
+        if step < steps - 1:
+            half = torch.baddbmm(gram, poly, gram, beta=first)  # (first + poly) G
+            gram = torch.baddbmm(half, poly, half, beta=first)
+    wide = product @ wide
+    return (wide.mT if tall else wide).to(matrices.dtype)
 
 
 class Muon(torch.optim.Optimizer):

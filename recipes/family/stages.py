@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from . import card, corpus, data, draft, evaluate, generate, model, plots, prompts, report, tokenizer
+from . import card, corpus, data, draft, evaluate, generate, model, plots, prompts, report, shrink, tokenizer
 from .config import PRESETS, Plan, Preset
 from .evaluate import HeldOut
 from .export import export
@@ -140,7 +140,9 @@ def draft_job(shop: Workshop, generated_rows: int | None) -> Job:
     teacher = model.load(shop.folder / "export" / "target").to(shop.device).requires_grad_(False)
     rows = how.generated_rows if generated_rows is None else generated_rows
     generated = write_text(shop, teacher, rows) if rows else torch.empty(0, 1)
-    student = model.build(preset.draft, preset, plan.seed + 1).to(shop.device)
+    student = model.build(preset.draft, preset, plan.seed + 1)
+    shrink.shrink(teacher.cpu(), student, how.layers)
+    teacher, student = teacher.to(shop.device), student.to(shop.device)
     loss = draft.DraftLoss(student, teacher, model.autocast_dtype(shop.device), how.plain_share)
     if shop.compiled:
         for net in (student, teacher):
