@@ -94,7 +94,7 @@ PRESETS = {
         draft_plan=Plan(8_000_000, 2048, ((1.0, 256),), minutes=15, muon_lr=0.01, adam_lr=0.0025, warmup=0.02),
         layer_skip=LayerSkip(grow_at=0.7),
         source_megabytes=12,
-        distillation=Distillation(2048),
+        distillation=Distillation(768),
     ),
     "gpu": Preset(
         vocab=4096,

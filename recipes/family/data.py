@@ -6,7 +6,7 @@ Every draw is a function of (seed, rows already drawn), so a resumed run reads e
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +50,7 @@ class Mixture:
     moment, which random offsets are not, and the whole state is one counter per stream.
     """
 
-    def __init__(self, streams: dict[str, np.ndarray], weights: dict[str, float], seed: int) -> None:
+    def __init__(self, streams: Mapping[str, np.ndarray], weights: Mapping[str, float], seed: int) -> None:
         self.streams = streams
         self.names = list(streams)
         total = sum(weights[name] for name in self.names)

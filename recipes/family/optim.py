@@ -79,7 +79,8 @@ class Muon(torch.optim.Optimizer):
 
 def build(model: nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
     """The two optimizers of one model; `base_lr` in each group is what the schedule scales."""
-    matrices, others = [], []
+    matrices: list[Tensor] = []
+    others: list[Tensor] = []
     for name, param in model.named_parameters():
         (matrices if param.ndim == 2 and "layers." in name else others).append(param)
     muon = Muon(matrices, lr=plan.muon_lr, weight_decay=0.01)

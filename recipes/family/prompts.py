@@ -28,7 +28,7 @@ def function_prompts(stream: np.ndarray, tokenizer: PreTrainedTokenizerFast, len
     end = tokenizer.eos_token_id
     ends = np.flatnonzero(np.asarray(stream) == end)
     for before, after in pairwise(ends):
-        text = tokenizer.decode(stream[before + 1 : after].tolist())
+        text = str(tokenizer.decode(stream[before + 1 : after].tolist()))
         prompt = signature(text)
         if prompt is None:
             continue

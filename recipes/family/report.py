@@ -26,7 +26,7 @@ def speculation(
 ) -> dict[str, Any]:
     """Agreement of exits and draft with the target on its greedy text after held-out signatures."""
     stream = np.fromfile(tokens / "val_functions.bin", dtype=np.uint16)
-    prompts = torch.stack(list(function_prompts(stream, tokenizer, PROMPT))[:64])
+    prompts = torch.stack(list(function_prompts(stream, tokenizer, PROMPT))[:32])
     rows = continue_rows(target, prompts, NEW, torch.zeros(len(prompts)), torch.Generator().manual_seed(SEED))
     mask = evaluate.before_end(rows, PROMPT, tokenizer.eos_token_id)
     matches = evaluate.draft_matches(draft, rows, PROMPT)
@@ -44,25 +44,27 @@ def speculation(
 
 def own_prompts(target: LlamaForCausalLM, draft: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """Share of greedy continuations of our signatures that parse, and the draft's agreement on them."""
-    texts = samples.continuations(target, tokenizer, samples.SIGNATURES, SAMPLE_TOKENS, 0.0, SEED)
-    parsed = [samples.parses(prompt, text) for prompt, text in zip(samples.SIGNATURES, texts, strict=True)]
+    prompts = samples.SIGNATURES
+    written = samples.continuations(target, tokenizer, prompts, SAMPLE_TOKENS, 0.0)
+    texts = [samples.text_of(tokenizer, ids) for ids in written]
+    parsed = [samples.parses(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
     same = total = 0
-    for prompt, text in zip(samples.SIGNATURES, texts, strict=True):
-        start = len(tokenizer.encode(prompt))
-        rows = torch.tensor([tokenizer.encode(prompt + text)])
-        matches = evaluate.draft_matches(draft, rows, start)
+    for prompt, ids in zip(prompts, written, strict=True):
+        start = tokenizer.encode(prompt)
+        matches = evaluate.draft_matches(draft, torch.tensor([start + ids]), len(start))
         same, total = same + int(matches.sum()), total + matches.numel()
     return {
         "parse_share": sum(parsed) / len(parsed),
         "draft_agreement": round(same / max(total, 1), 4),
-        "code": list(zip(samples.SIGNATURES[::5], texts[::5], parsed[::5], strict=True)),
+        "code": list(zip(prompts[::5], texts[::5], parsed[::5], strict=True)),
     }
 
 
 def measure(folder: Path, tokens: Path, held_out: HeldOut, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """All measurements of the folders `target` and `draft` under `folder`, weights as exported."""
     target, draft = model.load(folder / "target"), model.load(folder / "draft")
-    english = samples.continuations(target, tokenizer, samples.ENGLISH, 80, SAMPLE_TEMPERATURE, SEED)
+    written = samples.continuations(target, tokenizer, samples.ENGLISH, 80, SAMPLE_TEMPERATURE)
+    english = [samples.text_of(tokenizer, ids) for ids in written]
     with torch.no_grad():
         bpb = {name: evaluate.bits_per_byte(net, held_out) for name, net in (("target", target), ("draft", draft))}
     return {

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import ast
 import warnings
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .generate import continue_rows
+from .config import SEED
 
 ENGLISH = (
     "The old house at the end of the road",
@@ -84,19 +84,24 @@ SIGNATURES = tuple('{}\n    """{}"""\n'.format(*line.split(" | ")) for line in _
 
 @torch.no_grad()
 def continuations(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: tuple[str, ...], new_tokens: int,
-    temperature: float, seed: int,
-) -> list[str]:  # fmt: skip
-    """Each prompt's continuation up to the first end token, which is shown as a newline."""
-    generator = torch.Generator().manual_seed(seed)
-    texts = []
-    for prompt in prompts:
-        ids: Tensor = torch.tensor([tokenizer.encode(prompt)])
-        out = continue_rows(model, ids, new_tokens, torch.tensor([temperature]), generator)[0, ids.shape[1] :].tolist()
-        ended = tokenizer.eos_token_id in out
-        text = tokenizer.decode(out[: out.index(tokenizer.eos_token_id)] if ended else out)
-        texts.append(text + "\n" if ended else text)
-    return texts
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], new_tokens: int, temperature: float
+) -> list[list[int]]:
+    """Each prompt's continuation up to and including the first end token, all prompts in one batch."""
+    torch.manual_seed(SEED)
+    batch = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left")
+    how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    end = tokenizer.eos_token_id
+    out = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=new_tokens, **how)
+    found = []
+    for ids in out[:, batch["input_ids"].shape[1] :].tolist():
+        found.append(ids[: ids.index(end) + 1] if end in ids else ids)
+    return found
+
+
+def text_of(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
+    """A continuation as text; the end token becomes a newline."""
+    ended = ids[-1:] == [tokenizer.eos_token_id]
+    return str(tokenizer.decode(ids[:-1])) + "\n" if ended else str(tokenizer.decode(ids))
 
 
 def function_body(continuation: str) -> str:

@@ -52,10 +52,10 @@ class Workshop:
         return self.folder / "tokens"
 
     def held_out(self, long: bool) -> HeldOut:
-        """Held-out rows: a few thousand tokens of each source, or all there are up to 64k."""
+        """Held-out rows: a few thousand tokens of each source, or several times that at the end."""
         names = [source.name for source in corpus.SOURCES]
         fitting = min(256, self.preset.max_positions // 2)
-        rows = data.held_out_rows(self.tokens, names, fitting, 65_536 if long else 4_096)
+        rows = data.held_out_rows(self.tokens, names, fitting, 16_384 if long else 4_096)
         counts = tokenizer.token_bytes(tokenizer.load(self.folder / "tokenizer"))
         return HeldOut(rows, {s.name: s.weight for s in corpus.SOURCES}, torch.tensor(counts, dtype=torch.float64))
 
