@@ -121,7 +121,7 @@ def test_requests_that_join_later_change_nothing():
     assert first.token_ids[3:] == wanted["r0"][0] and second.token_ids[1:] == wanted["r1"][0]
 
 
-# --- proposers that misbehave --------------------------------------------------------------------------------------------------
+# --- proposers that misbehave -----------------------------------------------------------------------------------------------
 
 
 def good(context):
@@ -219,7 +219,8 @@ def test_a_proposer_that_fails_later_loses_nothing(caplog):
 
 def test_ids_in_the_padding_are_no_fault():
     def script(context, k):
-        return Proposal(torch.tensor([[1, -7, 999]] * len(context.requests)), torch.ones(len(context.requests), dtype=torch.long))
+        batch = len(context.requests)
+        return Proposal(torch.tensor([[1, -7, 999]] * batch), torch.ones(batch, dtype=torch.long))
 
     engine = make_engine(ScriptedProposer(script), 3)
     assert outputs(run(engine, requests(3))) == plain(3)
@@ -281,7 +282,7 @@ def test_a_tree_for_a_verifier_of_chains_is_refused():
         make_engine(proposer, 2, runner=runner, verifier=BlockVerifier())
 
 
-# --- a target that misbehaves -------------------------------------------------------------------------------------------------
+# --- a target that misbehaves -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["fails_for", "nan_for"])
@@ -321,7 +322,7 @@ def test_an_interrupt_leaves_every_request_resumable():
     assert all(request.token_ids[request.num_prompt_tokens :] == wanted[request.request_id][0] for request in mine)
 
 
-# --- sampling, logprobs, features ----------------------------------------------------------------------------------------------
+# --- sampling, logprobs, features -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("k", [0, 3])

@@ -69,7 +69,10 @@ class TableRunner:
 
     def fork(self, source_id, new_ids) -> None:
         for new_id in new_ids:
-            self.cached[new_id] = self.cached[source_id][:1]
+            self.cached[new_id] = list(self.cached[source_id])
+
+    def keep_len(self, request_id, num_tokens) -> None:
+        del self.cached[request_id][num_tokens:]
 
     def pass_cost(self, width, batch, cache_len):
         return 0.001

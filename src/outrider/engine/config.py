@@ -1,12 +1,13 @@
-"""From what a user writes to the parts of an engine: options, models, tokenizer, proposer, verifier and draft length by name."""
+"""From what a user writes to the parts of an engine: options, tokenizer, proposer, verifier and draft length by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.engine.costs import pass_costs
 from outrider.engine.policy import POLICIES, FixedLength, LengthPolicy
 from outrider.proposers.base import Proposer, Setting
 from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, PROPOSERS, VERIFIERS
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from outrider.verifiers.base import Verifier
 
     ModelSource = str | Path | PreTrainedModel
-
-SAME_TEXT_WIDTH = 6  # rows of every target pass, so that the same kernels run with and without drafts
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,6 @@ def split_options(options: Mapping[str, Any]) -> tuple[Speculation, RunnerConfig
         raise OutriderError(f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(ours | runners))}")
     speculation = Speculation(**{name: value for name, value in options.items() if name in ours})
     runner = RunnerConfig(**{name: value for name, value in options.items() if name in runners})
-    if speculation.same_text and runner.score_width is None:
-        k = speculation.num_draft_tokens
-        runner = replace(runner, score_width=max(k + 1, SAME_TEXT_WIDTH) if isinstance(k, int) else SAME_TEXT_WIDTH)
     return speculation, runner
 
 
@@ -98,15 +94,13 @@ def build_verifiers(speculation: Speculation) -> tuple[Verifier, Verifier]:
 
 
 def build_policy(speculation: Speculation, runner: ModelRunner, proposer: Proposer, max_k: int) -> LengthPolicy:
-    """A fixed K, or the policy of that name."""
+    """A fixed K, or the policy of that name, which chooses from 0 to ``max_k``."""
     k = speculation.num_draft_tokens
-    if isinstance(k, bool) or not isinstance(k, (int, str)):
-        if not hasattr(k, "next_k"):
-            raise OutriderError(f"num_draft_tokens must be a number or one of {', '.join(POLICIES)}, not {k!r}")
+    if isinstance(k, bool) or not (isinstance(k, (int, str)) or hasattr(k, "next_k")):
+        raise OutriderError(f"num_draft_tokens must be a number or one of {', '.join(POLICIES)}, not {k!r}")
+    if not isinstance(k, (int, str)):
         return k
     if isinstance(k, int):
-        if k > max_k and proposer.max_drafts:
-            raise OutriderError(f"num_draft_tokens is {k}, but {max_k} is the most that this setting can score at once")
-        return FixedLength(min(k, max_k))
-    policy: LengthPolicy = POLICIES.get(k)(max_k, runner.pass_cost)
+        return FixedLength(min(k, proposer.max_drafts))
+    policy: LengthPolicy = POLICIES.get(k)(max_k, pass_costs(runner)) if max_k else FixedLength(0)
     return policy

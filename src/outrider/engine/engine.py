@@ -1,7 +1,7 @@
 """The one loop: propose, score, verify, commit. Plain decoding is the round with no drafts, batch 1 the batch of one.
 
-Knows the interfaces of the other rooms and the name of no method. A proposer's failure costs speculation, never text; a target's
-failure is an error for the request that causes it.
+Knows the interfaces of the other rooms and the name of no method. A proposer's failure costs speculation, never text; a
+target's failure is an error for the request that causes it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outrider.engine.costs import pass_costs
 from outrider.engine.drafting import Drafts, GuardedProposer
 from outrider.engine.logprobs import TokenLogprobs, token_logprobs
 from outrider.engine.policy import LengthPolicy
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from outrider.verifiers.base import Verifier
 
 logger = logging.getLogger(__name__)
-
-COST_BUCKET = 64  # committed tokens; within it the cost of a plain pass is looked up once
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ class Engine:
         self._sampled, self._deterministic = verifiers
         self._coupled = coupled
         self._guarded = GuardedProposer(proposer, runner.vocab_size, self._make_sampler, self.stats)
-        self._plain_passes: dict[tuple[int, int], float] = {}
+        self.costs = pass_costs(runner)
         runner.needs_hidden = proposer.needs_hidden
         if getattr(proposer, "drafts_trees", False):
             self._check_tree(self._sampled)
@@ -145,10 +144,9 @@ class Engine:
         token_ids = [ids[node] for node in path]
         token_ids.append(next_token)
         kept, text = self.scheduler.commit(entry, token_ids)
+        last = "plain"
         if num_drafts:
             last = "bonus" if _is_leaf(drafts.proposal, b, num_drafts, path) else "corrected"
-        else:
-            last = "plain"
         origins = (["accepted"] * num_accepted + [last])[: len(kept)]
         entry.stats.count(num_drafts, num_accepted, len(kept))
         self.stats.count(num_drafts, num_accepted, len(kept))
@@ -165,7 +163,9 @@ class Engine:
         """Seconds go to the requests, the total and the policy."""
         cache_len = max([len(request.token_ids) for request in context.requests])
         is_prefill = not all([entry.is_cached for entry in entries])
-        plain_pass = None if is_prefill else self._plain_pass(len(entries), cache_len)
+        if not is_prefill:
+            self.costs.observe(1 + max(drafts.lens), len(entries), cache_len, round_.times.score)
+        plain_pass = self.costs.seconds(1, len(entries), cache_len)
         emitted = 0
         for entry, emission in zip(entries, emissions, strict=True):
             entry.is_cached = True
@@ -174,23 +174,15 @@ class Engine:
         self.stats.clock(round_, is_prefill, emitted / len(entries), plain_pass)
         self.policy.observe(context, round_, is_prefill)
 
-    def _plain_pass(self, batch: int, cache_len: int) -> float | None:
-        """Seconds of a target pass without drafts, if the runner knows."""
-        key = batch, cache_len // COST_BUCKET
-        if key not in self._plain_passes:
-            seconds = self.runner.pass_cost(1, batch, cache_len)
-            if seconds is None:
-                return None
-            self._plain_passes[key] = seconds
-        return self._plain_passes[key]
-
-    # --- requests come and go -------------------------------------------------------------------------------------------------
+    # --- requests come and go -----------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Takes waiting requests in; one whose prompt is cached already starts from a copy."""
         for entry in self.scheduler.admit():
             if entry.fork_of is not None:
                 self.runner.fork(entry.fork_of, [entry.request.request_id])
+                # The source may have gone on; and the last token of the prompt is scored again, for this sample's first token.
+                self.runner.keep_len(entry.request.request_id, entry.request.num_prompt_tokens - 1)
                 entry.is_cached = True
 
     def _forget(self, request_ids: Sequence[str]) -> None:
@@ -224,7 +216,7 @@ class Engine:
     def _check_tree(verifier: Verifier) -> None:
         if not verifier.handles_trees:
             raise OutriderError(
-                f"the verifier {type(verifier).__name__} judges chains, but the proposer drafts trees: choose one that handles trees"
+                f"{type(verifier).__name__} judges chains, but the proposer drafts trees: choose a verifier that handles trees"
             )
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -38,7 +38,7 @@ Prompt = str | Sequence[int]
 Prompts = Prompt | Sequence[str] | Sequence[Sequence[int]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
-MAX_K = 15  # of "auto": a pass of 16 rows
+MAX_K = 15  # of a policy that chooses: passes of 16 rows
 SEED_STRIDE = 0x9E3779B97F4A7C15  # keeps the seeds of a prompt's samples apart
 
 
@@ -69,7 +69,7 @@ class LLM:
         self.tokenizer = tokenizer or load_tokenizer(target)
         self.runner = ModelRunner.load(target, runner_config)
         self.proposer = build_proposer(self.speculation, self.runner, self.tokenizer)
-        max_k = min(self.proposer.max_drafts, (runner_config.score_width or MAX_K + 1) - 1)
+        max_k = min(self.proposer.max_drafts, MAX_K)
         self.policy = build_policy(self.speculation, self.runner, self.proposer, max_k)
         scheduler = Scheduler(
             self.runner.max_batch,
@@ -78,9 +78,8 @@ class LLM:
             DetokenizerFactory(self.tokenizer) if self.tokenizer is not None else None,
         )
         verifiers = build_verifiers(self.speculation)
-        self.engine = Engine(
-            self.runner, self.proposer, verifiers, self.policy, scheduler, coupled=self.speculation.same_text
-        )
+        coupled = self.speculation.same_text
+        self.engine = Engine(self.runner, self.proposer, verifiers, self.policy, scheduler, coupled)
         self._ids = itertools.count()
         self._inbox: dict[str, deque[Emission]] = {}  # emissions of requests whose reader was not the one who stepped
 
@@ -90,8 +89,12 @@ class LLM:
         return self.engine.stats
 
     def warmup(self, k: int, batch: int = 1) -> None:
-        """Does now what would make the first rounds slow: compiling and measuring."""
+        """Does now what would make the first rounds slow: compiling, and measuring passes without drafts and with k."""
         self.proposer.warmup(k, batch)
+        for width in sorted({1, 1 + k}):
+            seconds = self.runner.pass_cost(width, batch, 0)
+            if seconds is not None:
+                self.engine.costs.observe(width, batch, 0, seconds)
 
     def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
         """One completion for each prompt and sample, prompts in order, samples of a prompt together.
@@ -107,7 +110,7 @@ class LLM:
             raise GenerationInterrupted(completions) from interrupt
         return completions
 
-    def stream(self, prompts: Prompts, params: Params = None) -> Iterator[Chunk]:
+    def stream(self, prompts: Prompts, params: Params = None) -> Generator[Chunk, None, None]:
         """The same, as it comes: chunks of several prompts or samples are told apart by their indices."""
         return self._run(prompts, params, [])
 
@@ -119,12 +122,14 @@ class LLM:
         """Messages ({"role", "content"}) -> the token ids that the tokenizer's chat template makes of them."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise OutriderError("this tokenizer has no chat template: use generate with a plain prompt")
-        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        text = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+        )
         return list(self.tokenizer.encode(str(text), add_special_tokens=False))
 
-    # --- inside ---------------------------------------------------------------------------------------------------------------
+    # --- inside -------------------------------------------------------------------------------------------------------------
 
-    def _run(self, prompts: Prompts, params: Params, completions: list[Completion]) -> Iterator[Chunk]:
+    def _run(self, prompts: Prompts, params: Params, completions: list[Completion]) -> Generator[Chunk, None, None]:
         """Runs requests to their end, filling ``completions``. Whatever happens, none of them stays in the engine."""
         open_ids: dict[str, Completion] = {}
         try:
@@ -153,9 +158,7 @@ class LLM:
             if inbox is not None:
                 inbox.append(emission)
 
-    def _submit(
-        self, prompts: Prompts, params: Params, completions: list[Completion], open_ids: dict[str, Completion]
-    ) -> None:
+    def _submit(self, prompts: Prompts, params: Params, completions: list[Completion], open_ids: dict[str, Completion]) -> None:
         """Queues n requests for each prompt; all prompts are checked before any of them runs."""
         encoded = self._encode_all(prompts)
         shared = params if params is not None else SamplingParams()
@@ -179,9 +182,9 @@ class LLM:
         return Request(f"r{next(self._ids)}", list(token_ids), len(token_ids), params, seed, generator)
 
     def _encode_all(self, prompts: Prompts) -> list[list[int]]:
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
-        return [self._encode(prompt) for prompt in prompts]  # type: ignore[arg-type]
+        is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        each = cast("Sequence[Prompt]", [prompts] if is_one else prompts)
+        return [self._encode(prompt) for prompt in each]
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens: the target's own, of the row that each token was drawn from, before any sampler setting."""
+"""Log-probabilities of emitted tokens: the target's own, before any sampler setting, of the row each was drawn from."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from outrider.engine.llm import LLM, Params, Prompts
@@ -21,7 +21,9 @@ def generate(prompts: Prompts, params: Params = None, target: ModelSource | None
     return _llm(target, options).generate(prompts, params)
 
 
-def stream(prompts: Prompts, params: Params = None, target: ModelSource | None = None, **options: Any) -> Iterator[Chunk]:
+def stream(
+    prompts: Prompts, params: Params = None, target: ModelSource | None = None, **options: Any
+) -> Generator[Chunk, None, None]:
     """``LLM(target, **options).stream(prompts, params)``, keeping the models while target and options stay the same."""
     return _llm(target, options).stream(prompts, params)
 

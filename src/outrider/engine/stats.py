@@ -81,7 +81,7 @@ class GenerationStats:
         if is_prefill:
             self.plain_seconds += times.score + outside
         elif plain_pass is None:
-            self.plain_seconds = math.nan
+            self.plain_seconds = math.nan  # only before any pass without drafts was measured
         else:
             self.plain_seconds += emitted_per_row * (plain_pass + outside)
             self.pass_seconds += plain_pass

@@ -29,7 +29,7 @@ class NgramProposer(Proposer):
 
     name = "ngram"
 
-    def __init__(self, config: NgramConfig = NgramConfig()) -> None:  # noqa: B008 (frozen)
+    def __init__(self, config: NgramConfig = NgramConfig()) -> None:
         self._config = config
         self._indexes: dict[str, NgramIndex] = {}
 
@@ -59,7 +59,7 @@ class NgramProposer(Proposer):
 
 
 class NgramIndex:
-    """n-gram -> where the text last went on after it. Reads a request's committed tokens, of which it only remembers positions."""
+    """n-gram -> where the text last went on after it. Reads a request's committed tokens and remembers positions only."""
 
     def __init__(self, token_ids: list[int], config: NgramConfig) -> None:
         self._token_ids = token_ids

@@ -1,0 +1,149 @@
+"""Streaming text: joined chunks are the full decode, no chunk holds half a character, no stop string is shown and taken back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from outrider.engine.detokenizer import BROKEN, BytesDetokenizer, DetokenizerFactory, StopScanner, WindowDetokenizer
+
+TEXTS = [
+    "def add(a, b):\n    return a + b\n",
+    "naïve café, Größe, 100 €",
+    "你好，世界。日本語のテキスト",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 done",
+    "mixed 混ぜる 🎉 text\twith\r\nlines",
+    "العربية עברית हिन्दी",
+]
+
+
+def byte_level():
+    """A byte-level BPE small enough that most of these characters fall apart into several tokens."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(TEXTS[:2], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    tokenizer.add_tokens(["<tool>"])
+    return tokenizer
+
+
+def sentencepiece_like():
+    """Words with a leading ▁ and bytes for the rest, decoded as Llama 2 does: the first space of a text is stripped."""
+    words = ["▁def", "▁add", "▁text", "done", "▁"]
+    vocab = {"<unk>": 0, "<eos>": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
+    for word in words:
+        vocab[word] = len(vocab)
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>")
+
+
+TOKENIZERS = {"byte-level": byte_level(), "sentencepiece": sentencepiece_like()}
+
+
+def ids_of(kind, text):
+    tokenizer = TOKENIZERS[kind]
+    if kind == "byte-level":
+        return tokenizer.encode(text, add_special_tokens=False)
+    return [2 + byte for byte in text.encode()]
+
+
+def decode(kind, ids):
+    return TOKENIZERS[kind].decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def in_chunks(detokenizer, ids, choose):
+    """Feeds the ids in rounds of 1 to 6 tokens."""
+    chunks, at = [], 0
+    while at < len(ids):
+        size = choose.randrange(1, 7)
+        chunks.append(detokenizer.feed(ids[at : at + size]))
+        at += size
+    return chunks
+
+
+def test_each_tokenizer_gets_the_detokenizer_meant_for_it():
+    assert isinstance(DetokenizerFactory(TOKENIZERS["byte-level"])([1]), BytesDetokenizer)
+    assert isinstance(DetokenizerFactory(TOKENIZERS["sentencepiece"])([1]), WindowDetokenizer)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_joined_chunks_are_the_text_and_no_character_is_ever_broken(kind, text):
+    ids = ids_of(kind, text)
+    assert len(ids) > len(text.split())
+    for seed in range(10):
+        detokenizer = DetokenizerFactory(TOKENIZERS[kind])([])
+        chunks = in_chunks(detokenizer, ids, random.Random(seed))
+        assert not any(BROKEN in chunk for chunk in chunks)
+        assert "".join(chunks) + detokenizer.flush() == decode(kind, ids) == text
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_bytes_decode_as_the_tokenizer_does(seed):
+    choose = random.Random(seed)
+    tokenizer = TOKENIZERS["byte-level"]
+    ids = [choose.randrange(len(tokenizer)) for _ in range(60)]
+    detokenizer = DetokenizerFactory(tokenizer)([])
+    assert "".join(in_chunks(detokenizer, ids, choose)) + detokenizer.flush() == decode("byte-level", ids)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_text_that_ends_within_a_character_shows_it_only_at_the_end(kind):
+    ids = ids_of(kind, "ok 🎉")[:-1]
+    detokenizer = DetokenizerFactory(TOKENIZERS[kind])([])
+    shown = "".join(detokenizer.feed([token]) for token in ids)
+    assert shown == "ok "
+    assert set(detokenizer.flush()) == {BROKEN}
+
+
+def test_invalid_bytes_do_not_hold_text_back_for_ever():
+    detokenizer = DetokenizerFactory(TOKENIZERS["sentencepiece"])([])
+    shown = "".join(detokenizer.feed([2 + 0xFF]) for _ in range(100))
+    assert len(shown) >= 80
+
+
+def test_a_leading_space_survives_behind_a_prompt():
+    tokenizer = TOKENIZERS["sentencepiece"]
+    prompt, output = tokenizer.convert_tokens_to_ids(["▁def"]), tokenizer.convert_tokens_to_ids(["▁add", "▁text"])
+    detokenizer = DetokenizerFactory(tokenizer)([prompt] if isinstance(prompt, int) else prompt)
+    assert detokenizer.feed(output) + detokenizer.flush() == " add text"
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_special_tokens_are_not_shown_and_added_ones_are(kind):
+    tokenizer = TOKENIZERS[kind]
+    detokenizer = DetokenizerFactory(tokenizer)([])
+    assert detokenizer.feed([tokenizer.eos_token_id]) + detokenizer.flush() == ""
+    if kind == "byte-level":
+        assert detokenizer.feed([tokenizer.convert_tokens_to_ids("<tool>")]) == "<tool>"
+
+
+def test_ids_beyond_the_tokenizer_show_nothing():
+    assert DetokenizerFactory(TOKENIZERS["byte-level"])([]).feed([len(TOKENIZERS["byte-level"]) + 5]) == ""
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_stop_string_ends_the_text_where_a_full_search_finds_it(seed):
+    choose = random.Random(seed)
+    text = "".join(choose.choice("ab") for _ in range(40))
+    stops = ["".join(choose.choice("ab") for _ in range(choose.randrange(2, 7))) for _ in range(choose.randrange(1, 4))]
+    scanner, shown = StopScanner(stops), ""
+    for at, character in enumerate(text):
+        shown += scanner.feed(character)
+        done = [text[: at + 1].find(stop) for stop in stops if stop in text[: at + 1]]
+        if done:
+            assert scanner.stopped_by in stops and shown == text[: min(done)]
+            return
+        assert scanner.stopped_by is None and text.startswith(shown)
+        held = text[len(shown) : at + 1]
+        assert held == "" or any(stop.startswith(held) for stop in stops)
+    assert shown + scanner.flush() == text
