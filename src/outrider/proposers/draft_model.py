@@ -62,7 +62,7 @@ class DraftModelProposer(Proposer):
                 token = sampler.tokens(logits[:, None], drafts, start=step)[:, 0]
             else:
                 probs.append(sampler.probs(logits[:, None], drafts, start=step))
-                token = sampler.categorical(probs[-1][:, 0])
+                token = sampler.draw(probs[-1][:, 0], step)
             drafts = torch.cat([drafts, token[:, None]], 1)
             if step + 1 < k:
                 logits = self._spread(self.draft.feed(ids, token if len(able) == len(requests) else token[able]), able, len(requests))

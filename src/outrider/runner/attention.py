@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class PassLayout:
     bases: Tensor  # [B] int64: slot of the pass's first token; slots before it hold the committed text
     positions: Tensor  # [B, W] int64
     visible: Tensor  # bool [B, W, W]: which tokens of the pass each token sees
+    layers_done: set[int] = field(default_factory=set)  # whose attention has run
 
 
 _active: PassLayout | None = None
@@ -61,9 +62,10 @@ def attend(
     layout = _active
     if layout is None:
         raise RuntimeError("this model was prepared by Outrider's runner: call the runner, not the model")
-    for name in ("s_aux", "position_bias", "sinks"):
-        if options.get(name) is not None:
-            raise OutriderError(f"{type(module).__name__} asks attention for {name!r}, which Outrider's cache does not support")
+    _check(module, layout, attention_mask, options)
+    stored = (layout.keys.shape[2], layout.keys.shape[4], layout.values.shape[4])
+    if (key.shape[1], key.shape[3], value.shape[3]) != stored or value.shape[1] != stored[0]:
+        raise OutriderError(f"{type(module).__name__} has other head sizes than its config says: Outrider cannot run it")
     out = torch.ops.outrider.attend(
         query,
         key,
@@ -80,6 +82,20 @@ def attend(
         int(options.get("sliding_window") or 0),
     )
     return out, None
+
+
+def _check(module: nn.Module, layout: PassLayout, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
+    """Raises ``OutriderError`` for what would be computed wrongly without a word."""
+    odd = next((name for name in ("s_aux", "position_bias", "sinks") if options.get(name) is not None), None)
+    if odd is None and attention_mask is not None and attention_mask.dtype != torch.bool:  # Outrider gives a bool: it is the model's
+        odd = "a mask of its own"
+    if odd is None and getattr(module, "is_causal", True) is False:
+        odd = "to see both ways"
+    if odd is None and (module.layer_idx in layout.layers_done or not 0 <= module.layer_idx < layout.keys.shape[0]):
+        odd = "more than one attention a layer"
+    if odd is not None:
+        raise OutriderError(f"{type(module).__name__} needs {odd} in attention, which Outrider's cache does not support")
+    layout.layers_done.add(module.layer_idx)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -15,7 +15,7 @@ from transformers import Cache, PreTrainedConfig
 
 from outrider.types import OutriderError
 
-SLACK = 64  # slots behind max_len for the padding of a pass and for drafts that reach over the end
+SLACK = 64  # slots behind max_len for the padding of a pass and for drafts that reach over the end; more only when needed
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,7 @@ class KVCache(Cache):
 
     def _allocate(self, rows: int, slots: int, dim: int) -> Tensor:
         shape = (self.shape.num_layers, rows, self.shape.num_kv_heads, slots, dim)
-        # On a CPU unwritten slots are never read; elsewhere masked slots are multiplied by zero and must not be NaN.
-        make = torch.empty if self._device.type == "cpu" else torch.zeros
-        return make(shape, dtype=self._dtype, device=self._device)
+        return torch.empty(shape, dtype=self._dtype, device=self._device)  # attention never reads what was not written
 
     @property
     def capacity(self) -> int:
@@ -86,13 +84,10 @@ class KVCache(Cache):
         return 0 if row is None else self.cached_lens[row]
 
     def reserve(self, slots: int) -> None:
-        """Makes every row hold at least ``slots`` slots. Raises ``OutriderError`` beyond the context window."""
+        """Makes every row hold at least ``slots`` slots: also beyond the context window, where a ragged pass's padding may reach."""
         if slots <= self.capacity:
             return
-        limit = self.max_len + SLACK
-        if slots > limit:
-            raise OutriderError(f"the text needs {slots} cache slots, the context window is {self.max_len} tokens")
-        wanted = min(limit, max(slots, 2 * self.capacity, 256))
+        wanted = max(slots, min(self.max_len + SLACK, max(2 * self.capacity, 256)))
         self.keys = self._resized(self.keys, self.keys.shape[1], wanted)
         self.values = self._resized(self.values, self.values.shape[1], wanted)
 
@@ -109,7 +104,7 @@ class KVCache(Cache):
     def _resized(self, old: Tensor, rows: int, slots: int) -> Tensor:
         new = self._allocate(rows, slots, old.shape[4])
         for row in self._row_of.values():
-            used = min(self.cached_lens[row], old.shape[3])
+            used = min(self.cached_lens[row] + 2 * SLACK, old.shape[3])  # with the drafts of a round not committed yet
             if row < old.shape[1] and used:
                 new[:, row, :, :used] = old[:, row, :, :used]
         return new
@@ -167,11 +162,18 @@ def cache_shape(config: PreTrainedConfig) -> CacheShape:
         )
     if getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", 0):
         raise OutriderError(f"{config.model_type} shares KV between layers, which Outrider's cache does not support")
-    heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    heads = _one_number(config, "num_attention_heads")
+    kv_heads = 1 if getattr(config, "multi_query", False) else _one_number(config, "num_key_value_heads", heads)
+    dim = _one_number(config, "head_dim", _one_number(config, "hidden_size") // heads)
     key_dim = value_dim = dim
     if getattr(config, "qk_nope_head_dim", None) is not None:  # multi-head latent attention: keys and values differ
         key_dim, value_dim = int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim), int(config.v_head_dim)
         kv_heads = heads
-    return CacheShape(int(config.num_hidden_layers), kv_heads, key_dim, value_dim)
+    return CacheShape(_one_number(config, "num_hidden_layers"), kv_heads, key_dim, value_dim)
+
+
+def _one_number(config: PreTrainedConfig, name: str, default: int | None = None) -> int:
+    value = getattr(config, name, None) or default
+    if not isinstance(value, int):
+        raise OutriderError(f"{config.model_type} gives no {name} that holds for all layers: Outrider's cache does not fit it")
+    return value

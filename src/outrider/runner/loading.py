@@ -20,11 +20,14 @@ def load_model(source: str | Path, dtype: torch.dtype | str, device: torch.devic
     """
     config = load_config(source, trust_remote_code)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=dtype, trust_remote_code=trust_remote_code, low_cpu_mem_usage=True
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except Exception as error:  # broken files fail in more ways than can be listed
         raise OutriderError(f"cannot load {source}: {_first_line(error)}") from error
+    missing = sorted(info["missing_keys"])  # transformers would fill them with random numbers
+    if missing:
+        raise OutriderError(f"{source} lacks weights of the model: {len(missing)} tensors, the first {missing[0]}")
     if device.type != "cpu":
         model.to(device)
     return adopt(model)
@@ -32,11 +35,32 @@ def load_model(source: str | Path, dtype: torch.dtype | str, device: torch.devic
 
 def adopt(model: PreTrainedModel) -> PreTrainedModel:
     """Puts a loaded model on Outrider's attention, in place. Raises ``OutriderError`` where the architecture does not allow it."""
+    refuse_encoders(model.config)
+    refuse_own_attention(type(model))
+    if model.get_output_embeddings() is None:
+        raise OutriderError(f"{type(model).__name__} has no language-model head: load it with AutoModelForCausalLM")
     try:
         model.set_attn_implementation(attention.NAME)
     except (ValueError, KeyError) as error:
         raise OutriderError(f"{type(model).__name__} does not use transformers' attention interface: {_first_line(error)}") from error
+    if text_config(model)._attn_implementation != attention.NAME:
+        raise OutriderError(f"{type(model).__name__} does not let its attention be set: Outrider cannot run it")
     return model.eval().requires_grad_(False)
+
+
+def refuse_encoders(config: PreTrainedConfig) -> None:
+    """Raises ``OutriderError`` for models that read both ways, which transformers also files under causal language models."""
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise OutriderError(f"{kind} is an encoder-decoder model: Outrider runs decoder-only language models")
+    if getattr(config, "is_decoder", True) is False and not kind.startswith("gpt_neox"):  # whose flag means nothing
+        raise OutriderError(f"{kind} with is_decoder=False reads both ways: Outrider runs decoder-only language models")
+
+
+def refuse_own_attention(model_class: Any) -> None:
+    """Raises ``OutriderError`` where attention is not a function that can be exchanged."""
+    if not model_class._can_set_attn_implementation():
+        raise OutriderError(f"{model_class.__name__} does not use transformers' attention interface: Outrider cannot run it")
 
 
 def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -54,6 +78,9 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
         raise OutriderError(f"cannot read the config of {source}{hint}: {_first_line(error)}") from error
     if not trust_remote_code and type(config) not in AutoModelForCausalLM._model_mapping:
         raise OutriderError(f"{source} is a {config.model_type} model, not a causal language model")
+    refuse_encoders(config)
+    if type(config) in AutoModelForCausalLM._model_mapping:
+        refuse_own_attention(AutoModelForCausalLM._model_mapping[type(config)])
     return config
 
 

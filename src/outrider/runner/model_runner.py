@@ -37,9 +37,9 @@ class RunnerConfig:
     def __post_init__(self) -> None:
         if self.compile not in ("auto", "always", "never"):
             raise OutriderError(f"compile must be auto, always or never, not {self.compile!r}")
-        if self.max_batch < 1 or self.prefill_chunk < 1:
-            raise OutriderError("max_batch and prefill_chunk must be at least 1")
-        if self.dtype != "auto" and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+        if self.max_batch < 1 or self.prefill_chunk < 1 or (self.max_len is not None and self.max_len < 1):
+            raise OutriderError("max_batch, prefill_chunk and max_len must be at least 1")
+        if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
             raise OutriderError(f"unknown dtype {self.dtype!r}; use auto, bfloat16, float16 or float32")
 
 
@@ -82,6 +82,8 @@ class ModelRunner:
         config = config or RunnerConfig()
         if isinstance(model, PreTrainedModel):
             return cls._from_object(model, config)
+        if not isinstance(model, (str, Path)):
+            raise OutriderError(f"a model is a folder, a hub id or a transformers PreTrainedModel, not {type(model).__name__}")
         device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         if device.type == "cuda" and not torch.cuda.is_available():
             raise OutriderError("device cuda was asked for, but torch sees no CUDA device")
@@ -155,6 +157,8 @@ class ModelRunner:
         Everything fed counts as cached; ``keep_len`` takes tokens back.
         """
         rows = [self.cache.row(request_id) for request_id in request_ids]
+        for row, text in zip(rows, texts, strict=True):  # the last token is always fed, for its logits
+            self.cache.cached_lens[row] = min(self.cache.cached_lens[row], len(text) - 1)
         self._prefill(texts, rows, spare=0)
         bases = [self.cache.cached_lens[row] for row in rows]
         pending = [list(text[base:]) for text, base in zip(texts, bases, strict=True)]
@@ -189,7 +193,10 @@ class ModelRunner:
     def _prefill(self, texts: Sequence[Sequence[int]], rows: list[int], spare: int) -> None:
         """Reads long uncached text in chunks, all requests together, up to but excluding each one's last token."""
         lens = self.cache.cached_lens
-        self.cache.reserve(max(len(text) for text in texts) + spare + 1)
+        longest = max(len(text) for text in texts)
+        if longest > self.max_len:
+            raise OutriderError(f"a text of {longest} tokens does not fit the context window of {self.max_len}")
+        self.cache.reserve(longest + spare + 1)
         if max(len(text) - lens[row] for text, row in zip(texts, rows, strict=True)) <= SHORT:
             return
         while True:
