@@ -114,12 +114,12 @@ class Sampler:
         """Independent coins: float [B, N] in [0, 1] -> bool [B, N]; coin (b, i) is the same whatever B and N."""
         self._sync_round()
         self._num_tosses += 1
-        return self._uniforms(_COIN, self._num_tosses, probs.shape[1]).to(probs.device) < probs
+        return self._uniforms(_COIN, self._num_tosses, probs.shape[1]) < probs
 
     def categorical(self, probs: Tensor) -> Tensor:
         """One draw a row, by each request's generator: float [B, V] -> int64 [B]; never a token of probability 0."""
-        numbers = [torch.rand(1, dtype=torch.float64, generator=request.generator) for request in self.requests]
-        return self._invert(probs, torch.stack(numbers))
+        numbers = [[torch.rand((), dtype=torch.float64, generator=request.generator).item()] for request in self.requests]
+        return self._invert(probs, torch.tensor(numbers, dtype=torch.float64, device=self.device))
 
     def draw(self, probs: Tensor, index: int) -> Tensor:
         """Draft ``index`` of the round: float [B, V] -> int64 [B], by a number that belongs to (seed, text length, index).
@@ -183,13 +183,13 @@ class Sampler:
         for request, length in zip(self.requests, self._lens, strict=True):
             key = _key(request.seed, purpose, length, call)
             rows.append([(_mix(key + i * _GOLDEN) >> 11) * 2.0**-53 for i in range(1, count + 1)])
-        return torch.tensor(rows, dtype=torch.float64).view(len(rows), count)
+        return torch.tensor(rows, dtype=torch.float64, device=self.device)
 
     @staticmethod
     def _invert(probs: Tensor, uniforms: Tensor) -> Tensor:
         """Inverse CDF in float64: the first token whose cumulative probability exceeds the uniform."""
         cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-        height = uniforms.to(probs.device) * cumulative[:, -1:]
+        height = uniforms * cumulative[:, -1:]
         return torch.searchsorted(cumulative, height, right=True).squeeze(-1)
 
     def _coupled_noise(self, scores: Tensor, parents: Tensor | None, start: int) -> Tensor:
