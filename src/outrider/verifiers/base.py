@@ -39,18 +39,27 @@ def accept_prob(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     """norm(max(0, target - draft)): [..., V]. Zero mass, where rejection has probability 0: the target."""
-    excess = (target_probs - draft_probs).clamp_min(0.0)
+    excess = (target_probs - draft_probs).clamp_min_(0.0)
     mass = excess.sum(dim=-1, keepdim=True)
-    return torch.where(mass > 0, excess / mass, target_probs)
+    is_empty = (mass <= 0).to(mass.dtype)
+    return torch.addcmul(excess, target_probs, is_empty).div_(mass + is_empty)
+
+
+def within(values: Tensor, lens: Tensor) -> Tensor:
+    """Values [B, N] of drafts, 0 beyond ``lens`` [B]."""
+    width = values.shape[1]
+    if min(lens.tolist()) == width:
+        return values
+    steps = torch.arange(width, device=values.device)
+    return torch.where(steps < lens.to(values.device).unsqueeze(-1), values, 0.0)
 
 
 def chain_verdict(num_accepted: Tensor, next_token: Tensor, width: int) -> Verdict:
     """The verdict on chains: [B], [B] on any device, brought to the CPU in one transfer."""
     if num_accepted.device.type != "cpu":
         num_accepted, next_token = torch.stack((num_accepted, next_token)).cpu()
-    steps = torch.arange(width)
-    path = torch.where(steps < num_accepted.unsqueeze(-1), steps, -1)  # [B, N]
-    return Verdict(path, num_accepted, next_token)
+    path = [[*range(count), *[-1] * (width - count)] for count in num_accepted.tolist()]
+    return Verdict(torch.tensor(path, dtype=torch.long).view(-1, width), num_accepted, next_token)
 
 
 def check_proposal(proposal: Proposal, batch: int, vocab_size: int) -> None:
