@@ -1,0 +1,115 @@
+"""Rounds of score and commit on a runner, held against the model's own forward without a cache."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from outrider.runner import ModelRunner, kernels
+from outrider.types import Context, Proposal, Request, SamplingParams, Verdict
+
+VOCAB = 67  # no multiple of anything
+
+
+def make_model(config: PreTrainedConfig, seed: int = 0, attention: str = "eager") -> PreTrainedModel:
+    """A random float32 model whose weights are large enough for its choices to differ from token to token."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.7 / parameter.shape[-1] ** 0.5)
+        else:
+            parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+@torch.no_grad()
+def plain_logits(model: PreTrainedModel, text: Sequence[int]) -> Tensor:
+    """[T, V] of the model's own forward: its own attention, no cache, no padding."""
+    return model(input_ids=torch.tensor([list(text)]), use_cache=False).logits[0].float()
+
+
+def force_reference(monkeypatch) -> None:
+    """Makes the runner work as on a machine without a C++ compiler, also after the C++ operators were loaded."""
+    monkeypatch.setattr(kernels, "load_cpu_kernels", lambda: False)
+    monkeypatch.setattr(torch.ops.outrider, "linear", kernels.reference_linear)
+    monkeypatch.setattr(torch.ops.outrider, "attend", kernels.reference_attend)
+
+
+def make_request(name: str, tokens: Sequence[int]) -> Request:
+    return Request(name, list(tokens), len(tokens), SamplingParams(), 0, torch.Generator())
+
+
+def make_text(length: int, seed: int, vocab: int = VOCAB) -> list[int]:
+    return torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def proposal_of(chains: Sequence[Sequence[int]], parents: Sequence[Sequence[int]] | None = None) -> Proposal:
+    """Ragged drafts, right-padded with token 0 (and, in trees, with children of the root)."""
+    width = max(map(len, chains))
+    tokens = [list(chain) + [0] * (width - len(chain)) for chain in chains]
+    tree = None
+    if parents is not None:
+        tree = torch.tensor([list(row) + [-1] * (width - len(row)) for row in parents]).view(len(chains), width)
+    lens = torch.tensor([len(chain) for chain in chains])
+    return Proposal(torch.tensor(tokens, dtype=torch.long).view(len(chains), width), lens, None, tree)
+
+
+def node_paths(parents: Sequence[int]) -> list[list[int]]:
+    """Of each node, the nodes from a child of the root down to it."""
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), node])
+    return paths
+
+
+def verdict_of(paths: Sequence[Sequence[int]], next_tokens: Sequence[int]) -> Verdict:
+    depth = max(map(len, paths))
+    padded = [list(path) + [-1] * (depth - len(path)) for path in paths]
+    return Verdict(
+        torch.tensor(padded, dtype=torch.long).view(len(paths), depth),
+        torch.tensor([len(path) for path in paths]),
+        torch.tensor(list(next_tokens)),
+    )
+
+
+class Rounds:
+    """A batch of requests on a runner: every score is compared with the plain model, every commit is the caller's choice."""
+
+    def __init__(self, runner: ModelRunner, model: PreTrainedModel, texts: Sequence[Sequence[int]], tolerance: float = 2e-4):
+        self.runner, self.model, self.tolerance = runner, model, tolerance
+        self.requests = [make_request(f"r{index}", text) for index, text in enumerate(texts)]
+        self.largest_error = 0.0
+
+    def step(
+        self,
+        chains: Sequence[Sequence[int]],
+        accepted: Sequence[Sequence[int]],
+        next_tokens: Sequence[int],
+        parents: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Scores the drafts, checks the logits of every node, then keeps the nodes ``accepted`` of each request."""
+        context = Context(tuple(self.requests), tuple(map(len, chains)), None)
+        scores = self.runner.score(context, proposal_of(chains, parents))
+        for b, (request, chain) in enumerate(zip(self.requests, chains, strict=True)):
+            paths = node_paths(parents[b] if parents is not None else range(-1, len(chain) - 1))
+            for node, path in enumerate([[], *paths]):
+                text = request.token_ids + [chain[i] for i in path]
+                self._compare(scores.logits[b, node], plain_logits(self.model, text)[-1], f"row {b}, node {node - 1}")
+        self.runner.commit(context, verdict_of(accepted, next_tokens))
+        for request, chain, path, token in zip(self.requests, chains, accepted, next_tokens, strict=True):
+            request.token_ids += [*(chain[i] for i in path), token]
+
+    def _compare(self, got: Tensor, expected: Tensor, where: str) -> None:
+        error = (got - expected).abs().max().item()
+        self.largest_error = max(self.largest_error, error)
+        assert error <= self.tolerance * max(1.0, expected.abs().max().item()), f"{where}: logits are off by {error:.3g}"
+
+
+def untouched(model: PreTrainedModel) -> PreTrainedModel:
+    """A second model with the same weights, for the runner to work on."""
+    return copy.deepcopy(model)

@@ -1,0 +1,125 @@
+"""Whatever the architecture, a pass over the cache says what the model's own forward without a cache says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from outrider.runner import ModelRunner, RunnerConfig
+
+from .rounds import Rounds, force_reference, make_model, make_text, plain_logits, untouched
+
+SMALL = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SLIDING = ["sliding_attention", "full_attention"]
+ARCHITECTURES: dict[str, dict[str, object]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 9},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma": {},
+    "gemma2": {"sliding_window": 9, "layer_types": SLIDING, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 3},
+    "gemma3_text": {"sliding_window": 9, "layer_types": SLIDING},
+    "phi3": {"sliding_window": 9},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "gpt_neox": {},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": EXPERTS | {"num_experts": 4},
+    "olmo2": {},
+    "granite": {"attention_multiplier": 0.4, "logits_scaling": 3.0, "residual_multiplier": 0.7},
+    "stablelm": {},
+    "starcoder2": {"sliding_window": 9},
+    "cohere2": {"sliding_window": 9, "layer_types": SLIDING},
+    "deepseek_v3": LATENT | EXPERTS | {"head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+}
+LENGTHS = (3, 20, 37)
+
+
+def small_config(model_type: str, **changes: object):
+    default = AutoConfig.for_model(model_type)
+    known = {**default.to_dict(), **getattr(default, "attribute_map", {})}
+    shape = {name: value for name, value in SMALL.items() if name in known}
+    return AutoConfig.for_model(model_type, **(shape | ARCHITECTURES.get(model_type, {}) | changes))
+
+
+def start(model_type: str, lengths=LENGTHS, **config: object) -> Rounds:
+    model = make_model(small_config(model_type))
+    runner = ModelRunner.load(untouched(model), RunnerConfig(compile="never", prefill_chunk=16, **config))
+    return Rounds(runner, model, [make_text(length, seed) for seed, length in enumerate(lengths)])
+
+
+@pytest.fixture(params=["kernels", "reference"])
+def operators(request, monkeypatch):
+    if request.param == "reference":
+        force_reference(monkeypatch)
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_ragged_rounds_and_trees_score_as_the_plain_forward(model_type, operators):
+    rounds = start(model_type)
+    drafts = [[5, 6, 7], [8], [9, 10]]
+    rounds.step(drafts, [[0, 1, 2], [0], [0, 1]], [11, 12, 13])  # all accepted
+    rounds.step(drafts, [[], [], []], [21, 22, 23])
+    rounds.step([[], [], []], [[], [], []], [31, 32, 33])  # plain decoding
+    trees = [[-1, -1, 0, 1, 1], [-1, 0, -1], []]
+    rounds.step([[1, 2, 3, 4, 5], [6, 7, 8], []], [[1, 4], [2], []], [41, 42, 43], trees)
+    rounds.step(drafts, [[0], [], [0]], [51, 52, 53])
+
+
+def test_sliding_windows_matter_in_these_tests():
+    """The texts are longer than the windows: without them the plain forward says something else."""
+    for model_type in ("mistral", "gemma2", "gemma3_text", "phi3", "starcoder2", "cohere2"):
+        model, text = make_model(small_config(model_type)), make_text(37, 1)
+        wide = make_model(small_config(model_type, sliding_window=64))
+        assert (plain_logits(model, text)[-1] - plain_logits(wide, text)[-1]).abs().max() > 1e-2, model_type
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mistral", "gemma3_text"])
+def test_scores_hold_up_to_the_last_position_of_the_context(model_type, operators):
+    rounds = start(model_type, lengths=(58, 10, 1))
+    rounds.step([[5, 6, 7, 8], [9], []], [[0, 1, 2, 3], [0], []], [10, 11, 12])  # 63 tokens of 64
+    rounds.step([[5], [6, 7, 8, 9, 10, 11, 12, 13], []], [[], [0, 1, 2], []], [10, 11, 12])  # padding reaches over the end
+    rounds.step([[], [6, 7, 8], [1, 2]], [[], [0, 1, 2], []], [10, 11, 12])
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 16, 256])
+def test_prompts_read_in_chunks_of_any_size_score_the_same(chunk):
+    model = make_model(small_config("mistral"))
+    runner = ModelRunner.load(untouched(model), RunnerConfig(compile="never", prefill_chunk=chunk))
+    rounds = Rounds(runner, model, [make_text(length, length) for length in (40, 17, 16, 18, 1)])
+    rounds.step([[1, 2], [3], [], [4, 5, 6], [7]], [[0], [], [], [0, 1], [0]], [8, 9, 10, 11, 12])
+    rounds.step([[1, 2], [3], [], [4, 5, 6], [7]], [[0], [], [], [0, 1], [0]], [8, 9, 10, 11, 12])
+
+
+def test_hidden_states_are_those_of_the_layers_asked_for():
+    rounds = start("llama")
+    runner, text = rounds.runner, rounds.requests[1].token_ids
+    runner.needs_hidden = (0, 1)
+    seen = {}
+    layers = rounds.model.model.layers
+    hooks = [layer.register_forward_hook(lambda m, a, out, at=at: seen.__setitem__(at, out)) for at, layer in enumerate(layers)]
+    from outrider.types import Context
+
+    from .rounds import proposal_of
+
+    scores = runner.score(Context(tuple(rounds.requests), (2, 2, 2), None), proposal_of([[1], [5, 6], []]))
+    plain_logits(rounds.model, [*text, 5, 6])
+    for hook in hooks:
+        hook.remove()
+    for layer in (0, 1):
+        torch.testing.assert_close(scores.hidden[layer][1], seen[layer][0, -3:], rtol=1e-4, atol=1e-4)

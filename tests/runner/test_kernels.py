@@ -1,0 +1,223 @@
+"""The two operators against float64 arithmetic, and the C++ ones' promise: a row's bits do not depend on the rest of the pass."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from outrider.runner import kernels
+
+needs_kernels = pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CPU = pytest.param("cpu", marks=needs_kernels)
+
+
+def linear(which, *inputs):
+    return (torch.ops.outrider.linear if which == "cpu" else kernels.reference_linear)(*inputs)
+
+
+def attend(which, *inputs):
+    return (torch.ops.outrider.attend if which == "cpu" else kernels.reference_attend)(*inputs)
+
+
+@pytest.mark.parametrize("outputs, inputs", [(1, 1), (31, 7), (32, 33), (97, 513), (200, 1030), (416, 64)])
+def test_packing_loses_nothing(outputs, inputs):
+    weight = torch.randn(outputs, inputs)
+    packed = kernels.pack_weight(weight)
+    assert packed.shape == (math.ceil(outputs / 32), inputs, 32)
+    assert torch.equal(kernels.unpack_weight(packed, outputs), weight)
+
+
+@pytest.mark.parametrize("which", [CPU, "reference"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outputs, inputs", [(1, 1), (31, 7), (32, 33), (97, 513), (200, 1030), (416, 64)])
+def test_linear_is_exact_to_float32(which, dtype, outputs, inputs):
+    torch.manual_seed(outputs)
+    weight, x = torch.randn(outputs, inputs).to(dtype), torch.randn(40, inputs)
+    packed = kernels.pack_weight(weight)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 24, 40):
+        for bias in (None, torch.randn(outputs)):
+            expected = x[:rows].double() @ weight.double().T + (0 if bias is None else bias.double())
+            got = linear(which, x[:rows], packed, bias, outputs)
+            assert got.dtype == torch.float32
+            assert got.shape == expected.shape
+            assert (got - expected).abs().max() < 2e-6 * inputs**0.5 * 4
+    deep = linear(which, x.view(2, 5, 4, inputs), packed, None, outputs)
+    assert torch.equal(deep, linear(which, x, packed, None, outputs).view(2, 5, 4, outputs))
+
+
+@pytest.mark.parametrize("which", [CPU, "reference"])
+def test_linear_takes_strided_16_bit_and_empty_inputs(which):
+    weight = torch.randn(40, 24).bfloat16()
+    packed, x = kernels.pack_weight(weight), torch.randn(24, 6).T
+    torch.testing.assert_close(linear(which, x, packed, None, 40), x @ weight.float().T, rtol=1e-5, atol=1e-5)
+    half = linear(which, x.bfloat16(), packed, None, 40)
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), x.bfloat16().float() @ weight.float().T, rtol=1e-2, atol=1e-2)
+    assert linear(which, torch.empty(0, 24), packed, None, 40).shape == (0, 40)
+
+
+@needs_kernels
+def test_linear_refuses_an_input_of_another_size():
+    with pytest.raises(RuntimeError, match="input of size 5"):
+        torch.ops.outrider.linear(torch.zeros(2, 5), kernels.pack_weight(torch.zeros(8, 6)), None, 8)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outputs, inputs", [(97, 513), (416, 1100), (1600, 40)])
+def test_a_rows_linear_is_the_same_bits_among_any_number_of_rows(dtype, outputs, inputs):
+    torch.manual_seed(0)
+    packed, x, bias = kernels.pack_weight(torch.randn(outputs, inputs).to(dtype)), torch.randn(40, inputs), torch.randn(outputs)
+    alone = torch.cat([torch.ops.outrider.linear(row[None], packed, bias, outputs) for row in x])
+    for rows in range(1, 41):
+        assert torch.equal(torch.ops.outrider.linear(x[:rows], packed, bias, outputs), alone[:rows]), rows
+        assert torch.equal(torch.ops.outrider.linear(x[40 - rows :], packed, bias, outputs), alone[40 - rows :]), rows
+
+
+class Pass:
+    """Inputs of ``attend`` on a random cache whose unwritten slots hold NaN."""
+
+    def __init__(self, bases, width, heads=4, kv_heads=2, dims=(24, 24), capacity=75, dtype=torch.float32, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.bases, self.batch, self.width = list(bases), len(bases), width
+        key_dim, value_dim = dims
+
+        def randn(*shape):
+            return torch.randn(*shape, generator=generator)
+
+        self.query, self.key = randn(self.batch, heads, width, key_dim), randn(self.batch, kv_heads, width, key_dim)
+        self.value = randn(self.batch, kv_heads, width, value_dim)
+        rows = self.batch + 2
+        self.keys = torch.full((2, rows, kv_heads, capacity, key_dim), math.nan, dtype=dtype)
+        self.values = torch.full((2, rows, kv_heads, capacity, value_dim), math.nan, dtype=dtype)
+        self.cache_rows = torch.randperm(rows, generator=generator)[: self.batch]
+        for row, base in zip(self.cache_rows.tolist(), self.bases, strict=True):
+            self.keys[:, row, :, :base] = randn(2, kv_heads, base, key_dim).to(dtype)
+            self.values[:, row, :, :base] = randn(2, kv_heads, base, value_dim).to(dtype)
+        self.positions = torch.tensor(self.bases)[:, None] + torch.arange(width)
+        self.visible = torch.ones(width, width, dtype=torch.bool).tril().repeat(self.batch, 1, 1)
+
+    def branch(self):
+        """Makes the pass a tree: a root, two children, and chains that alternate between the two."""
+        for node in range(1, self.width):
+            path = [0, *range(2 - node % 2, node + 1, 2)]
+            self.visible[:, node] = False
+            self.visible[:, node, path] = True
+            self.positions[:, node] = torch.tensor(self.bases) + len(path) - 1
+        return self
+
+    def run(self, which, scale=0.3, softcap=0.0, window=0, layer=1, rows=None, span=None):
+        """The operator on a copy of the cache. ``rows``: of the batch; ``span``: the first tokens of the pass only."""
+        at, upto = (slice(None) if rows is None else rows), slice(0, span)
+        self.after = (self.keys.clone(), self.values.clone())
+        inputs = [self.query[at, :, upto], self.key[at, :, upto], self.value[at, :, upto], *self.after, layer, self.cache_rows[at]]
+        inputs += [torch.tensor(self.bases)[at], self.positions[at, upto], self.visible[at, upto, upto]]
+        return attend(which, *inputs, scale, softcap, window)
+
+    def expected(self, scale=0.3, softcap=0.0, window=0, layer=1):
+        """One query at a time, in float64."""
+        heads, group = self.query.shape[1], self.query.shape[1] // self.key.shape[1]
+        out = torch.empty(self.batch, self.width, heads, self.value.shape[3], dtype=torch.float64)
+        for b, row in enumerate(self.cache_rows.tolist()):
+            for w in range(self.width):
+                own = [j for j in range(self.width) if self.visible[b, w, j]]
+                places = [*range(self.bases[b]), *(int(self.positions[b, j]) for j in own)]
+                near = [i for i, place in enumerate(places) if not window or int(self.positions[b, w]) - place < window]
+                for h in range(heads):
+                    stored = [self.keys.dtype, h // group]
+                    keys = torch.cat([self.keys[layer, row, stored[1], : self.bases[b]], self.key[b, stored[1], own].to(stored[0])])
+                    values = torch.cat([self.values[layer, row, stored[1], : self.bases[b]], self.value[b, stored[1], own].to(stored[0])])
+                    scores = keys.double()[near] @ self.query[b, h, w].double() * scale
+                    if softcap:
+                        scores = softcap * torch.tanh(scores / softcap)
+                    out[b, w, h] = scores.softmax(0) @ values.double()[near]
+        return out
+
+
+SHAPES = {
+    "grouped heads": {},
+    "one kv head": {"kv_heads": 1},
+    "a head each": {"kv_heads": 4},
+    "64": {"dims": (64, 64)},
+    "128": {"dims": (128, 128)},
+    "odd": {"dims": (7, 19)},
+    "latent": {"dims": (24, 16)},
+    "full cache": {"capacity": 48},
+}
+
+
+@pytest.mark.parametrize("which", [CPU, "reference"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attend_is_softmax_attention_over_what_is_visible(which, dtype, shape):
+    for make in (lambda p: p, Pass.branch):
+        there = make(Pass([40, 0, 17], 7, dtype=dtype, **({"capacity": 47} if shape == "full cache" else SHAPES[shape])))
+        for options in ({}, {"window": 5}, {"window": 30}, {"softcap": 1.5}, {"softcap": 1.5, "window": 9}):
+            got = there.run(which, **options)
+            assert torch.isfinite(got).all()
+            torch.testing.assert_close(got.double(), there.expected(**options), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("which", [CPU, "reference"])
+def test_attend_writes_its_slots_of_its_rows_and_layer_and_no_others(which):
+    there = Pass([40, 0, 17], 5, dtype=torch.bfloat16)
+    there.run(which)
+    for before, after, new in zip((there.keys, there.values), there.after, (there.key, there.value), strict=True):
+        expected = before.clone()
+        for b, row in enumerate(there.cache_rows.tolist()):
+            expected[1, row, :, there.bases[b] : there.bases[b] + 5] = new[b].bfloat16()
+        assert torch.equal(after.view(torch.int16), expected.view(torch.int16))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dims", [(24, 24), (64, 64), (128, 128), (7, 19)])
+@pytest.mark.parametrize("options", [{}, {"window": 6}, {"window": 30}, {"softcap": 1.5}])
+def test_a_requests_attention_is_the_same_bits_in_any_batch_width_and_cache(dtype, dims, options):
+    there = Pass([40, 0, 17], 9, dims=dims, dtype=dtype)
+    together = there.run("cpu", **options)
+    for b in range(3):
+        assert torch.equal(there.run("cpu", rows=[b], **options), together[b : b + 1])
+    for span in range(1, 9):
+        assert torch.equal(there.run("cpu", span=span, **options), together[:, :span])
+    tight = Pass([40, 0, 17], 9, dims=dims, dtype=dtype, capacity=75)
+    tight.keys, tight.values = there.keys[:, :, :, :49].contiguous(), there.values[:, :, :, :49].contiguous()
+    assert torch.equal(tight.run("cpu", **options), together)
+
+
+@needs_kernels
+@pytest.mark.parametrize("window", [0, 3, 12])
+def test_a_token_scored_as_a_draft_and_fed_after_it_was_committed_gets_the_same_bits(window):
+    wide = Pass([21], 8)
+    together = wide.run("cpu", window=window)
+    narrow = Pass([21], 8)
+    narrow.keys, narrow.values = wide.after
+    for at in range(8):
+        inputs = [x[:, :, at : at + 1] for x in (wide.query, wide.key, wide.value)]
+        where = [narrow.cache_rows, torch.tensor([21 + at]), torch.tensor([[21 + at]]), torch.ones(1, 1, 1, dtype=torch.bool)]
+        out = torch.ops.outrider.attend(*inputs, *wide.after, 1, *where, 0.3, 0.0, window)
+        assert torch.equal(out, together[:, at : at + 1]), at
+
+
+@needs_kernels
+def test_attend_refuses_a_pass_beyond_the_cache():
+    with pytest.raises(RuntimeError, match="does not fit the cache"):
+        Pass([70], 9, capacity=75).run("cpu")
+
+
+def test_without_a_compiler_the_reference_serves(monkeypatch, caplog):
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CXX", raising=False)
+    assert kernels.load_cpu_kernels.__wrapped__() is False
+    assert "install g++" in caplog.text
+
+
+def test_a_compiler_that_fails_is_a_warning_not_an_error(monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "false")
+    assert kernels.load_cpu_kernels.__wrapped__() is False
+    assert "did not compile" in caplog.text
+    assert not list(tmp_path.rglob("*.so"))

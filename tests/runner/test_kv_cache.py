@@ -1,0 +1,184 @@
+"""The cache holds after every commit what a fresh forward of the committed text would put there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, DynamicCache
+
+from outrider.runner import ModelRunner, RunnerConfig
+from outrider.runner.kv_cache import KVCache, CacheShape, cache_shape
+from outrider.types import Context, OutriderError
+
+from .rounds import Rounds, make_model, make_text, proposal_of, untouched, verdict_of
+from .test_architectures import small_config, start
+
+SHAPE = CacheShape(num_layers=2, num_kv_heads=2, key_dim=3, value_dim=5)
+
+
+def fresh(model, text):
+    """Keys and values of a plain forward: [L, Hkv, T, D] each."""
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(input_ids=torch.tensor([text]), past_key_values=cache, use_cache=True)
+    return torch.stack([layer.keys[0] for layer in cache.layers]), torch.stack([layer.values[0] for layer in cache.layers])
+
+
+def assert_cache_holds_the_text(rounds, but_last=1):
+    for request in rounds.requests:
+        text = request.token_ids[: len(request.token_ids) - but_last]
+        assert rounds.runner.cache.cached_len(request.request_id) == len(text)
+        for got, expected in zip(rounds.runner.cache.read(request.request_id), fresh(rounds.model, text), strict=True):
+            torch.testing.assert_close(got.float(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_after_chains_and_tree_paths_the_cache_is_a_fresh_forwards():
+    rounds = start("llama")
+    rounds.step([[5, 6, 7], [8], []], [[0, 1, 2], [], []], [1, 2, 3])
+    assert_cache_holds_the_text(rounds)
+    trees = [[-1, -1, 1, 0, 2], [-1, 0, 0], [-1, -1, -1]]
+    rounds.step([[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11]], [[1, 2, 4], [0, 2], [2]], [1, 2, 3], trees)
+    assert_cache_holds_the_text(rounds)
+    rounds.step([[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11]], [[0, 3], [0, 1], []], [1, 2, 3], trees)
+    assert_cache_holds_the_text(rounds)
+
+
+def test_a_released_row_serves_the_next_request():
+    rounds = start("llama")
+    rounds.step([[5, 6], [8], []], [[0], [], []], [1, 2, 3])
+    rounds.runner.release(["r1", "r9"])
+    rounds.requests[1].token_ids[:] = make_text(25, 99)
+    rounds.requests[1].request_id = "new"
+    rounds.step([[5, 6], [8], []], [[0], [0], []], [1, 2, 3])
+    assert_cache_holds_the_text(rounds)
+
+
+def test_contents_survive_more_requests_and_longer_texts():
+    model = make_model(small_config("llama", max_position_embeddings=600))
+    runner = ModelRunner.load(untouched(model), RunnerConfig(compile="never", max_batch=5))
+    rounds = Rounds(runner, model, [make_text(9, 0)])
+    rounds.step([[1]], [[0]], [2])
+    for number in range(1, 5):  # rows grow 1, 2, 4, 5; slots 256 to 512
+        rounds.requests += Rounds(runner, model, [make_text(100 * number - 3, number)]).requests
+        rounds.requests[-1].request_id = f"n{number}"
+        rounds.step([[1, 2]] * (number + 1), [[0]] * (number + 1), [3] * (number + 1))
+    assert_cache_holds_the_text(rounds)
+    assert runner.cache.capacity < 600 + 65
+
+
+def test_drafts_scored_but_not_committed_survive_a_growing_cache():
+    rounds = start("llama", lengths=(20,))
+    context = Context(tuple(rounds.requests), (2,), None)
+    rounds.runner.score(context, proposal_of([[5, 6]]))
+    rounds.runner.cache.row("another")
+    rounds.runner.cache.reserve(300)
+    rounds.runner.commit(context, verdict_of([[0, 1]], [7]))
+    rounds.requests[0].token_ids += [5, 6, 7]
+    assert_cache_holds_the_text(rounds)
+
+
+def test_a_fork_starts_from_the_cached_text_and_goes_its_own_way():
+    rounds = start("llama", lengths=(20,))
+    rounds.step([[5, 6]], [[0]], [7])
+    rounds.runner.fork("r0", ["f1", "f2"])
+    for name in ("f1", "f2"):
+        twin = Rounds(rounds.runner, rounds.model, [rounds.requests[0].token_ids]).requests[0]
+        twin.request_id = name
+        assert rounds.runner.cache.cached_len(name) == len(twin.token_ids) - 1
+        rounds.requests.append(twin)
+    rounds.step([[1], [2], [3, 4]], [[0], [], [0, 1]], [8, 9, 10])
+    rounds.step([[1], [2], [3, 4]], [[0], [], [0, 1]], [8, 9, 10])
+    assert_cache_holds_the_text(rounds)
+
+
+def test_more_requests_than_rows_is_one_clear_error_and_harms_none():
+    rounds = start("llama", max_batch=2, lengths=(4, 5))
+    rounds.step([[1], [2]], [[0], []], [3, 4])
+    with pytest.raises(OutriderError, match="more than 2 requests at once: raise max_batch"):
+        rounds.runner.cache.row("third")
+    rounds.step([[1], [2]], [[0], []], [3, 4])
+    assert_cache_holds_the_text(rounds)
+
+
+def test_a_text_beyond_the_context_is_one_clear_error():
+    rounds = start("llama", lengths=(65,))
+    with pytest.raises(OutriderError, match="65 tokens does not fit the context window of 64"):
+        rounds.step([[]], [[]], [1])
+
+
+def test_max_len_bounds_the_context():
+    assert start("llama", max_len=30, lengths=(30,)).runner.max_len == 30
+    with pytest.raises(OutriderError, match="31 tokens does not fit the context window of 30"):
+        start("llama", max_len=30, lengths=(31,)).step([[]], [[]], [1])
+
+
+def test_a_long_draft_beside_a_request_at_its_end_is_no_error():
+    rounds = start("llama", lengths=(63, 15), max_len=64)
+    rounds.step([[], []], [[], []], [1, 2])
+    rounds.runner.release(["r1"])
+    rounds.requests[1].token_ids[:] = make_text(15, 3)
+    rounds.step([[], list(range(1, 49))], [[], list(range(48))], [1, 2])
+
+
+def test_commit_without_its_score_is_refused():
+    rounds = start("llama", lengths=(5,))
+    context = Context(tuple(rounds.requests), (0,), None)
+    with pytest.raises(RuntimeError, match="without the score"):
+        rounds.runner.commit(context, verdict_of([[]], [1]))
+
+
+def test_keep_gathers_a_path_in_order():
+    cache = KVCache(SHAPE, 3, 100, torch.float32, torch.device("cpu"))
+    row = cache.row("a")
+    cache.reserve(20)
+    cache.keys[:] = torch.arange(cache.capacity).view(1, 1, 1, -1, 1).float()
+    cache.values[:] = -cache.keys[..., :1]
+    before = cache.keys.clone()
+    cache.keep(row, 10, [1, 2, 5])
+    assert cache.keys[1, row, 1, 8:16, 0].tolist() == [8, 9, 11, 12, 15, 13, 14, 15]
+    assert cache.values[0, row, 0, 10:13, 4].tolist() == [-11, -12, -15]
+    cache.keep(row, 0, [0, 1, 2])
+    cache.keep(row, 0, [])
+    assert torch.equal(cache.keys[:, row, :, :10], before[:, row, :, :10])
+
+
+def test_memory_follows_use():
+    cache = KVCache(SHAPE, 64, 100_000, torch.float32, torch.device("cpu"))
+    assert cache.keys.numel() == cache.values.numel() == 0
+    cache.row("a")
+    cache.reserve(10)
+    assert cache.keys.shape == (2, 1, 2, 256, 3)
+    assert cache.values.shape == (2, 1, 2, 256, 5)
+
+
+@pytest.mark.parametrize(
+    "model_type, shape",
+    [
+        ("llama", (2, 2, 8, 8)),
+        ("gpt2", (2, 4, 8, 8)),
+        ("deepseek_v3", (2, 4, 16, 12)),
+    ],
+)
+def test_the_shape_is_read_from_the_config(model_type, shape):
+    found = cache_shape(small_config(model_type))
+    assert (found.num_layers, found.num_kv_heads, found.key_dim, found.value_dim) == shape
+    assert found.floats_per_token == shape[0] * shape[1] * (shape[2] + shape[3])
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "mamba2", "recurrent_gemma", "jamba", "zamba2", "falcon_h1", "rwkv", "bamba"])
+def test_models_with_recurrent_state_are_refused(model_type):
+    with pytest.raises(OutriderError, match="cannot be rolled back token by token") as error:
+        cache_shape(AutoConfig.for_model(model_type))
+    assert "\n" not in str(error.value)
+
+
+def test_chunked_attention_is_refused():
+    with pytest.raises(OutriderError, match="chunked"):
+        cache_shape(AutoConfig.for_model("llama4_text"))
+
+
+def test_layers_of_different_shapes_are_refused():
+    config = small_config("llama")
+    config.__dict__["num_key_value_heads"] = [2, 1]  # past transformers' own checks, as remote code may
+    with pytest.raises(OutriderError, match="num_key_value_heads that holds for all layers"):
+        cache_shape(config)

@@ -1,0 +1,190 @@
+"""A draft model drafts what it would say itself, whatever happened to its drafts before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from runner.rounds import make_model, make_request, make_text, plain_logits, untouched, verdict_of
+from runner.test_architectures import small_config
+from tiny_folder import make_folder, make_tokenizer
+
+from outrider.proposers.base import Setting
+from outrider.proposers.draft_model import DraftModelProposer
+from outrider.runner import ModelRunner, RunnerConfig
+from outrider.sampling import Sampler
+from outrider.types import Context, OutriderError, SamplingParams
+
+VOCAB = 67
+EAGER = RunnerConfig(compile="never")
+
+
+class Drafting:
+    """A draft model with requests under way; every proposal is held against the model's own plain forward."""
+
+    def __init__(self, lengths=(3, 20, 37), target_vocab=VOCAB, config=EAGER, temperature=0.0, coupled=False, **shape):
+        self.model = make_model(small_config("llama", **shape))
+        self.proposer = DraftModelProposer(ModelRunner.load(untouched(self.model), config), target_vocab)
+        self.requests = [make_request(f"r{index}", make_text(length, index, 60)) for index, length in enumerate(lengths)]
+        self.vocab, self.coupled = target_vocab, coupled
+        for request in self.requests:
+            request.params = SamplingParams(temperature=temperature)
+
+    def context(self, limits):
+        sampler = Sampler(self.requests, self.vocab, coupled=self.coupled)
+        return Context(tuple(self.requests), tuple(limits), sampler)
+
+    def propose(self, k, limits=None):
+        self.last = self.context(limits or [k] * len(self.requests))
+        self.proposal = self.proposer.propose(self.last, k)
+        return self.proposal
+
+    def commit(self, accepted, next_tokens):
+        self.proposer.commit(self.last, verdict_of([list(range(count)) for count in accepted], next_tokens))
+        for b, request in enumerate(self.requests):
+            request.token_ids += [*self.proposal.token_ids[b, : accepted[b]].tolist(), next_tokens[b]]
+
+    def logits(self, text):
+        """[Vt]: the draft model's own, in the target's vocabulary."""
+        own = plain_logits(self.model, text)[-1]
+        return torch.nn.functional.pad(own, (0, max(0, self.vocab - own.shape[0])), value=-torch.inf)[: self.vocab]
+
+    def check(self):
+        """Greedy drafts are the model's argmax; the probabilities of sampled ones are the model's."""
+        for b, request in enumerate(self.requests):
+            text = list(request.token_ids)
+            for node in range(int(self.proposal.lens[b])):
+                logits, token = self.logits(text), int(self.proposal.token_ids[b, node])
+                temperature = request.params.temperature
+                if self.proposal.probs is not None:
+                    torch.testing.assert_close(self.proposal.probs[b, node], (logits / temperature).softmax(-1), rtol=1e-3, atol=1e-5)
+                    assert self.proposal.probs[b, node, token] > 0
+                elif temperature == 0:
+                    assert token == int(logits.argmax())
+                text.append(token)
+
+
+@pytest.mark.parametrize("temperature, coupled", [(0.0, False), (0.8, False), (0.8, True)])
+def test_drafts_follow_the_model_after_full_partial_and_no_acceptance(temperature, coupled):
+    drafting = Drafting(temperature=temperature, coupled=coupled)
+    for accepted in ([4, 4, 4], [0, 0, 0], [4, 0, 2], [1, 3, 4]):
+        proposal = drafting.propose(4)
+        assert proposal.lens.tolist() == [4, 4, 4]
+        assert (proposal.probs is None) == (temperature == 0 or coupled)
+        drafting.check()
+        drafting.commit(accepted, [50, 51, 52])
+
+
+def test_it_catches_up_after_rounds_it_was_not_asked_in():
+    drafting = Drafting()
+    drafting.propose(3)
+    drafting.commit([2, 0, 3], [1, 2, 3])
+    for request, extra in zip(drafting.requests, (1, 5, 20), strict=True):
+        request.token_ids += make_text(extra, extra, 60)
+    drafting.propose(3)
+    drafting.check()
+    assert drafting.proposal.lens.tolist() == [3, 3, 3]
+
+
+def test_commits_of_rounds_it_drafted_nothing_in_change_nothing():
+    drafting = Drafting()
+    drafting.propose(3)
+    drafting.commit([3, 1, 0], [1, 2, 3])
+    drafting.propose(0)
+    drafting.commit([0, 0, 0], [4, 5, 6])
+    drafting.propose(3)
+    drafting.check()
+
+
+def test_proposing_again_after_a_round_that_was_given_up_gives_the_same_drafts():
+    drafting = Drafting(temperature=0.8)
+    first = drafting.propose(3)
+    second = drafting.propose(3)
+    assert torch.equal(first.token_ids, second.token_ids)
+    drafting.check()
+
+
+def test_the_drafts_are_drawn_from_their_probabilities():
+    drafting = Drafting(lengths=(5,), temperature=1.0)
+    counts = torch.zeros(VOCAB)
+    for seed in range(600):
+        drafting.requests[0].seed = seed
+        probs = drafting.propose(1).probs[0, 0]
+        counts[drafting.proposal.token_ids[0, 0]] += 1
+    expected = probs * 600
+    likely = expected > 5
+    chi_square = ((counts - expected)[likely] ** 2 / expected[likely]).sum()
+    assert chi_square < 3 * likely.sum()
+
+
+def test_limits_are_kept_for_each_request():
+    drafting = Drafting()
+    assert drafting.propose(5, [5, 0, 2]).lens.tolist() == [5, 0, 2]
+    drafting.check()
+    drafting.commit([5, 0, 1], [1, 2, 3])
+    assert drafting.propose(5, [1, 1, 1]).token_ids.shape == (3, 1)
+    drafting.check()
+    assert drafting.propose(5, [0, 0, 0]).lens.tolist() == [0, 0, 0]
+
+
+def test_a_request_beyond_the_drafts_context_goes_without_drafts_and_the_others_keep_theirs():
+    drafting = Drafting(lengths=(5, 50, 20), max_position_embeddings=52)
+    for accepted, lens in (([3, 0, 0], [3, 0, 3]), ([0, 0, 2], [3, 0, 3]), ([3, 0, 3], [3, 0, 3])):
+        assert drafting.propose(3).lens.tolist() == lens
+        drafting.check()
+        drafting.commit(accepted, [1, 2, 3])
+    drafting.requests[1].token_ids += make_text(40, 1, 60)  # far beyond
+    assert drafting.propose(3).lens.tolist() == [3, 0, 3]
+    drafting.check()
+
+
+@pytest.mark.parametrize("target_vocab", [64, 67, 96])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_padded_vocabularies_of_either_model_are_no_hindrance(target_vocab, temperature):
+    drafting = Drafting(target_vocab=target_vocab, temperature=temperature)
+    proposal = drafting.propose(4)
+    assert proposal.token_ids.max() < min(target_vocab, VOCAB)
+    if proposal.probs is not None:
+        assert proposal.probs.shape == (3, 4, target_vocab)
+    drafting.check()
+
+
+def test_released_requests_leave_room_for_others():
+    drafting = Drafting(lengths=(5, 9), config=RunnerConfig(compile="never", max_batch=2))
+    for turn in range(3):
+        drafting.propose(2)
+        drafting.check()
+        drafting.proposer.release([request.request_id for request in drafting.requests])
+        drafting.requests = [make_request(f"n{turn}{b}", make_text(7 + b, turn), ) for b in range(2)]
+    drafting.proposer.release(["nobody"])
+
+
+def build(tmp_path, draft, tokenizer=None, **setting):
+    target = ModelRunner.load(make_folder(tmp_path / "target", seed=1), EAGER)
+    return DraftModelProposer.build(Setting(target, tokenizer, draft, **setting))
+
+
+def test_it_is_built_from_a_folder_with_the_targets_settings(tmp_path):
+    proposer = build(tmp_path, make_folder(tmp_path / "draft"), make_tokenizer())
+    assert proposer.draft.config is not None
+    assert proposer.draft.vocab_size == len(make_tokenizer())
+
+
+def test_it_is_built_from_a_loaded_model(tmp_path):
+    model = make_model(small_config("llama", vocab_size=len(make_tokenizer())))
+    assert build(tmp_path, model, make_tokenizer()).draft.vocab_size == len(make_tokenizer())
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda path: None, "needs a draft model"),
+        (lambda path: 7, "must be a folder, a hub id or a loaded model, not int"),
+        (lambda path: make_folder(path / "draft", tokenizer=make_tokenizer(300)), "different vocabularies"),
+        (lambda path: make_model(small_config("llama")), "token ids, the draft 67"),
+        (lambda path: path / "none", "no model folder"),
+    ],
+)
+def test_a_draft_that_does_not_fit_is_refused_in_one_line(make, message, tmp_path):
+    with pytest.raises(OutriderError, match=message) as error:
+        build(tmp_path, make(tmp_path), make_tokenizer())
+    assert "\n" not in str(error.value)

@@ -1,0 +1,53 @@
+"""A draft whose ids mean other tokens is found before it drafts."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_folder import make_tokenizer
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from outrider.runner.tokenizers import check_same_vocabulary
+from outrider.types import OutriderError
+
+
+def tokenizer(vocab: dict[str, int], **special: str) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocab, unk_token="a")), **special)
+
+
+ABC = {"a": 0, "b": 1, "c": 2}
+
+
+def refusal(target, draft) -> str:
+    with pytest.raises(OutriderError) as error:
+        check_same_vocabulary(target, draft)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_the_same_vocabulary_passes():
+    target = make_tokenizer()
+    check_same_vocabulary(target, target)
+    check_same_vocabulary(target, make_tokenizer(chat_template=None))
+
+
+def test_swapped_ids_are_named():
+    assert "3 tokens each; 'b' is 1 in the target and 2 in the draft" in refusal(tokenizer(ABC), tokenizer({"a": 0, "b": 2, "c": 1}))
+
+
+def test_a_token_the_draft_does_not_know_is_named():
+    line = refusal(tokenizer(ABC), tokenizer({"a": 0, "b": 1}))
+    assert "3 tokens in the target, 2 in the draft; 1 of the target's are unknown to the draft, the first 'c'" in line
+
+
+def test_a_token_the_target_does_not_know_is_named():
+    assert "1 of the draft's are unknown to the target, the first 'd'" in refusal(tokenizer(ABC), tokenizer(ABC | {"d": 3}))
+
+
+def test_another_end_of_text_is_named():
+    line = refusal(tokenizer(ABC, eos_token="b"), tokenizer(ABC, eos_token="c"))
+    assert "disagree on eos_token_id: 1 in the target, 2 in the draft" in line
+
+
+def test_a_missing_end_of_text_is_no_disagreement():
+    check_same_vocabulary(tokenizer(ABC, eos_token="b"), tokenizer(ABC))
