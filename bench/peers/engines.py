@@ -24,7 +24,7 @@ class Setting:
         """What a table shows: the draft length, and how it changes if it does."""
         if self.method == "plain":
             return "-"
-        return str(self.k) if self.schedule == "constant" else f"{self.schedule} {self.k}"
+        return str(self.k) if self.schedule == "constant" else f"{self.schedule} {self.k or ''}".strip()
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class EngineSpec:
 ENGINES = {
     spec.name: spec
     for spec in (
-        EngineSpec(OURS, dtypes=("auto",)),
+        EngineSpec(OURS, dtypes=("auto",), schedules=(("auto", 0),)),
         EngineSpec(
             "transformers",
             dtypes=("float32", "bfloat16", "float16"),

@@ -40,7 +40,7 @@ class Request:
 
     method: str = "plain"
     k: int = 0
-    schedule: str = "constant"  # transformers only: constant, heuristic or dynamic
+    schedule: str = "constant"  # transformers: heuristic or dynamic too; ours: auto too
     max_tokens: int = 64
     temperature: float = 0.0
     seed: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -15,8 +16,7 @@ import openvino
 import openvino_genai
 from protocol import ChunkClock, Request, Sample, WorkerArgs, serve
 
-WEIGHT_FORMATS = {"float32": "fp32", "float16": "fp16", "bfloat16": None}  # None keeps the checkpoint's own bf16
-PRECISION_HINTS = {"float32": "f32", "float16": "f32", "bfloat16": "f32"}
+WEIGHT_FORMATS = {"auto": None, "float32": "fp32", "float16": "fp16", "bfloat16": None}  # None: the checkpoint's
 
 
 class OpenVinoEngine:
@@ -43,11 +43,15 @@ class OpenVinoEngine:
         self.method = request.method
 
     def _properties(self) -> dict[str, Any]:
-        return {
-            "INFERENCE_PRECISION_HINT": PRECISION_HINTS[self.args.dtype],
+        """Arithmetic in 16 bit where the processor has it (the default) unless float32 is asked for."""
+        properties: dict[str, Any] = {
             "INFERENCE_NUM_THREADS": self.args.threads,
             "PERFORMANCE_HINT": "LATENCY",
+            "KV_CACHE_PRECISION": os.environ.get("OV_KV", "f32"),
         }
+        if self.args.dtype == "float32":
+            properties["INFERENCE_PRECISION_HINT"] = "f32"
+        return properties
 
     def generate(self, prompt: list[int], request: Request) -> Sample:
         config = _generation_config(request)
@@ -66,7 +70,9 @@ class OpenVinoEngine:
         gc.collect()
 
     def meta(self) -> dict[str, Any]:
-        return {"version": openvino_genai.__version__, "precision_hint": PRECISION_HINTS[self.args.dtype]}
+        default = openvino.Core().get_property("CPU", "INFERENCE_PRECISION_HINT")
+        arithmetic = "f32" if self.args.dtype == "float32" else default.get_type_name()
+        return {"version": openvino_genai.__version__, "arithmetic": arithmetic}
 
 
 class TokenStreamer(openvino_genai.StreamerBase):

@@ -18,24 +18,30 @@ class OutriderEngine:
     def __init__(self, args: WorkerArgs) -> None:
         torch.set_num_threads(args.threads)
         self.args = args
-        self.key: tuple[str, int] | None = None
+        self.key: tuple[str, int | str] | None = None
         self.llm: Any = None
 
     def prepare(self, request: Request) -> None:
-        key = (request.method, request.k)
+        k: int | str = "auto" if request.schedule == "auto" else request.k
+        key = (request.method, k)
         if self.key == key:
             return
         self.drop()
-        options: dict[str, Any] = {"method": request.method}
+        options: dict[str, Any] = {
+            "method": request.method,
+            "dtype": self.args.dtype,
+            "max_len": self.args.max_len,
+            "max_batch": 1,
+            "compile": "always",
+        }
         if request.method == "draft":
             if self.args.draft is None:
                 raise ValueError("method draft needs --draft")
             options["draft"] = self.args.draft
         if request.method != "plain":
-            options["num_draft_tokens"] = request.k
-        if self.args.dtype != "auto":
-            options["dtype"] = self.args.dtype
+            options["num_draft_tokens"] = k
         self.llm = LLM(self.args.target, **options)
+        self.llm.warmup(request.k)
         self.key = key
 
     def generate(self, prompt: list[int], request: Request) -> Sample:
@@ -57,9 +63,10 @@ class OutriderEngine:
         gc.collect()
 
     def meta(self) -> dict[str, Any]:
-        dtype = getattr(self.llm, "dtype", None)
-        chosen = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
-        return {"version": getattr(outrider, "__version__", "unknown"), "torch": torch.__version__, **chosen}
+        meta: dict[str, Any] = {"version": outrider.__version__, "torch": torch.__version__}
+        if self.llm is not None:
+            meta["weights_dtype"] = str(self.llm.runner.dtype).removeprefix("torch.")
+        return meta
 
 
 if __name__ == "__main__":
