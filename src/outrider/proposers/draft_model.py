@@ -55,17 +55,21 @@ class DraftModelProposer(Proposer):
         if k == 0 or not able:
             return Proposal.empty(len(requests))
         ids = [requests[index].request_id for index in able]
-        logits = self._spread(self.draft.extend(ids, [requests[index].token_ids for index in able]), able, len(requests))
-        drafts, probs = torch.empty(len(requests), 0, dtype=torch.long), []
-        for step in range(k):
+        logits = self.draft.extend(ids, [requests[index].token_ids for index in able])
+        drafts = torch.zeros(len(requests), k, dtype=torch.long, device=logits.device)
+        probs: list[Tensor] = []
+
+        def pick(logits: Tensor, step: int) -> Tensor:
+            logits = self._spread(logits, able, len(requests))
             if sampler.is_deterministic:
-                token = sampler.tokens(logits[:, None], drafts, start=step)[:, 0]
+                token = sampler.tokens(logits[:, None], drafts[:, :step], start=step)[:, 0]
             else:
-                probs.append(sampler.probs(logits[:, None], drafts, start=step))
-                token = sampler.draw(probs[-1][:, 0], step)
-            drafts = torch.cat([drafts, token[:, None]], 1)
-            if step + 1 < k:
-                logits = self._spread(self.draft.feed(ids, token if len(able) == len(requests) else token[able]), able, len(requests))
+                probs.append(sampler.probs(logits[:, None], drafts[:, :step], start=step))
+                token = sampler.categorical(probs[-1][:, 0])
+            drafts[:, step] = token
+            return token if len(able) == len(requests) else token[able]
+
+        self.draft.rollout(ids, logits, k, pick)
         lens = torch.tensor([min(k, context.limits[i]) if i in set(able) else 0 for i in range(len(requests))])
         return Proposal(drafts, lens, torch.cat(probs, 1) if probs else None)
 

@@ -35,6 +35,26 @@ class PackedLinear(nn.Module):
         return out
 
 
+class PackedEmbedding(nn.Module):
+    """An embedding that reads its rows from the packed weight of the head it is tied to: the table is kept once."""
+
+    def __init__(self, head: PackedLinear, original: nn.Embedding) -> None:
+        super().__init__()
+        self.register_buffer("packed", head.packed, persistent=False)
+        self.num_embeddings, self.embedding_dim, self.padding_idx = head.out_features, head.in_features, original.padding_idx
+        scale = getattr(original, "embed_scale", None)  # of transformers' ...ScaledWordEmbedding, in the table's type
+        self._scale = None if scale is None else float(torch.as_tensor(scale).to(head.packed.dtype))
+
+    @property
+    def weight(self) -> Tensor:
+        """Nothing but a dtype and a device, which some models ask of their layers."""
+        return torch.empty(0, dtype=torch.float32)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        rows: Tensor = torch.ops.outrider.embed(token_ids, self.packed)  # one operation: inlined, inductor repeats it per use
+        return rows if self._scale is None else rows * self._scale
+
+
 class FusedLinears(nn.Module):
     """Layers that read the same input, computed in one operation: one stream of weights instead of several short ones.
 
@@ -103,29 +123,31 @@ def fuse_siblings(model: PreTrainedModel) -> None:
 def pack_model(model: PreTrainedModel) -> None:
     """Replaces every plain linear layer by a packed one and makes all other arithmetic float32, in place.
 
-    Embeddings keep their 16-bit table. Quantised or otherwise special linear layers are left as they are.
+    Embeddings keep their 16-bit table, or read the packed one of a head tied to them. Quantised or otherwise special linear layers
+    are left as they are.
     """
     packed: dict[int, PackedLinear] = {}
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear:
-            weight = module.weight
-        elif type(module) is Conv1D:
-            weight = module.weight.T
-        else:
+    embeddings = {id(module.weight): (name, module) for name, module in model.named_modules() if _is_plain_embedding(module)}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if type(module) not in (nn.Linear, Conv1D):
             continue
         if id(module) not in packed:
-            packed[id(module)] = PackedLinear(weight, module.bias)
-            if id(module.weight) not in embeddings:
-                module.weight = None  # frees the original before the next is packed
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, packed[id(module)])
+            weight = module.weight if type(module) is nn.Linear else module.weight.T
+            layer = packed[id(module)] = PackedLinear(weight, module.bias)
+            del weight
+            tied = embeddings.pop(id(module.weight), None)
+            if tied is not None:
+                _replace(model, tied[0], PackedEmbedding(layer, tied[1]))
+            module.weight = None  # frees the original before the next is packed
+        _replace(model, name, packed[id(module)])
+    packed.clear()  # fusing frees as it goes
+    embeddings.clear()
     fuse_siblings(model)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.weight.requires_grad_(False)
             module.register_forward_hook(_to_float32)
-        elif not isinstance(module, (PackedLinear, FusedLinears)):
+        elif not isinstance(module, (PackedLinear, PackedEmbedding, FusedLinears)):
             for key, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, key, nn.Parameter(parameter.detach().float(), requires_grad=False))
             for key, buffer in list(module.named_buffers(recurse=False)):
@@ -133,11 +155,24 @@ def pack_model(model: PreTrainedModel) -> None:
                     setattr(module, key, buffer.float())
 
 
+def _is_plain_embedding(module: nn.Module) -> bool:
+    """Whether ``PackedEmbedding`` does what the module does."""
+    return type(module) is nn.Embedding or (isinstance(module, nn.Embedding) and type(module).__name__.endswith("ScaledWordEmbedding"))
+
+
+def _replace(model: PreTrainedModel, name: str, module: nn.Module) -> None:
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, module)
+
+
 def _to_float32(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output.float()
 
 
 def structural_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the modules that shares every tensor: the runner may change its layers, the user's model stays as it is."""
+    """A copy of the modules that shares all memory: the runner may change its layers, the user's model stays as it is."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    for parameter in model.parameters():
+        if type(parameter) is nn.Parameter:  # its own object, since requires_grad is the object's
+            shared[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
     return copy.deepcopy(model, shared)

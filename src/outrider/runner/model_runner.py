@@ -6,7 +6,7 @@ It does not know where drafts come from, nor what becomes of the logits. Target 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -170,18 +170,25 @@ class ModelRunner:
             self.cache.cached_lens[row] = len(text)
         return _rows_from(logits, [at - start for at in first], 1)[:, 0].float()
 
-    def feed(self, request_ids: Sequence[str], token_ids: Tensor) -> Tensor:
-        """Feeds one token a request, [B] int64, behind what is cached: logits [B, V] float32. The draft loop's step."""
+    def rollout(self, request_ids: Sequence[str], logits: Tensor, steps: int, pick: Callable[[Tensor, int], Tensor]) -> None:
+        """Feeds token after token behind what is cached: ``pick(logits [B, V], step)`` chooses each step's tokens, [B] int64.
+
+        ``logits`` are those that ``extend`` gave. The last step's tokens are picked and not fed.
+        """
         rows = [self.cache.row(request_id) for request_id in request_ids]
         bases = [self.cache.cached_lens[row] for row in rows]
-        self.cache.reserve(max(bases) + 1)
+        self.cache.reserve(max(bases) + steps)
         start = torch.tensor(bases, device=self.device)
-        row_ids = torch.tensor(rows, device=self.device)
-        layout = PassLayout(self.cache.keys, self.cache.values, row_ids, start, start[:, None], self._causal(len(rows), 1))
-        logits, _ = self.passes.run(token_ids[:, None], layout, (), self._arange(0, 1))
+        row_ids, visible, first = torch.tensor(rows, device=self.device), self._causal(len(rows), 1), self._arange(0, 1)
+        run = self.passes.runner_of()
+        for step in range(steps):
+            token_ids = pick(logits, step)
+            if step + 1 < steps:
+                inputs = [token_ids[:, None], start[:, None], row_ids, start, visible, first, self.cache.keys, self.cache.values]
+                logits = run(inputs)[0][:, 0].float()
+                start = start + 1
         for row in rows:
-            self.cache.cached_lens[row] += 1
-        return logits[:, -1].float()
+            self.cache.cached_lens[row] += steps - 1
 
     def keep_len(self, request_id: str, num_tokens: int) -> None:
         """Takes back what was fed beyond the first ``num_tokens`` tokens of a request."""

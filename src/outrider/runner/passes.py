@@ -97,6 +97,12 @@ class PassRunner:
                 self._runs[layers] = self._prepare(layers, insist=True)
         return out[0], dict(zip(layers, out[1:], strict=True))
 
+    def runner_of(self, layers: tuple[int, ...] = ()) -> Run:
+        """The function behind ``run``, for loops in which a dictionary look-up counts: inputs as ``Pass.forward`` takes them."""
+        if layers not in self._runs:
+            self._runs[layers] = self._prepare(layers)
+        return self._runs[layers]
+
     def compile_now(self) -> None:
         """Compiles the passes in use (or loads them from the disk cache) instead of waiting for it to pay off."""
         if self._compile != "never":

@@ -33,6 +33,9 @@ _library.define(
 )
 
 
+_library.define("embed(Tensor token_ids, Tensor packed) -> Tensor")
+
+
 def pack_weight(weight: Tensor) -> Tensor:
     """[outputs, inputs] -> [panels, inputs, 32]: for each input, the weights of 32 outputs side by side; zero-padded."""
     outputs, inputs = weight.shape
@@ -51,6 +54,11 @@ def reference_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: in
     """x [..., inputs], packed [panels, inputs, 32] -> [..., outputs]: float32 arithmetic, the result in x's type."""
     result = functional.linear(x.float(), unpack_weight(packed, outputs).float(), None if bias is None else bias.float())
     return result.to(x.dtype)
+
+
+def reference_embed(token_ids: Tensor, packed: Tensor) -> Tensor:
+    """token_ids [...] -> [..., inputs] float32: rows of a packed weight, for an embedding that is tied to the output head."""
+    return packed[token_ids // PANEL, :, token_ids % PANEL].float()
 
 
 def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C++
@@ -78,7 +86,10 @@ def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C+
     keys[layer][cache_rows[:, None], :, slots] = key.transpose(1, 2).to(keys.dtype)
     values[layer][cache_rows[:, None], :, slots] = value.transpose(1, 2).to(values.dtype)
     seen = _visible_slots(bases, positions, visible, capacity, window)  # [B, W, S]
-    all_keys, all_values = keys[layer][cache_rows].to(query.dtype), values[layer][cache_rows].to(query.dtype)
+    unwritten = (torch.arange(capacity, device=bases.device) >= bases[:, None] + width)[:, None, :, None]
+    # A masked slot is multiplied by zero, so what earlier requests or nobody left there must be a number.
+    all_keys = keys[layer][cache_rows].to(query.dtype).masked_fill_(unwritten, 0)
+    all_values = values[layer][cache_rows].to(query.dtype).masked_fill_(unwritten, 0)
     if softcap == 0:
         out = functional.scaled_dot_product_attention(
             query, all_keys, all_values, attn_mask=seen[:, None], scale=scale, enable_gqa=query.shape[1] != key.shape[1]
@@ -108,12 +119,18 @@ def _visible_slots(bases: Tensor, positions: Tensor, visible: Tensor, capacity: 
 
 
 _library.impl("linear", reference_linear, "CompositeExplicitAutograd")
+_library.impl("embed", reference_embed, "CompositeExplicitAutograd")
 _library.impl("attend", reference_attend, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("outrider::linear")
 def _(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], outputs)
+
+
+@torch.library.register_fake("outrider::embed")
+def _(token_ids: Tensor, packed: Tensor) -> Tensor:
+    return packed.new_empty(*token_ids.shape, packed.shape[1], dtype=torch.float32)
 
 
 @torch.library.register_fake("outrider::attend")

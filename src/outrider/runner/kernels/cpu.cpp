@@ -190,6 +190,32 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::opti
   return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
 }
 
+template <typename Weight>
+void embed_rows(const int64_t* ids, int64_t count, const Weight* w, int64_t inputs, float* out) {
+  for (int64_t i = 0; i < count; ++i) {
+    const Weight* row = w + ids[i] / kPanel * inputs * kPanel + ids[i] % kPanel;
+    for (int64_t k = 0; k < inputs; ++k) out[i * inputs + k] = static_cast<float>(row[k * kPanel]);
+  }
+}
+
+// token_ids [...] -> [..., inputs] float32: rows of a packed weight, for an embedding that is tied to the output head.
+at::Tensor embed(const at::Tensor& token_ids, const at::Tensor& packed) {
+  const at::Tensor ids = token_ids.contiguous();
+  const int64_t *from = ids.const_data_ptr<int64_t>(), count = ids.numel(), rows = packed.size(0) * kPanel;
+  for (int64_t i = 0; i < count; ++i) TORCH_CHECK_INDEX(from[i] >= 0 && from[i] < rows, "embed: no token ", from[i]);
+  auto shape = ids.sizes().vec();
+  shape.push_back(packed.size(1));
+  at::Tensor out = at::empty(shape, packed.options().dtype(at::kFloat));
+  float* to = out.mutable_data_ptr<float>();
+  if (packed.scalar_type() == at::kBFloat16)
+    embed_rows(from, count, packed.const_data_ptr<at::BFloat16>(), packed.size(1), to);
+  else if (packed.scalar_type() == at::kHalf)
+    embed_rows(from, count, packed.const_data_ptr<at::Half>(), packed.size(1), to);
+  else
+    embed_rows(from, count, packed.const_data_ptr<float>(), packed.size(1), to);
+  return out;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------------
 // Attention
 // ---------------------------------------------------------------------------------------------------------------------------
@@ -380,5 +406,6 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
 // The operators are declared in Python, beside their reference.
 TORCH_LIBRARY_IMPL(outrider, CPU, library) {
   library.impl("linear", linear);
+  library.impl("embed", embed);
   library.impl("attend", attend);
 }
