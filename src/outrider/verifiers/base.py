@@ -59,7 +59,7 @@ def chain_verdict(num_accepted: Tensor, next_token: Tensor, width: int) -> Verdi
     if num_accepted.device.type != "cpu":
         num_accepted, next_token = torch.stack((num_accepted, next_token)).cpu()
     path = [[*range(count), *[-1] * (width - count)] for count in num_accepted.tolist()]
-    return Verdict(torch.tensor(path, dtype=torch.long).view(-1, width), num_accepted, next_token)
+    return Verdict(torch.tensor(path, dtype=torch.long).view(len(path), width), num_accepted, next_token)
 
 
 def check_proposal(proposal: Proposal, batch: int, vocab_size: int) -> None:
