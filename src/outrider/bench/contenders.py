@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from outrider.engine import Engine, FixedLength, LengthPolicy, Round
 from outrider.engine.config import Speculation, build_policy, build_proposer, build_verifiers
+from outrider.engine.llm import MAX_K
 from outrider.proposers.base import PlainProposer
 from outrider.registry import DEFAULT_METHOD_WITH_DRAFT, PROPOSERS
 from outrider.types import Context
@@ -71,19 +72,13 @@ class Contenders:
         if method not in self._engines:
             speculation = self._speculation(method)
             proposer = build_proposer(speculation, llm.runner, llm.tokenizer)
-            self._engines[method] = Engine(
-                llm.runner,
-                proposer,
-                build_verifiers(speculation),
-                FixedLength(0),
-                llm.engine.scheduler,
-                speculation.same_text,
-                llm.engine.costs,
-            )
+            verifiers, policy = build_verifiers(speculation), FixedLength(0)
+            scheduler, coupled = llm.engine.scheduler, speculation.same_text
+            self._engines[method] = Engine(llm.runner, proposer, verifiers, policy, scheduler, coupled)
         if contender not in self._policies:
             proposer = self._engines[method].proposer
             speculation = replace(llm.speculation, num_draft_tokens=0 if contender.is_plain else contender.k)
-            self._policies[contender] = build_policy(speculation, proposer, llm.engine.costs)
+            self._policies[contender] = build_policy(speculation, llm.runner, proposer, min(proposer.max_drafts, MAX_K))
 
     def _speculation(self, method: str) -> Speculation:
         PROPOSERS.get(method)  # an unknown name is an error that lists the known ones

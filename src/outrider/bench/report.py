@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from outrider import __version__
 from outrider.bench.contenders import Contender
 from outrider.bench.grid import PLAIN_CONTENDER, Group, Plan
 from outrider.bench.measure import PHASES, Run
@@ -92,7 +93,7 @@ def document(plan: Plan, groups: Sequence[Group], runner: ModelRunner, target: s
     import torch
 
     return {
-        "version": _version("outrider"),
+        "version": __version__,
         "commit": commit(),
         "device": device_name(runner.device),
         "dtype": str(runner.model.dtype).removeprefix("torch."),
@@ -150,33 +151,42 @@ def device_name(device: Any) -> str:
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """The cells as a table: one line for each contender and condition."""
+    """The cells as a table: one line for each contender and condition. Fits into 80 columns."""
+    from rich import box
     from rich.table import Table
 
-    view = Table(title=f"{result['target']} on {result['device']}, {result['dtype']}", title_justify="left")
-    for name in ("workload", "temp", "batch", "method"):
-        view.add_column(name)
-    for name in ("tok/s", "x plain", "tokens/pass", "alpha", "draft ms", "score ms", "other ms", "same text"):
-        view.add_column(name, justify="right")
+    view = Table(
+        title=f"{result['target']} on {result['device']}, {result['dtype']}; ms of a round: draft + score + other",
+        title_justify="left",
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
+    view.add_column("workload", overflow="fold")
+    view.add_column("method", no_wrap=True)
+    for name in ("tok/s", "speedup", "tok/pass", "alpha", "ms", "same"):
+        view.add_column(name, justify="right", no_wrap=True)
     previous = None
     for cell in result["cells"]:
-        group = (cell["workload"], cell["temperature"], cell["batch"])
+        group = condition(cell)
         if previous not in (None, group):
             view.add_section()
-        previous = group
-        contender = Contender(cell["method"], cell["k"])
+        contender, ms = Contender(cell["method"], cell["k"]), cell["ms"]
         view.add_row(
-            cell["workload"],
-            f"{cell['temperature']:g}",
-            str(cell["batch"]),
+            group if group != previous else "",
             contender.label,
             f"{cell['tok_s']:.1f}",
             f"{cell['speedup']:.2f}",
             f"{cell['mean_acceptance_length']:.2f}",
             "" if contender.is_plain else f"{cell['acceptance_rate']:.2f}",
-            f"{cell['ms']['draft']:.2f}",
-            f"{cell['ms']['score']:.2f}",
-            f"{cell['ms']['verify'] + cell['ms']['host']:.2f}",
+            f"{ms['draft']:.1f}+{ms['score']:.1f}+{ms['verify'] + ms['host']:.1f}",
             "" if contender.is_plain or cell["same_text"] is None else f"{cell['same_text']:.0%}",
         )
+        previous = group
     return view
+
+
+def condition(cell: Mapping[str, Any]) -> str:
+    """Workload, temperature and batch as one label, leaving out greedy and 1."""
+    label = str(cell["workload"])
+    label += f", t={cell['temperature']:g}" if cell["temperature"] else ""
+    return label + (f", batch {cell['batch']}" if cell["batch"] != 1 else "")

@@ -32,18 +32,24 @@ def build_app() -> typer.Typer:
     @app.callback()
     def options(
         debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-        version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+        version: Annotated[
+            bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+        ] = False,
     ) -> None:
-        if version:
-            from importlib.metadata import version as installed
-
-            typer.echo(installed("outrider"))
-            raise typer.Exit
+        """Options before the command; ``main`` reads --debug itself."""
 
     for name in COMMANDS:
         module = import_module(f"outrider.cli.{name}")
         app.command(name, epilog=module.EXAMPLES)(module.command)
     return app
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from outrider import __version__
+
+        print(__version__)
+        raise typer.Exit
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         code = build_app()(args, prog_name="outrider", standalone_mode=False)
+        if code == EXIT_INTERRUPTED:  # typer's answer to Ctrl-C
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -58,6 +58,7 @@ def command(
         runs.append(_stream(contenders, contender, text, prompt_ids, params))
     err.rule()
     err.print(_table(pair, runs))
+    err.print("[dim]tok/pass: tokens per pass of the target; ms of a round: draft + score + other[/]")
     err.print(verdict(llm.tokenizer, runs[0].token_ids[0], runs[1].token_ids[0], params.is_greedy, models.same_text))
 
 
@@ -76,11 +77,12 @@ def _stream(contenders: Contenders, contender: Contender, text: str, prompt_ids:
 
 
 def _table(pair: list[Contender], runs: list[Run]) -> Table:
+    from rich import box
     from rich.table import Table
 
-    view = Table()
-    for name in ("", "tokens", "seconds", "tok/s", "x plain", "tokens/pass", "drafts accepted", "draft/score/other ms"):
-        view.add_column(name, justify="left" if not name else "right")
+    view = Table(box=box.SIMPLE, pad_edge=False)
+    for name in ("", "tokens", "seconds", "tok/s", "speedup", "tok/pass", "accepted", "ms"):
+        view.add_column(name, justify="right" if name else "left", no_wrap=True)
     for contender, run in zip(pair, runs, strict=True):
         ms = run.ms
         view.add_row(
@@ -91,7 +93,7 @@ def _table(pair: list[Contender], runs: list[Run]) -> Table:
             f"{run.tok_s / runs[0].tok_s:.2f}" if runs[0].tok_s else "",
             f"{run.mean_acceptance_length:.2f}",
             "" if contender.is_plain else f"{run.acceptance_rate:.0%}",
-            f"{ms['draft']:.2f} / {ms['score']:.2f} / {ms['verify'] + ms['host']:.2f}",
+            f"{ms['draft']:.1f}+{ms['score']:.1f}+{ms['verify'] + ms['host']:.1f}",
         )
     return view
 

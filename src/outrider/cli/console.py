@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from outrider.engine.detokenizer import Detokenizer
 
 STYLES = {"accepted": "green", "corrected": "bold yellow", "bonus": "cyan", "plain": ""}
+CODES = {"accepted": "32", "corrected": "1;33", "bonus": "36", "plain": "0"}  # the same for a terminal
 err = Console(stderr=True, highlight=False)
 
 
@@ -48,22 +49,22 @@ class TokenPainter:
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         self._detokenizer = detokenizer
-        self._pieces: list[tuple[str, str]] = []  # text not yet shown, and its style
+        self._pieces: list[tuple[str, str]] = []  # text not yet shown, and its colour
 
-    def paint(self, chunk: Chunk) -> Text:
-        """The chunk's text, coloured."""
+    def paint(self, chunk: Chunk) -> str:
+        """The chunk's text with terminal colours; the text itself is left as it is, tabs and control characters too."""
         for token, origin in zip(chunk.token_ids, chunk.origins, strict=True):
             piece = self._detokenizer.feed([token])
             if piece:
-                self._pieces.append((piece, STYLES[origin]))
-        painted, left = Text(), chunk.text
+                self._pieces.append((piece, CODES[origin]))
+        painted, left = "", chunk.text
         while left:
-            piece, style = self._pieces.pop(0) if self._pieces else (left, "")
+            piece, code = self._pieces.pop(0) if self._pieces else (left, CODES["plain"])
             shown, rest = left[: len(piece)], piece[len(left) :]
-            painted.append(shown, style)
+            painted += f"\x1b[{code}m{shown}\x1b[0m"
             left = left[len(shown) :]
             if rest:
-                self._pieces.insert(0, (rest, style))
+                self._pieces.insert(0, (rest, code))
         return painted
 
 

@@ -52,23 +52,17 @@ def command(
 
 def stream_to_screen(llm: LLM, prompt: str | list[int], params: SamplingParams, show: bool = False) -> str:
     """Streams to stdout, then a summary to stderr. Ctrl-C ends the answer and nothing else. Returns the text."""
-    from rich.console import Console
-
     from outrider.cli.console import err, legend, painter_for, summary
     from outrider.cli.session import streamed
 
     painter = painter_for(llm) if show else None
-    screen = Console(highlight=False, soft_wrap=True, force_terminal=True)
     text, started = "", perf_counter()
     last: Chunk | None = None
     try:
         with closing(streamed(llm, prompt, params)) as stream:
             for last in stream:
                 text += last.text
-                if painter is not None:
-                    screen.print(painter.paint(last), end="")
-                else:
-                    sys.stdout.write(last.text)
+                sys.stdout.write(last.text if painter is None else painter.paint(last))
                 sys.stdout.flush()
     except KeyboardInterrupt:
         err.print("\n[dim]stopped[/]")

@@ -48,6 +48,7 @@ def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
         PROPOSERS.get(methods.method)
     if models.verifier is not None:
         VERIFIERS.get(models.verifier)
+    check_machine(models)
     for model in (models.target, models.draft):
         check_source(model)
     draft: str | Path | None = models.draft
@@ -67,6 +68,23 @@ def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
         "compile": models.compile,
     }
     return {name: value for name, value in given.items() if value is not None}
+
+
+def check_machine(models: ModelOptions) -> None:
+    """Refuses a device that is not there and a context of no length."""
+    import torch
+
+    from outrider.types import OutriderError
+
+    if models.max_len is not None and models.max_len < 2:
+        raise OutriderError(f"--max-len {models.max_len}: a context holds at least 2 tokens")
+    if models.device in (None, "auto"):
+        return
+    try:
+        torch.empty(0, device=models.device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        raise OutriderError(f"there is no device {models.device!r} here; there is {', '.join(there)}") from None
 
 
 def check_source(model: str | None) -> None:

@@ -1,0 +1,244 @@
+"""What the commands print, in this process on a tiny random model."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outrider.cli import app, chat, console
+from outrider.engine.outputs import Chunk
+
+Run = Callable[..., "tuple[int, str, str]"]
+PROMPT = "def add("
+
+
+def models(target: Path, draft: Path) -> list[object]:
+    return ["--target", target, "--draft", draft, "--compile", "never"]
+
+
+def plain_text(outrider: Run, target: Path, *options: object) -> str:
+    code, out, err = outrider("generate", "--target", target, "--method", "plain", "--compile", "never", *options, PROMPT)
+    assert code == 0, err
+    return out
+
+
+@pytest.mark.parametrize("k", ["0", "1", "3", "auto"])
+def test_generate_says_what_plain_decoding_says(outrider: Run, target: Path, draft: Path, k: str) -> None:
+    code, out, err = outrider("generate", *models(target, draft), "--k", k, "--max-tokens", 30, PROMPT)
+    assert code == 0
+    assert out == plain_text(outrider, target, "--max-tokens", 30) and len(out) > 10
+    assert "30 tokens" in err and "tok/s" in err and "time: draft" in err
+
+
+def test_the_summary_tells_acceptance_and_plain_speed(outrider: Run, target: Path, draft: Path) -> None:
+    _, _, err = outrider("generate", *models(target, draft), "--k", 4, "--max-tokens", 31, PROMPT)
+    assert "plain decoding: about" in err
+    assert "100% of the drafts looked at were accepted" in err
+
+
+@pytest.mark.parametrize("arguments", [[], ["-"]])
+def test_generate_reads_a_piped_prompt(outrider: Run, target: Path, arguments: list[str]) -> None:
+    options = ["--target", target, "--method", "plain", "--compile", "never", "--max-tokens", 9]
+    code, out, _ = outrider("generate", *options, *arguments, stdin=PROMPT)
+    assert code == 0 and out == plain_text(outrider, target, "--max-tokens", 9)
+
+
+def test_generate_json_is_one_document(outrider: Run, target: Path, draft: Path) -> None:
+    _, out, _ = outrider("generate", *models(target, draft), "--k", 3, "--max-tokens", 20, "--json", PROMPT)
+    document = json.loads(out)
+    assert document["text"] + "\n" == plain_text(outrider, target, "--max-tokens", 20)
+    assert len(document["token_ids"]) == len(document["origins"]) == document["stats"]["num_tokens"] == 20
+    assert set(document["origins"]) <= {"accepted", "corrected", "bonus", "plain"}
+    assert document["finish_reason"] == "length"
+    assert document["stats"]["mean_acceptance_length"] > 3
+    assert set(document["stats"]["ms"]) == {"draft", "score", "verify", "host"}
+
+
+def test_generate_obeys_stop_and_seed(outrider: Run, target: Path) -> None:
+    full = plain_text(outrider, target, "--max-tokens", 30)
+    stop = full[5:8]
+    assert plain_text(outrider, target, "--max-tokens", 30, "--stop", stop) == full[: full.find(stop)] + "\n"
+    sampled = ["--max-tokens", 30, "--temperature", 1, "--seed"]
+    assert plain_text(outrider, target, *sampled, 1) == plain_text(outrider, target, *sampled, 1)
+    assert plain_text(outrider, target, *sampled, 1) != plain_text(outrider, target, *sampled, 2)
+
+
+def test_show_colours_the_same_text(outrider: Run, target: Path, draft: Path) -> None:
+    _, out, err = outrider("generate", *models(target, draft), "--k", 3, "--max-tokens", 30, "--show", PROMPT)
+    assert "\x1b[32m" in out  # green: accepted
+    without = re.sub(r"\x1b\[[0-9;]*m", "", out)
+    assert without == plain_text(outrider, target, "--max-tokens", 30)
+    assert "accepted draft" in err and "bonus" in err
+
+
+def test_the_painter_keeps_to_the_text_of_chunks() -> None:
+    """Text arrives later than its tokens (a held character, a stop string): colours must follow the tokens."""
+
+    class Letters:
+        def feed(self, token_ids: list[int]) -> str:
+            return "".join("abcdef"[token] * 2 for token in token_ids)
+
+        def flush(self) -> str:
+            return ""
+
+    painter = console.TokenPainter(Letters())
+
+    def chunk(text: str, token_ids: list[int], origins: list[str]) -> Chunk:
+        return Chunk("r", 0, 0, text, token_ids, origins, None, None, None, None)
+
+    first = painter.paint(chunk("aab", [0, 1], ["accepted", "corrected"]))
+    second = painter.paint(chunk("bcc", [2], ["bonus"]))
+    green, yellow, cyan = (f"\x1b[{console.CODES[name]}m" for name in ("accepted", "corrected", "bonus"))
+    assert first == f"{green}aa\x1b[0m{yellow}b\x1b[0m"
+    assert second == f"{yellow}b\x1b[0m{cyan}cc\x1b[0m"
+
+
+def test_chat_answers_a_piped_question(outrider: Run, target: Path, draft: Path) -> None:
+    code, out, _ = outrider("chat", *models(target, draft), "--max-tokens", 12, stdin="What is a ship?")
+    templated = outrider("generate", *models(target, draft), "--max-tokens", 12, "<|user|>What is a ship?\n<|assistant|>")
+    assert code == 0 and out == templated[1]
+
+
+def test_chat_keeps_the_conversation(outrider: Run, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(["one", "two", "/new", "one", ""])
+
+    def typed(prompt: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    seen: list[list[int]] = []
+    answer = chat._answer
+
+    def spy(llm: object, history: list[dict[str, str]], *rest: object) -> None:
+        answer(llm, history, *rest)  # type: ignore[arg-type]
+        seen.append([len(history)])
+
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr(chat, "_answer", spy)
+    monkeypatch.setattr("sys.stdin", Terminal())
+    assert app.main(["chat", *map(str, models(target, draft)), "--max-tokens", "5"]) == 0
+    assert seen == [[2], [4], [2]]
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_program(
+    outrider: Run, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outrider.engine import Engine
+
+    step, calls = Engine.step, []
+
+    def interrupted(self: Engine) -> object:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    code, out, err = outrider("generate", *models(target, draft), "--k", 2, "--max-tokens", 60, PROMPT)
+    assert code == 0 and "stopped" in err and "tok/s" in err
+    monkeypatch.undo()
+    full = plain_text(outrider, target, "--max-tokens", 60)
+    assert 0 < len(out.strip()) < len(full) and full.startswith(out.rstrip("\n"))
+
+
+def test_compare_shows_both_and_says_that_the_words_are_the_same(outrider: Run, target: Path, draft: Path) -> None:
+    code, out, err = outrider("compare", *models(target, draft), "--k", 3, "--max-tokens", 24, PROMPT)
+    assert code == 0
+    text = PROMPT + plain_text(outrider, target, "--max-tokens", 24)
+    assert out == text + text
+    assert "Same text: yes, all 24 tokens are equal." in err
+    assert "plain" in err and "draft k=3" in err and "100%" in err
+
+
+def test_a_difference_is_located_and_explained() -> None:
+    from outrider.cli.compare import verdict
+
+    assert "yes, all 2" in verdict(None, [1, 2], [1, 2], True, False)
+    assert "The first 1 tokens are equal" in verdict(None, [1, 2, 3], [1, 3, 3], True, False)
+    assert "not meant to be" in verdict(None, [1, 2], [1, 3], False, False)
+    assert "report it" in verdict(None, [1, 2], [1], False, True)
+
+
+def test_bench_prints_a_table_and_one_json_line(outrider: Run, target: Path, draft: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "mine.jsonl"
+    prompts.write_text('{"prompt": "def f("}\n{"turns": ["Why?", "And?"]}\n{"question": "What?", "workload": "quiz"}\n')
+    out_file = tmp_path / "results" / "x.json"
+    code, out, err = outrider(
+        "bench", *models(target, draft), "--methods", "draft,ngram", "--k", "2,auto", "--temperature", "0,0.8",
+        "--batch", "1,2", "--prompts", prompts, "--max-tokens", 6, "--repeat", 2, "--out", out_file,
+    )  # fmt: skip
+    assert code == 0, err
+    result = json.loads(out.splitlines()[-1])
+    assert len(out.splitlines()) == 1 and result == json.loads(out_file.read_text())
+    for name in ("version", "commit", "device", "dtype", "threads", "target", "command", "date", "versions"):
+        assert name in result
+    cells = result["cells"]
+    assert len(cells) == 5 * 2 * 2 * 2  # (plain + 4) x temperatures x batches x workloads
+    assert {cell["workload"] for cell in cells} == {"mine", "quiz"}
+    for cell in cells:
+        assert {
+            "method", "k", "temperature", "batch", "workload", "tok_s", "plain_tok_s", "speedup", "mean_acceptance_length",
+            "acceptance_rate", "acceptance_histogram", "same_text", "ms",
+        } <= set(cell)  # fmt: skip
+        assert set(cell["ms"]) == {"draft", "score", "verify", "host"}
+        assert cell["same_text"] == (1.0 if cell["temperature"] == 0 else None)
+        assert cell["tokens"] == 6 * cell["prompts"] and cell["faults"] == 0 and cell["repeats"] == 2
+        assert cell["tok_s"] > 0 and cell["plain_tok_s"] > 0
+    drafted = [cell for cell in cells if cell["method"] == "draft" and cell["k"] == 2 and cell["temperature"] == 0]
+    assert all(cell["acceptance_rate"] == 1.0 for cell in drafted)
+    assert "speedup" in err and "warming up" in err
+
+
+def test_bench_keeps_what_is_done_when_interrupted(
+    outrider: Run, target: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outrider.bench import grid
+
+    generate, calls = grid.generate, []
+
+    def interrupted(*args: object) -> object:
+        calls.append(args)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        return generate(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(grid, "generate", interrupted)
+    out_file = tmp_path / "x.json"
+    code, out, err = outrider(
+        "bench", *models(target, draft), "--methods", "ngram", "--k", 2, "--workloads", "math,story", "--num-prompts", 1,
+        "--max-tokens", 4, "--repeat", 3, "--out", out_file,
+    )  # fmt: skip
+    assert code == app.EXIT_INTERRUPTED and "interrupted" in err
+    result = json.loads(out_file.read_text())
+    assert result["interrupted"] is True and result == json.loads(out)
+    assert [(cell["workload"], cell["repeats"]) for cell in result["cells"]] == [("math", 2), ("math", 2)]
+
+
+def test_bench_inflates(outrider: Run, target: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.bench.shapes import SIZES
+
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setitem(SIZES, "1b", 15_000_000)
+    code, out, err = outrider(
+        "bench", *models(target, draft), "--inflate", "1b", "--methods", "draft", "--k", 2, "--workloads", "code",
+        "--num-prompts", 1, "--max-tokens", 6, "--repeat", 1, "--max-len", 500,
+    )  # fmt: skip
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["inflated"]["size"] == "1b" and result["inflated"]["parameters"] > 10_000_000
+    assert result["cells"][1]["mean_acceptance_length"] > 2.5  # the draft is the source's twin: the function is the same
+
+
+def test_broken_pipe_is_no_error(outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert app.explain(MemoryError("x"))[1] == app.EXIT_INTERNAL

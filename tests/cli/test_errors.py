@@ -1,0 +1,175 @@
+"""Every mistake is one line on stderr and an exit code of 2, never a traceback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_folder import make_folder, make_tokenizer
+
+Run = Callable[..., "tuple[int, str, str]"]
+
+
+def assert_one_line(outcome: tuple[int, str, str], *words: str, code: int = 2) -> None:
+    exit_code, out, err = outcome
+    lines = [line for line in err.splitlines() if line.strip() and not line.endswith("...")]  # waits announce themselves
+    assert exit_code == code, err
+    assert len(lines) == 1 and lines[0].startswith("error: "), err
+    assert "Traceback" not in out + err
+    for word in words:
+        assert word in lines[0]
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "compare"])
+def test_a_missing_model_folder(outrider: Run, command: str, tmp_path: Path) -> None:
+    assert_one_line(outrider(command, "--target", tmp_path / "nowhere", "hi"), "there is no model folder", "nowhere")
+
+
+def test_a_folder_that_is_no_model(outrider: Run, tmp_path: Path) -> None:
+    assert_one_line(outrider("generate", "--target", tmp_path, "hi"), "no config.json")
+
+
+def test_a_file_instead_of_a_folder(outrider: Run, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_text("x")
+    assert_one_line(outrider("generate", "--target", tmp_path / "model.gguf", "hi"), "is a file")
+
+
+def test_a_hub_id_that_cannot_be_reached(outrider: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert_one_line(outrider("generate", "--target", "nobody/nothing", "hi"), "nobody/nothing", "cannot be reached")
+
+
+def test_a_model_that_is_no_causal_lm(outrider: Run, tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "architectures": ["T5Model"]}))
+    assert_one_line(outrider("generate", "--target", tmp_path, "hi"), "not a causal language model")
+
+
+def test_a_config_that_is_no_json(outrider: Run, target: Path, tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    assert_one_line(outrider("generate", "--target", tmp_path, "hi"), "config")
+
+
+def test_weights_with_nan(outrider: Run, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert_one_line(outrider("generate", "--target", folder, "hi"), "NaN", "layers.1.mlp")
+
+
+def test_vocabularies_that_differ(outrider: Run, target: Path, other_vocabulary: Path) -> None:
+    assert_one_line(outrider("generate", "--target", target, "--draft", other_vocabulary, "hi"), "vocabular")
+
+
+def test_an_unknown_method_lists_the_known_ones(outrider: Run, target: Path) -> None:
+    known = ("plain", "draft", "ngram")
+    assert_one_line(outrider("generate", "--target", target, "--method", "magic", "hi"), "unknown method 'magic'", *known)
+    assert_one_line(outrider("bench", "--target", target, "--methods", "ngram,magic"), "unknown method 'magic'", *known)
+
+
+@pytest.mark.parametrize("k", ["-1", "-7", "many", "2.5", ""])
+def test_a_k_that_is_no_number_of_drafts(outrider: Run, target: Path, k: str) -> None:
+    assert_one_line(outrider("generate", "--target", target, "--k", k, "hi"), "--k")
+    assert_one_line(outrider("bench", "--target", target, f"--k=2,{k}"), "--k")
+
+
+def test_the_method_draft_without_a_draft(outrider: Run, target: Path) -> None:
+    assert_one_line(outrider("generate", "--target", target, "--method", "draft", "hi"), "draft")
+    assert_one_line(outrider("bench", "--target", target, "--methods", "draft"), "--draft")
+
+
+def test_a_prompt_longer_than_the_context(outrider: Run, target: Path) -> None:
+    assert_one_line(outrider("generate", "--target", target, "x" * 600), "600", "context")
+
+
+def test_an_empty_prompt(outrider: Run, target: Path) -> None:
+    assert_one_line(outrider("generate", "--target", target, ""), "empty")
+    assert_one_line(outrider("generate", "--target", target, "-", stdin=""), "empty")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "word"),
+    [
+        ("--temperature", "-1", "temperature"),
+        ("--top-p", "0", "top_p"),
+        ("--max-tokens", "0", "max_tokens"),
+        ("--stop", "", "stop"),
+        ("--verifier", "magic", "unknown verifier"),
+        ("--dtype", "int3", "dtype"),
+        ("--compile", "perhaps", "compile"),
+        ("--device", "abacus", "abacus"),
+        ("--max-len", "0", "max-len"),
+        ("--temperature", "hot", "temperature"),
+        ("--frobnicate", "1", "frobnicate"),
+    ],
+)
+def test_option_values_out_of_range(outrider: Run, target: Path, option: str, value: str, word: str) -> None:
+    assert_one_line(outrider("generate", "--target", target, option, value, "hi"), word)
+
+
+def test_a_bad_line_of_prompts_is_named(outrider: Run, target: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n\n{"prompt": 7}\n')
+    assert_one_line(outrider("bench", "--target", target, "--prompts", file), "line 3")
+    file.write_text('{"prompt": "a"}\nnot json\n')
+    assert_one_line(outrider("bench", "--target", target, "--prompts", file), "line 2")
+    file.write_text("")
+    assert_one_line(outrider("bench", "--target", target, "--prompts", file), "no prompts")
+    assert_one_line(outrider("bench", "--target", target, "--prompts", tmp_path / "missing.jsonl"), "cannot read")
+
+
+def test_an_output_file_that_cannot_be_written(outrider: Run, target: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert_one_line(outrider("bench", "--target", target, "--out", tmp_path / "file" / "x.json"), "cannot write --out")
+    assert_one_line(outrider("bench", "--target", target, "--out", tmp_path), "cannot write --out")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--batch", "0"],
+        ["--batch", "x"],
+        ["--temperature", "-1"],
+        ["--workloads", "poems"],
+        ["--num-prompts", "0"],
+        ["--inflate", "huge"],
+    ],
+)
+def test_bench_axes_out_of_range(outrider: Run, target: Path, options: list[str]) -> None:
+    assert_one_line(outrider("bench", "--target", target, *options))
+
+
+def test_bench_prompts_longer_than_the_context(outrider: Run, target: Path, tmp_path: Path) -> None:
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({"prompt": "x" * 600}))
+    assert_one_line(outrider("bench", "--target", target, "--prompts", file), "context", "600")
+
+
+def test_chat_without_a_template(outrider: Run, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", tokenizer=make_tokenizer(chat_template=None))
+    assert_one_line(outrider("chat", "--target", folder, "hi"), "chat template")
+
+
+def test_no_command_and_unknown_command(outrider: Run) -> None:
+    assert_one_line(outrider("frobnicate"), "frobnicate")
+
+
+def test_debug_shows_the_traceback(outrider: Run, tmp_path: Path) -> None:
+    code, _, err = outrider("generate", "--target", tmp_path / "nowhere", "--debug", "hi")
+    assert code == 2 and "Traceback" in err and "there is no model folder" in err
+
+
+def test_an_error_of_ours_says_so(outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.cli import session
+
+    def fail(*args: object, **more: object) -> None:
+        raise ZeroDivisionError("a\nb")
+
+    monkeypatch.setattr(session, "load", fail)
+    assert_one_line(outrider("generate", "--target", target, "hi"), "ZeroDivisionError: a b", "--debug", code=1)

@@ -1,0 +1,82 @@
+"""The command as a user starts it: a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+
+def run(*args: object, stdin: str | None = "", **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "outrider", *map(str, args)],
+        input=stdin, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"} | more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["generate", "--help"], ["bench", "--help"], ["chat", "-h"]])
+def test_help_imports_nothing_heavy(args: list[str]) -> None:
+    program = (
+        "import sys; from outrider.cli import main; code = main(sys.argv[1:])\n"
+        "heavy = [name for name in ('torch', 'transformers', 'numpy', 'safetensors') if name in sys.modules]\n"
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *args], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_every_command_has_examples_in_its_help() -> None:
+    from outrider.cli.app import COMMANDS
+
+    for command in COMMANDS:
+        done = run(command, "--help")
+        assert done.returncode == 0 and "Examples:" in done.stdout and f"outrider {command}" in done.stdout
+
+
+def test_no_arguments_shows_the_help() -> None:
+    done = run()
+    assert "generate" in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
+def test_generate_writes_text_to_stdout_and_the_rest_to_stderr(target: Path, draft: Path) -> None:
+    done = run("generate", "--target", target, "--draft", draft, "--compile", "never", "--max-tokens", 12, "def add(")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() and "tok/s" not in done.stdout
+    assert "12 tokens" in done.stderr and "Loading weights" not in done.stderr
+
+
+def test_an_error_is_one_line_and_code_2(tmp_path: Path) -> None:
+    done = run("generate", "--target", tmp_path / "missing", "hi")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_ctrl_c_while_loading_is_one_word(target: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "outrider", "generate", "--target", str(target), "-"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    time.sleep(1.5)  # it waits for standard input
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err and err.strip().endswith("interrupted")
+
+
+def test_a_reader_that_goes_away_is_no_error(target: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "outrider", "generate", "--target", str(target), "--method", "plain", "--compile", "never",
+         "--max-tokens", "60", "hi"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    with process.stderr as stream:
+        err = stream.read()
+    process.wait(timeout=60)
+    assert "Traceback" not in err and "Exception ignored" not in err
