@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 CACHE_BUCKET = 256  # committed tokens that share an entry
 WEIGHT = 0.1  # of a new observation in the running mean
-SPIKE = 3.0  # an observation this many times the mean is a hiccup (compiling, another process) and is cut to it
+SPIKE = 1.25  # what lies higher above the mean is mostly a hiccup (compiling, another process) and is cut to it
 STEP_SLOPE = 0.05  # assumed growth of an unmeasured pass per extra row, until one of that width has been run
 
 

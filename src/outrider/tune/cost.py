@@ -14,6 +14,7 @@ class CostModel:
     def __init__(self, passes: PassCosts) -> None:
         self.passes = passes
         self._draft: dict[tuple[int, int], float] = {}  # (batch, drafts asked for) -> seconds of drafting
+        self._catch_up: float | None = None  # seconds for each token that a proposer had not seen
         self._outside: dict[tuple[int, bool], float] = {}  # (batch, whether there were drafts) -> seconds of verifier and host
 
     def observe(self, k: int, longest: int, batch: int, times: PhaseTimes, is_catch_up: bool) -> None:
@@ -40,6 +41,23 @@ class CostModel:
         if above is None:
             return base * k / below
         return base + (known[above] - base) * (k - below) / (above - below)
+
+    def observe_catch_up(self, seconds: float, num_tokens: int) -> float:
+        """Adds what a proposer took, beyond its steps, to read text it had not seen. Returns those seconds."""
+        seconds = max(seconds, 0.0)
+        each = seconds / num_tokens
+        self._catch_up = each if self._catch_up is None else min(self._catch_up + 0.5 * (each - self._catch_up), 2 * each)
+        return seconds
+
+    def catch_up(self, num_tokens: int) -> float:
+        """Seconds for a proposer to read so many tokens."""
+        return num_tokens * (self._catch_up or 0.0)
+
+    def round(self, k: int, longest: int, batch: int, cache_len: int) -> float:
+        """Seconds of a round that asked for k drafts and scored ``longest``."""
+        plain_pass = self.passes.seconds(1, batch, cache_len) or 0.0
+        score = self.passes.seconds(1 + longest, batch, cache_len) or plain_pass
+        return self.draft(k, batch, plain_pass) + score + self.outside(batch, longest > 0)
 
     def plain_round(self, batch: int, cache_len: int) -> float | None:
         """Seconds of a round without drafts; None until a pass of this batch size was measured."""

@@ -25,7 +25,9 @@ PROBE_MEMORY = 0.5  # of the counts when a probe adds to them: what was seen bef
 FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # rounds without drafts before the next probe
 PROBE_RATE = 0.7  # a probe drafts as many tokens as would pay at this acceptance, at most MAX_PROBE
 MAX_PROBE = 4
-BUDGET, FIRST_BUDGET = 0.015, 1.5  # time that may be lost: a part of all time, and so many plain rounds to begin with
+BUDGET, FIRST_BUDGET = 0.012, 1.5  # time that may be lost: a part of all time, and so many plain rounds to begin with
+
+MAX_SAVED = 1.0  # rounds' worth of won time that counts against later losses
 
 
 @dataclass(slots=True)
@@ -80,7 +82,7 @@ class Track:
     elapsed: float = 0.0
     pause: int = FIRST_PAUSE
     wait: int = FIRST_PAUSE
-    is_caught_up: bool = False  # the proposer drafted for it in the round before
+    behind: int = 0  # committed tokens that the proposer has not been asked about
 
     def gains(self, max_k: int) -> list[float]:
         """Expected accepted drafts at K = 0..max_k, if the proposer has drafts."""
@@ -142,15 +144,19 @@ class DraftLengthPolicy:
         now, k = self._now, round_.k
         if now.plain_round is None:
             now.age = PERIOD
-        is_catch_up = not all([track.is_caught_up for track in now.tracks])
-        longest = max(round_.lens)
+        longest, batch = max(round_.lens), len(now.tracks)
+        behind = sum([track.behind for track in now.tracks])  # tokens that the proposer had not seen
+        catch_up = 0.0
+        if k and behind > 0:
+            usual = self.costs.draft(k, batch, now.plain_round or 0.0)
+            catch_up = self.costs.observe_catch_up(round_.times.draft - usual, behind)
         if not is_prefill:
-            self.costs.observe(k, longest, len(now.tracks), round_.times, is_catch_up)
+            self.costs.observe(k, longest, batch, round_.times, behind > 0)
         if k:
             self._learn(round_)
-        self._book(round_, is_prefill or is_catch_up)
-        for track in now.tracks:
-            track.is_caught_up = k > 0
+        self._book(round_, now.is_probe, catch_up)
+        for track, num_accepted in zip(now.tracks, round_.num_accepted, strict=True):
+            track.behind = 0 if k else track.behind + 1 + num_accepted
             track.wait -= 1
         if now.is_probe and longest:
             self._judge_probe(round_, context)
@@ -168,6 +174,7 @@ class DraftLengthPolicy:
             key = round(request.params.temperature, 1)
             shared = self._shared.setdefault(key, Acceptance.empty(self.max_k))
             track = self._tracks[request.request_id] = Track(shared, Acceptance.empty(self.max_k))
+            track.behind = len(request.token_ids)
         return track
 
     def _learn(self, round_: Round) -> None:
@@ -179,28 +186,34 @@ class DraftLengthPolicy:
             track.own.add(num_drafts, num_accepted)
             track.shared.add(num_drafts, num_accepted)
 
-    def _book(self, round_: Round, is_unusual: bool) -> None:
-        """Adds what the round lost or won against plain decoding. An unusual one had work to do that plain decoding has too,
-        or has once: it is booked at its usual price."""
+    def _book(self, round_: Round, is_probe: bool, catch_up: float) -> None:
+        """Adds what the round lost or won against plain decoding, at usual prices: a hiccup is not the drafts' fault.
+
+        A probe pays for the text that the proposer had to catch up with. Where drafting was decided on, that is paid once and for
+        all that follows.
+        """
         now, plain = self._now, self._now.plain_round
         if plain is None:
             return
-        seconds = round_.times.total
-        if round_.k and is_unusual:
+        seconds = plain
+        if round_.k:
             cache_len = len(self._requests[0].token_ids)
-            draft, score = self.costs.drafted_round(round_.k, len(now.tracks), cache_len)
-            seconds = min(seconds, draft + score)
+            usual = self.costs.round(round_.k, max(round_.lens), len(now.tracks), cache_len)
+            seconds = min(round_.times.total, usual) + (catch_up if is_probe else 0.0)
         for track, num_accepted in zip(now.tracks, round_.num_accepted, strict=True):
             track.elapsed += plain * (1 + num_accepted)
-            if round_.k:
-                # What was won long ago must not pay for what is lost now.
-                track.lost = max(track.lost + min(seconds, 3 * plain + seconds / 2) - plain * (1 + num_accepted), -plain)
+            # What was won may pay for a bad round or two, but not for long after.
+            track.lost = max(track.lost + seconds - plain * (1 + num_accepted), -MAX_SAVED * seconds)
 
     def _is_over_budget(self) -> bool:
+        return self._budget() < 0
+
+    def _budget(self) -> float:
+        """Seconds that may still be lost, over all requests of the batch: each round is lost to all of them."""
         now = self._now
         assert now.plain_round is not None
-        lost = sum([track.lost for track in now.tracks])
-        return lost > BUDGET * sum([track.elapsed for track in now.tracks]) + FIRST_BUDGET * now.plain_round * len(now.tracks)
+        first = FIRST_BUDGET * now.plain_round * len(now.tracks)
+        return first + sum([BUDGET * track.elapsed - track.lost for track in now.tracks])
 
     # --- decisions ----------------------------------------------------------------------------------------------------------
 
@@ -240,6 +253,9 @@ class DraftLengthPolicy:
         """After a pause, a few drafts: has the text become predictable?"""
         now = self._now
         if all([track.wait > 0 for track in now.tracks]):
+            return 0
+        catch_up = self.costs.catch_up(sum([track.behind for track in now.tracks]))
+        if catch_up * len(now.tracks) > self._budget():
             return 0
         now.is_probe = True
         batch, cache_len = len(now.tracks), len(context.requests[0].token_ids)

@@ -1,0 +1,142 @@
+"""The rooms and their walls, checked on the source: imports go one way, methods have no names outside their files, sizes stay small."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import outrider
+from outrider.registry import PROPOSERS
+
+ROOT = Path(outrider.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+# What each room may import of the others. Rooms are folders of src/outrider, or single modules.
+BELOW = {
+    "types": set(),
+    "registry": {"types"},
+    "sampling": {"types"},
+    "verifiers": {"types", "sampling"},
+    "runner": {"types", "sampling", "registry"},
+    "proposers": {"types", "sampling", "registry", "runner"},
+    "family": set(),
+    "engine": {"types", "sampling", "registry", "verifiers", "runner", "proposers", "family"},
+    "tune": {"types", "sampling", "registry", "verifiers", "runner", "proposers", "engine"},
+    "train": {"types", "sampling", "registry", "runner", "proposers", "family"},
+}
+TOP = {"bench", "audit", "server", "cli", "__init__", "__main__"}  # may import everything below, and each other
+METHOD_BLIND = ("engine", "runner", "verifiers", "server", "tune")
+COMMON_WORDS = {"draft", "plain"}  # also things, not only methods: looked for as whole string literals
+MAX_FILE, MAX_FUNCTION = 500, 60
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """Rooms imported anywhere in a file, type-checking blocks left out: they are read, not run."""
+    tree = tree_of(path)
+    skipped = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            skipped.update(id(child) for child in ast.walk(node))
+    rooms = set()
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" if node.module == "outrider" else str(node.module) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        rooms |= {name.split(".")[1] for name in names if name.startswith("outrider.")}
+    return rooms
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_one_way(path):
+    room = room_of(path)
+    if room in TOP:
+        return
+    assert room in BELOW, f"the room {room} is not in docs/structure.md's order of imports"
+    forbidden = imported_rooms(path) - BELOW[room] - {room}
+    assert not forbidden, f"{path.relative_to(ROOT)} imports {forbidden}"
+
+
+@pytest.mark.parametrize("room", METHOD_BLIND)
+def test_no_method_is_named_outside_its_file(room):
+    names = set(PROPOSERS)
+    for path in FILES:
+        if room_of(path) != room:
+            continue
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names - COMMON_WORDS:
+                raise AssertionError(f"{path.name}:{node.lineno} names the method {node.value!r}")
+            if isinstance(node, (ast.Name, ast.Attribute)):
+                name = node.id if isinstance(node, ast.Name) else node.attr
+                assert not re.fullmatch(r"[A-Z]\w+Proposer", name) or name == "GuardedProposer", f"{path.name}: {name}"
+            if isinstance(node, ast.Compare):
+                compared = {c.value for c in ast.walk(node) if isinstance(c, ast.Constant) and isinstance(c.value, str)}
+                assert not compared & names, f"{path.name}:{node.lineno} compares with a method's name"
+
+
+def test_verifiers_and_types_know_no_model_and_no_temperature():
+    for path in FILES:
+        if room_of(path) == "verifiers":
+            names = {node.id for node in ast.walk(tree_of(path)) if isinstance(node, ast.Name)}
+            attributes = {node.attr for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)}
+            assert not (names | attributes) & {"temperature", "SamplingParams", "transformers", "past_key_values"}, path
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_stay_small(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_FILE
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MAX_FUNCTION, f"{node.name} has {length} lines"
+
+
+def test_file_names_hold_no_history():
+    odd = [path.name for path in FILES if re.search(r"_(v\d+|new|old|legacy|common|misc|utils?\d*|helpers?)\.py$", path.name)]
+    assert not odd
+
+
+def test_no_model_code_is_vendored():
+    assert not [path for path in FILES if path.name.startswith("modeling_")]
+
+
+def test_the_banned_names_of_distributions_stand_nowhere():
+    for path in FILES:
+        if room_of(path) in {"verifiers", "engine", "proposers"} or path.name == "sampling.py":
+            arguments = {node.arg for node in ast.walk(tree_of(path)) if isinstance(node, ast.arg)}
+            assert not arguments & {"p", "q"}, f"{path}: write target_probs, draft_probs"
+
+
+def test_exported_names_are_exactly_the_public_ones():
+    listed = outrider.__all__
+    assert listed == sorted(listed, key=lambda name: (name != name.upper(), not name[0].isupper(), name))
+    assert set(listed) == set(outrider._HOMES)
+    for name in listed:
+        assert getattr(outrider, name).__module__ == outrider._HOMES[name]
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = outrider.nonsense
+
+
+def test_every_room_exports_what_it_lists():
+    for path in FILES:
+        if path.name != "__init__.py" or path.parent == ROOT:
+            continue
+        module = __import__(".".join(["outrider", *path.parent.relative_to(ROOT).parts]), fromlist=["_"])
+        for name in getattr(module, "__all__", []):
+            assert hasattr(module, name), f"{module.__name__} lists {name}"
