@@ -36,7 +36,8 @@ def is_supported(model: PreTrainedModel) -> bool:
 def load(module: nn.Module, build: bool) -> Run | None:
     """The compiled form of a ``Pass``: from disk, else built if ``build``. None where there is none or it cannot be built."""
     path = _package_path(module)
-    if not path.exists():
+    found = path.exists()
+    if not found:
         if not build:
             return None
         try:
@@ -49,8 +50,11 @@ def load(module: nn.Module, build: bool) -> Run | None:
     try:
         return _load(module, path)
     except Exception as error:
-        logger.warning("the compiled pass at %s does not load (%s): removed, passes stay eager", path, error)
         path.unlink(missing_ok=True)
+        if found and build:
+            logger.warning("the compiled pass at %s does not load (%s): it is compiled anew", path, error)
+            return load(module, build)
+        logger.warning("the compiled pass at %s does not load (%s): removed, passes stay eager", path, error)
         return None
 
 

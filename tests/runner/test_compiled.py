@@ -1,0 +1,166 @@
+"""The compiled pass says what the eager one says, comes from disk the second time, and its loss costs nothing but speed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.runner import ModelRunner, RunnerConfig, compiled, kernels
+from outrider.types import Context
+
+from .rounds import Rounds, make_model, make_request, make_text, proposal_of, untouched
+from .test_architectures import small_config
+
+pytestmark = [
+    pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler"),
+    pytest.mark.filterwarnings("ignore"),  # torch's own, while it compiles
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model(small_config("llama", max_position_embeddings=400, tie_word_embeddings=True))
+
+
+@pytest.fixture(scope="module")
+def passes(tmp_path_factory):
+    """Where this module's packages are kept."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(passes, monkeypatch):
+    monkeypatch.setattr(compiled, "cache_dir", lambda *_: passes)
+
+
+def load(model, mode):
+    return ModelRunner.load(untouched(model), RunnerConfig(compile=mode, prefill_chunk=16))
+
+
+@pytest.fixture(scope="module")
+def runner(model, passes):
+    """Compiled once for the whole module."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(compiled, "cache_dir", lambda *_: passes)
+    made = load(model, "always")
+    made.extend(["warm"], [[1, 2, 3]])
+    made.release(["warm"])
+    patch.undo()
+    assert made.passes.is_compiled
+    return made
+
+
+def scored(runner, texts, chains, parents=None):
+    requests = tuple(make_request(f"s{index}", text) for index, text in enumerate(texts))
+    scores = runner.score(Context(requests, (9,) * len(texts), None), proposal_of(chains, parents))
+    runner.release([request.request_id for request in requests])
+    return scores.logits
+
+
+@pytest.mark.parametrize(
+    "lengths, chains, parents",
+    [
+        ((1,), [[]], None),
+        ((17,), [[]], None),
+        ((5,), [[1, 2, 3]], None),
+        ((300,), [[1]], None),
+        ((3, 20, 45), [[1, 2], [3], []], None),
+        ((3, 20, 45), [[1, 2, 3], [3, 4], [5]], [[-1, -1, 1], [-1, 0], [-1]]),
+        ((9,), [list(range(1, 31))], None),
+    ],
+)
+def test_compiled_passes_equal_eager_ones(runner, model, lengths, chains, parents):
+    texts = [make_text(length, length) for length in lengths]
+    got, expected = scored(runner, texts, chains, parents), scored(load(model, "never"), texts, chains, parents)
+    for b, chain in enumerate(chains):
+        torch.testing.assert_close(got[b, : len(chain) + 1], expected[b, : len(chain) + 1], rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_rounds_equal_the_plain_forward(runner, model):
+    rounds = Rounds(runner, model, [make_text(length, length) for length in (3, 20, 45)])
+    rounds.step([[5, 6, 7], [8], [9]], [[0, 1, 2], [], [0]], [1, 2, 3])
+    rounds.step([[5, 6, 7], [8], [9]], [[1], [0], []], [1, 2, 3], [[-1, -1, 0], [-1], [-1]])
+    rounds.step([[], [], []], [[], [], []], [1, 2, 3])
+    runner.release([request.request_id for request in rounds.requests])
+
+
+def test_a_requests_logits_are_the_same_bits_in_any_batch_and_with_any_drafts(runner):
+    texts = [make_text(length, length) for length in (12, 20, 45)]
+    together = scored(runner, texts, [[1, 2, 3], [4, 5], []])
+    for b, chain in enumerate([[1, 2, 3], [4, 5], []]):
+        for count in range(len(chain) + 1):
+            alone = scored(runner, [texts[b]], [chain[:count]])
+            assert torch.equal(alone[0], together[b, : count + 1])
+
+
+def test_the_next_runner_takes_the_package_from_disk(runner, model, monkeypatch):
+    monkeypatch.setattr(compiled, "_build", lambda *_: pytest.fail("compiled again"))
+    for mode in ("always", "auto"):
+        second = load(model, mode)
+        assert torch.equal(scored(second, [[1, 2, 3]], [[4]]), scored(runner, [[1, 2, 3]], [[4]]))
+        assert second.passes.is_compiled
+
+
+def test_another_model_of_the_same_shape_computes_with_its_own_weights(runner, monkeypatch):
+    monkeypatch.setattr(compiled, "_build", lambda *_: pytest.fail("compiled again"))
+    other = make_model(small_config("llama", max_position_embeddings=400, tie_word_embeddings=True), seed=1)
+    rounds = Rounds(load(other, "auto"), other, [make_text(20, 1)])
+    rounds.step([[1, 2]], [[0]], [3])
+    assert rounds.runner.passes.is_compiled
+
+
+def test_never_stays_eager(runner, model):
+    eager = load(model, "never")
+    scored(eager, [[1, 2, 3]], [[4]])
+    eager.passes.compile_now()
+    assert not any(isinstance(run, type(eager.passes._runs)) for run in eager.passes._runs.values())
+    assert all(run.__name__ == "<lambda>" for run in eager.passes._runs.values())
+
+
+@pytest.mark.parametrize("content", [b"", b"not a package", None])
+def test_a_corrupt_package_is_removed_and_the_pass_still_runs(runner, model, passes, content, monkeypatch, caplog, tmp_path):
+    package = next(passes.rglob("*.pt2"))
+    broken = tmp_path / package.name
+    broken.write_bytes(package.read_bytes()[:3000] if content is None else content)
+    monkeypatch.setattr(compiled, "cache_dir", lambda *_: tmp_path)
+    again = load(model, "auto")
+    expected = scored(runner, [[1, 2, 3]], [[4]])
+    torch.testing.assert_close(scored(again, [[1, 2, 3]], [[4]]), expected, rtol=1e-4, atol=1e-4)
+    assert not broken.exists()
+    assert "does not load" in caplog.text
+
+
+def test_a_corrupt_package_is_replaced_where_compiling_is_asked_for(runner, model, passes, monkeypatch, tmp_path):
+    package = next(passes.rglob("*.pt2"))
+    (tmp_path / package.name).write_bytes(b"not a package")
+    monkeypatch.setattr(compiled, "cache_dir", lambda *_: tmp_path)
+    monkeypatch.setattr(compiled, "_build", lambda module, path: path.write_bytes(package.read_bytes()))
+    again = load(model, "always")
+    assert torch.equal(scored(again, [[1, 2, 3]], [[4]]), scored(runner, [[1, 2, 3]], [[4]]))
+    assert again.passes.is_compiled
+
+
+def test_a_model_that_does_not_compile_stays_eager_with_a_warning(runner, model, tmp_path, monkeypatch, caplog):
+    def fail(*_):
+        raise NotImplementedError("no such operator\nsecond line")
+
+    monkeypatch.setattr(compiled, "cache_dir", lambda *_: tmp_path)
+    monkeypatch.setattr(compiled, "_build", fail)
+    eager = load(model, "always")
+    torch.testing.assert_close(scored(eager, [[1, 2]], [[3]]), scored(runner, [[1, 2]], [[3]]), rtol=1e-4, atol=1e-4)
+    assert "does not compile" in caplog.text
+    assert "second line" not in caplog.text
+
+
+def test_auto_compiles_when_eager_passes_have_taken_long_enough(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled, "cache_dir", lambda *_: tmp_path)
+    built = []
+    monkeypatch.setattr(compiled, "_build", lambda module, path: built.append(path) or (_ for _ in ()).throw(ValueError("enough")))
+    monkeypatch.setattr("outrider.runner.passes.PATIENCE", 1e9)
+    runner = load(model, "auto")
+    scored(runner, [[1, 2, 3]], [[4]])
+    assert not built
+    monkeypatch.setattr("outrider.runner.passes.PATIENCE", 0.0)
+    scored(runner, [[1, 2, 3]], [[4]])
+    scored(runner, [[1, 2, 3]], [[4]])
+    assert len(built) == 1

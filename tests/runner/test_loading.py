@@ -1,0 +1,216 @@
+"""What cannot be run is refused in one clear line; what can be run is loaded once and left untouched where it is the user's."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_folder import make_folder
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BertConfig
+
+from outrider.runner import ModelRunner, RunnerConfig, loading
+from outrider.runner.linear import PackedEmbedding
+from outrider.types import OutriderError
+
+from .rounds import Rounds, force_reference, make_model, make_text, plain_logits, untouched
+from .test_architectures import small_config
+
+EAGER = RunnerConfig(compile="never")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def broken(folder, tmp_path):
+    """A copy of a good folder, to be broken."""
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def refusal(source, config=EAGER) -> str:
+    with pytest.raises(OutriderError) as error:
+        ModelRunner.load(source, config)
+    line = str(error.value)
+    assert line
+    assert "\n" not in line
+    return line
+
+
+def test_a_missing_folder(tmp_path):
+    assert refusal(tmp_path / "none") == f"no model folder at {tmp_path / 'none'}"
+    assert refusal("./no-such-folder") == "no model folder at ./no-such-folder"
+
+
+def test_a_folder_without_a_config(tmp_path):
+    assert "holds no config.json" in refusal(tmp_path)
+
+
+def test_a_file_instead_of_a_folder(folder):
+    assert "no model folder at" in refusal(folder / "config.json")
+
+
+def test_a_config_that_is_not_json_or_of_no_known_type(broken):
+    (broken / "config.json").write_text("{")
+    assert "cannot read the config" in refusal(broken)
+    (broken / "config.json").write_text('{"model_type": "no_such_type"}')
+    assert "no_such_type" in refusal(broken)
+
+
+def test_no_weights(broken):
+    (broken / "model.safetensors").unlink()
+    assert f"cannot load {broken}" in refusal(broken)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 0.5, 0.999])
+def test_truncated_weights(broken, keep):
+    data = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(data[: int(keep * len(data)) if keep < 1 else keep])
+    assert f"cannot load {broken}" in refusal(broken)
+
+
+def test_garbage_for_weights(broken):
+    (broken / "model.safetensors").write_bytes(bytes(range(256)) * 40)
+    assert f"cannot load {broken}" in refusal(broken)
+
+
+def test_weights_that_are_not_all_there_are_not_made_up(broken):
+    weights = load_file(broken / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    assert "lacks weights of the model: 1 tensors, the first model.layers.1.mlp.up_proj.weight" in refusal(broken)
+
+
+def test_weights_of_another_shape(broken):
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"intermediate_size": 32}))
+    assert f"cannot load {broken}" in refusal(broken)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_numbers(broken, value):
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.0.self_attn.q_proj.weight"][3, 4] = value
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    assert "q_proj.weight hold NaN or infinity" in refusal(broken)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "t5", "bart", "vit", "mamba", "llama4_text", "bloom", "recurrent_gemma"])
+def test_models_of_other_kinds_are_refused_before_weights_are_read(model_type, tmp_path, monkeypatch):
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("weights were read"))
+    assert model_type.split("_")[0] in refusal(tmp_path).lower()
+
+
+@pytest.mark.parametrize("model_type", ["doge", "gpt_oss"])
+def test_attention_that_the_cache_cannot_do_is_refused(model_type):
+    model = make_model(small_config(model_type, pad_token_id=0))
+    with pytest.raises(OutriderError, match="in attention, which Outrider's cache does not support"):
+        runner = ModelRunner.load(model, EAGER)
+        Rounds(runner, model, [[1, 2, 3]]).step([[]], [[]], [1])
+
+
+def test_objects_that_are_no_language_models_are_refused():
+    assert "no language-model head" in refusal(AutoModel.from_config(small_config("llama")))
+    assert "reads both ways" in refusal(AutoModel.from_config(BertConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1)))
+    assert "not Linear" in refusal(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ({"dtype": "int8"}, "unknown dtype 'int8'"),
+        ({"dtype": "fp16"}, "unknown dtype 'fp16'"),
+        ({"dtype": "Tensor"}, "unknown dtype 'Tensor'"),
+        ({"compile": "yes"}, "compile must be"),
+        ({"max_batch": 0}, "at least 1"),
+        ({"max_len": 0}, "at least 1"),
+        ({"prefill_chunk": 0}, "at least 1"),
+    ],
+)
+def test_settings_out_of_range(setting, message):
+    with pytest.raises(OutriderError, match=message):
+        RunnerConfig(**setting)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_where_there_is_none(folder):
+    assert "no CUDA device" in refusal(folder, RunnerConfig(device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_16_bit_checkpoint_is_computed_in_float32(dtype, tied, tmp_path):
+    make_folder(tmp_path, dtype="bfloat16", tie_word_embeddings=tied)
+    runner = ModelRunner.load(tmp_path, RunnerConfig(compile="never", dtype=dtype))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype, "auto")).float()
+    rounds = Rounds(runner, model, [make_text(5, 0), make_text(30, 1)])
+    rounds.step([[5, 6], [7]], [[0], []], [1, 2])
+    rounds.step([[5, 6], [7]], [[0], []], [1, 2])
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3_text", "mixtral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_users_model_is_left_as_it_was(model_type, dtype):
+    model = make_model(small_config(model_type, tie_word_embeddings=True), attention="sdpa").to(dtype).train()
+    text = make_text(20, 0)
+    model.eval()
+    before, state = plain_logits(model, text), copy.deepcopy(model.state_dict())
+    model.train()
+    names = [(name, type(module)) for name, module in model.named_modules()]
+    storage = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    runner = ModelRunner.load(model, EAGER)
+    Rounds(runner, make_model(small_config(model_type)), [text], tolerance=1e9).step([[1, 2]], [[0]], [3])
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert [(name, type(module)) for name, module in model.named_modules()] == names
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == storage
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    model.eval()
+    assert torch.equal(plain_logits(model, text), before)
+
+
+def test_without_packing_a_users_weights_are_shared_not_copied(monkeypatch):
+    force_reference(monkeypatch)
+    model = make_model(small_config("llama"))
+    runner = ModelRunner.load(model, EAGER)
+    ours = dict(runner.model.named_parameters())
+    assert all(ours[name].data_ptr() == parameter.data_ptr() for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2"])
+def test_a_table_tied_to_the_head_is_kept_once(model_type):
+    model = make_model(small_config(model_type, tie_word_embeddings=True)).bfloat16()
+    runner = ModelRunner.load(untouched(model), EAGER)
+    table = model.get_input_embeddings().weight
+    found = [m for m in runner.model.modules() if isinstance(m, PackedEmbedding)]
+    assert len(found) == 1
+    assert not [p for p in runner.model.parameters() if p.shape == table.shape]
+    ids = torch.arange(table.shape[0])[None]
+    with torch.no_grad():
+        torch.testing.assert_close(found[0](ids), model.get_input_embeddings()(ids).float(), rtol=2**-8, atol=0)  # unrounded scale
+    Rounds(runner, model.float(), [make_text(20, 0)]).step([[1, 2]], [[0]], [3])
+
+
+def test_every_weight_is_kept_once(folder):
+    model = make_model(small_config("llama", hidden_size=64, head_dim=32, intermediate_size=96)).bfloat16()
+    packed = ModelRunner.load(untouched(model), EAGER).model
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [*packed.parameters(), *packed.buffers()]}
+    padding = 2 * 64 * (96 - model.config.vocab_size)  # the packed head has whole panels
+    small = sum(4 * p.numel() for p in model.parameters() if p.ndim == 1)
+    assert sum(kept.values()) <= sum(2 * p.numel() for p in model.parameters() if p.ndim > 1) + padding + small + 4096
+
+
+def test_two_runners_of_one_model_do_not_disturb_each_other():
+    model = make_model(small_config("llama"))
+    first, second = (Rounds(ModelRunner.load(model, EAGER), model, [make_text(9, seed)]) for seed in (1, 2))
+    for _ in range(3):
+        first.step([[1, 2]], [[0]], [3])
+        second.step([[4]], [[0]], [5])
