@@ -91,13 +91,13 @@ class Contenders:
         self.prepare(contender)
         llm, recorder = self.llm, Recorder(self._policies[contender])
         engine = self._engines[PLAIN if contender.is_plain else contender.method]
-        before = llm.engine
+        before, policy = llm.engine, engine.policy
         llm.engine, llm.proposer = engine, engine.proposer
         engine.policy = recorder
         llm.runner.needs_hidden = engine.proposer.needs_hidden
         try:
             yield recorder
         finally:
-            engine.policy = recorder.inner
+            engine.policy = policy
             llm.engine, llm.proposer = before, before.proposer
             llm.runner.needs_hidden = before.proposer.needs_hidden

@@ -1,0 +1,42 @@
+"""A proposer of your own: the answers are among a few known sentences, so propose them. Usage: python examples/custom_proposer.py"""
+
+import sys
+
+from outrider import LLM, Context, Proposal, Proposer, SamplingParams
+from outrider.proposers.base import chain_proposal
+
+KNOWN = ["The capital of France is Paris.", "The capital of Italy is Rome.", "I do not know."]
+
+
+class KnownAnswers(Proposer):
+    """Drafts the rest of whichever known sentence the text has begun."""
+
+    name = "known"
+
+    def __init__(self, sentences: list[list[int]]) -> None:
+        self._sentences = sentences
+
+    def propose(self, context: Context, k: int) -> Proposal:
+        return chain_proposal(
+            [self._rest(request.token_ids)[: min(k, n)] for request, n in zip(context.requests, context.limits, strict=True)]
+        )
+
+    def _rest(self, token_ids: list[int]) -> list[int]:
+        for sentence in self._sentences:
+            for begun in range(len(sentence) - 1, 0, -1):
+                if token_ids[-begun:] == sentence[:begun]:
+                    return sentence[begun:]
+        return []
+
+
+def main(target: str | None = None) -> None:
+    tokenizer = LLM(target, method="plain").tokenizer
+    proposer = KnownAnswers([tokenizer.encode(" " + sentence) for sentence in KNOWN])
+    llm = LLM(target, proposer=proposer, num_draft_tokens=6)
+    completion = llm.generate("Question: What is the capital of Italy?\nAnswer: The capital", SamplingParams(max_tokens=16))[0]
+    print(completion.text)
+    print("accepted drafts per round:", completion.stats.acceptance_histogram, "faults:", completion.stats.faults)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,106 @@
+"""The documentation is true: its example runs, the examples run, its command-line page is what the commands say."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_folder import make_folder
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("docs") / "model")
+
+
+@pytest.fixture
+def embedded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny model in place of the embedded family."""
+    monkeypatch.setattr("outrider.family.TARGET", model)
+    monkeypatch.setattr("outrider.family.DRAFT", model)
+
+
+def test_the_example_of_add_a_proposer_runs(embedded: None, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "add-a-proposer.md").read_text()
+    example = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    scope: dict[str, object] = {"__name__": "example"}
+    exec(compile(example, "add-a-proposer.md", "exec"), scope)
+    assert scope["completion"].stats.faults == 0  # type: ignore[attr-defined]
+    assert scope["completion"].stats.num_tokens == 40  # type: ignore[attr-defined]
+    propose = scope["LineProposer"](newline_id=9)._rest_of_line  # type: ignore[operator]
+    assert propose([1, 2, 3, 9, 1, 2, 4, 9, 1, 2]) == [4, 9]
+    assert propose([1, 2, 3, 9]) == []
+    assert capsys.readouterr().out
+
+
+def test_the_example_of_the_readme_runs(embedded: None, capsys: pytest.CaptureFixture[str]) -> None:
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(examples[0].strip().splitlines()) <= 3
+    exec(compile(examples[0], "README.md", "exec"), {"__name__": "example"})
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "takes_folder"), [("generate", False), ("custom_proposer", False), ("transformers_model", True)]
+)
+def test_examples_run(
+    name: str,
+    takes_folder: bool,
+    model: Path,
+    embedded: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = ROOT / "examples" / f"{name}.py"
+    assert len(file.read_text().splitlines()) <= 60
+    monkeypatch.setattr(sys, "argv", [str(file), str(model)] if takes_folder else [str(file)])
+    runpy.run_path(str(file), run_name="__main__")
+    out = capsys.readouterr().out
+    assert "per target pass" in out or "faults: 0" in out
+
+
+def test_every_example_is_tested() -> None:
+    assert {file.stem for file in (ROOT / "examples").glob("*.py")} == {"generate", "custom_proposer", "transformers_model"}
+
+
+def test_the_command_line_page_is_up_to_date() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs" / "make_cli.py", "--print"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (ROOT / "docs" / "cli.md").read_text(), "run: python docs/make_cli.py"
+
+
+def test_links_and_files_named_in_the_documentation_exist() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    missing = []
+    for page in pages:
+        text = page.read_text()
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+            if not (page.parent / link).exists():
+                missing.append(f"{page.name}: {link}")
+        for name in re.findall(r"`((?:engine|runner|proposers|verifiers|tune|bench|cli)/[\w/]*\.py)`", text):
+            if not (ROOT / "src" / "outrider" / name).exists():
+                missing.append(f"{page.name}: {name}")
+    assert not missing
+
+
+def test_defaults_told_in_the_help_are_those_of_the_code() -> None:
+    from dataclasses import fields
+    from typing import get_type_hints
+
+    from outrider.cli.options import SamplingOptions
+    from outrider.types import SamplingParams
+
+    hints, defaults = get_type_hints(SamplingOptions, include_extras=True), SamplingParams()
+    for field in fields(SamplingOptions):
+        told = re.search(r"\(default: ([\d.]+)\)", hints[field.name].__metadata__[0].help)
+        if told:
+            assert float(told[1]) == getattr(defaults, field.name), field.name
+        assert hasattr(defaults, field.name)
