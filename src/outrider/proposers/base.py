@@ -1,6 +1,6 @@
 """The one interface of every drafting method, the empty proposer that *is* plain decoding, and a scripted one for tests.
 
-A proposer knows the committed text and, if it declares ``needs_hidden``, features of the target. It knows no verifier and no engine.
+A proposer knows the committed text and, if it declares ``needs_hidden``, features of the target; no verifier and no engine.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Proposer(ABC):
     def propose(self, context: Context, k: int) -> Proposal:
         """Drafts at most k tokens on a path for each of the B requests, ``context.limits`` being of use at most."""
 
-    def commit(self, context: Context, verdict: Verdict) -> None:
-        """Learns what was kept, before the scheduler appends it to ``requests[b].token_ids``. Text-based proposers need nothing."""
+    def commit(self, context: Context, verdict: Verdict) -> None:  # noqa: B027 - optional
+        """Learns what was kept, before the scheduler appends it to the requests. Text-based proposers need nothing."""
 
-    def release(self, request_ids: Sequence[str]) -> None:
+    def release(self, request_ids: Sequence[str]) -> None:  # noqa: B027 - optional
         """Forgets requests that ended. Unknown ids are ignored."""
 
-    def warmup(self, k: int, batch: int) -> None:
+    def warmup(self, k: int, batch: int) -> None:  # noqa: B027 - optional
         """Does now what would make the first rounds slow (compiling, measuring)."""
 
 

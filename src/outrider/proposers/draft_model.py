@@ -18,8 +18,8 @@ from outrider.types import Context, OutriderError, Proposal, Verdict
 class DraftModelProposer(Proposer):
     """Drafts with a model of its own, which keeps its own cache of the committed text.
 
-    Each draft is drawn from the draft's distribution after the same sampler as the target's, penalties by position included, and the
-    proposal carries that distribution. Greedy and coupled drafts are point masses.
+    Each draft is drawn from the draft's distribution after the same sampler as the target's, penalties by position included,
+    and the proposal carries that distribution. Greedy and coupled drafts are point masses.
     """
 
     name = "draft"

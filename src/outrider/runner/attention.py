@@ -1,7 +1,8 @@
-"""Attention over Outrider's own KV cache, plugged into transformers by its public ``AttentionInterface``: no model code is forked.
+"""Attention over Outrider's own KV cache, plugged into transformers by its public ``AttentionInterface``: no model code is
+forked.
 
-A pass's layout (which cache rows, where it writes, who sees whom) is the runner's to say and no model's: it is set for the time of
-the forward call by ``active_pass``, and the attention function of every layer reads it there.
+A pass's layout (which cache rows, where it writes, who sees whom) is the runner's to say and no model's: it is set for the
+time of the forward call by ``active_pass``, and the attention function of every layer reads it there.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def attend(
 def _check(module: nn.Module, layout: PassLayout, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
     """Raises ``OutriderError`` for what would be computed wrongly without a word."""
     odd = next((name for name in ("s_aux", "position_bias", "sinks") if options.get(name) is not None), None)
-    if odd is None and attention_mask is not None and attention_mask.dtype != torch.bool:  # Outrider gives a bool: it is the model's
+    # Outrider gives a bool: it is the model's
+    if odd is None and attention_mask is not None and attention_mask.dtype != torch.bool:
         odd = "a mask of its own"
     if odd is None and getattr(module, "is_causal", True) is False:
         odd = "to see both ways"

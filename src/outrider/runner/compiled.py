@@ -1,8 +1,9 @@
 """Passes compiled ahead of time: exported once with free shapes, built by inductor, kept on disk, loaded in milliseconds.
 
-Why ahead of time and not ``torch.compile``: a process that finds the package on disk traces nothing and checks no guards, so the
-first token of a fresh process comes from compiled code. Why free shapes: the time goes to Outrider's two operators, which do not
-care, and one package then serves every batch, draft length and cache size. The package holds no weights: it reads the model's.
+Why ahead of time and not ``torch.compile``: a process that finds the package on disk traces nothing and checks no guards, so
+the first token of a fresh process comes from compiled code. Why free shapes: the time goes to Outrider's two operators, which
+do not care, and one package then serves every batch, draft length and cache size. The package holds no weights: it reads the
+model's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,16 +23,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.runner.disk_cache import cache_dir
-from outrider.runner.linear import FusedLinears, PackedLinear
+from outrider.runner.linear import is_packed
 
 logger = logging.getLogger(__name__)
 
 Run = Callable[[list[Tensor]], list[Tensor]]
 
+# what a package is made from, beside the model
+TRACED = ("attention.py", "compiled.py", "linear.py", "passes.py", "kernels/__init__.py")
+
 
 def is_supported(model: PreTrainedModel) -> bool:
     """Only models wholly on the CPU kernels: elsewhere passes stay eager or are captured as graphs."""
-    return model.device.type == "cpu" and any(isinstance(module, (PackedLinear, FusedLinears)) for module in model.modules())
+    return model.device.type == "cpu" and is_packed(model)
 
 
 def load(module: nn.Module, build: bool) -> Run | None:
@@ -86,7 +91,8 @@ def _build(module: nn.Module, path: Path) -> None:
     dim = torch.export.Dim
     b, w, rows, slots = dim("b", min=1, max=4096), dim("w", min=1, max=1 << 20), dim("rows", min=1), dim("slots", min=1)
     shapes = ({0: b, 1: w}, {0: b, 1: w}, {0: b}, {0: b}, {0: b, 1: w, 2: w}, {0: dim("m", min=1)}, *[{1: rows, 3: slots}] * 2)
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own use of itself
         exported = torch.export.export(module, inputs, strict=False, dynamic_shapes=shapes)
         part = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
         # What is left beside Outrider's operators is small: waking threads for it would take longer than doing it.
@@ -100,7 +106,7 @@ def _package_path(module: nn.Module) -> Path:
     model: PreTrainedModel = module.model  # type: ignore[assignment]
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     tensors = [[name, list(t.shape), str(t.dtype)] for name, t in [*module.named_parameters(), *module.named_buffers()]]
-    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.[pc][yp]*")) if path.suffix in (".py", ".cpp")]
+    sources = [Path(__file__).parent.joinpath(name).read_bytes() for name in TRACED]
     what = [
         type(model).__name__,
         json.dumps(config, sort_keys=True, default=str),
@@ -108,7 +114,6 @@ def _package_path(module: nn.Module) -> Path:
         str(module.layers),
         torch.__version__,
         transformers.__version__,
-        torch.get_num_threads(),
         torch.backends.cpu.get_cpu_capability(),
         hashlib.sha256(b"".join(sources)).hexdigest(),
     ]

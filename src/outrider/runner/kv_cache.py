@@ -1,7 +1,7 @@
 """The KV cache: preallocated, ragged, and free to roll back.
 
-Every request owns a row. A pass writes behind the row's committed slots; what a verdict rejects is simply overwritten by the next
-pass, so rollback moves no data. Only an accepted *tree* path that is not contiguous is gathered into place.
+Every request owns a row. A pass writes behind the row's committed slots; what a verdict rejects is simply overwritten by the
+next pass, so rollback moves no data. Only an accepted *tree* path that is not contiguous is gathered into place.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class CacheShape:
 class KVCache(Cache):
     """Keys and values of up to ``rows`` requests under transformers' ``Cache`` interface.
 
-    ``keys`` and ``values`` are [L, R, Hkv, S, D]. S starts small and doubles when a request outgrows it, up to ``max_len`` + slack,
-    so memory follows use. transformers' ``update`` passes the new states through: Outrider's attention writes them itself, in one
-    operation with the reading.
+    ``keys`` and ``values`` are [L, R, Hkv, S, D]. S starts small and doubles when a request outgrows it, so memory follows
+    use. transformers' ``update`` passes the new states through: Outrider's attention writes them itself, in one operation with
+    the reading.
     """
 
     def __init__(self, shape: CacheShape, rows: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -84,7 +84,7 @@ class KVCache(Cache):
         return 0 if row is None else self.cached_lens[row]
 
     def reserve(self, slots: int) -> None:
-        """Makes every row hold at least ``slots`` slots: also beyond the context window, where a ragged pass's padding may reach."""
+        """Makes every row hold at least ``slots`` slots: beyond the window too, where a ragged pass's padding may reach."""
         if slots <= self.capacity:
             return
         wanted = max(slots, min(self.max_len + SLACK, max(2 * self.capacity, 256)))
@@ -112,7 +112,7 @@ class KVCache(Cache):
     # -- commit -------------------------------------------------------------------------------------------------------------
 
     def keep(self, row: int, first_slot: int, path: Sequence[int]) -> None:
-        """Gathers the accepted path of a tree, whose node i stands in slot first_slot + i, to first_slot, first_slot + 1, ..."""
+        """Gathers the accepted path of a tree, whose node i stands in slot first_slot + i, to the slots from first_slot on."""
         moved = [(first_slot + depth, first_slot + node) for depth, node in enumerate(path) if node != depth]
         if not moved:
             return
@@ -135,7 +135,9 @@ class KVCache(Cache):
 
     # -- transformers' interface ----------------------------------------------------------------------------------------------
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -158,7 +160,8 @@ def cache_shape(config: PreTrainedConfig) -> CacheShape:
     if kinds - known or hints or getattr(config, "attention_chunk_size", None):
         odd = ", ".join(sorted(kinds - known)) or (f"model type {config.model_type}" if hints else "chunked attention")
         raise OutriderError(
-            f"{config.model_type} keeps state that cannot be rolled back token by token ({odd}): speculation needs a plain KV cache"
+            f"{config.model_type} keeps state that cannot be rolled back token by token ({odd}):"
+            " speculation needs a plain KV cache"
         )
     if getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", 0):
         raise OutriderError(f"{config.model_type} shares KV between layers, which Outrider's cache does not support")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import sys
 from typing import Any
 
 import torch
@@ -58,8 +60,8 @@ class PackedEmbedding(nn.Module):
 class FusedLinears(nn.Module):
     """Layers that read the same input, computed in one operation: one stream of weights instead of several short ones.
 
-    Each layer's place in the model is taken by a ``FusedSlice``. The first that is called computes all; a slice called with another
-    tensor than its siblings computes anew, so that the fusion can cost time but never a wrong result.
+    Each layer's place in the model is taken by a ``FusedSlice``. The first that is called computes all; a slice called with
+    another tensor than its siblings computes anew, so that the fusion can cost time but never a wrong result.
     """
 
     def __init__(self, layers: list[PackedLinear]) -> None:
@@ -109,7 +111,8 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3
 
 def fuse_siblings(model: PreTrainedModel) -> None:
     """Fuses the packed layers that transformers' models apply to one input, in place."""
-    for parent in list(model.modules()):
+    # holding those would keep them
+    for parent in [module for module in model.modules() if not isinstance(module, PackedLinear)]:
         for names in SIBLINGS:
             layers = [getattr(parent, name, None) for name in names]
             if not all(isinstance(layer, PackedLinear) and layer.out_features % kernels.PANEL == 0 for layer in layers):
@@ -120,11 +123,16 @@ def fuse_siblings(model: PreTrainedModel) -> None:
                 setattr(parent, name, FusedSlice(group, index, layer.in_features))  # type: ignore[union-attr]
 
 
+def is_packed(model: nn.Module) -> bool:
+    """Whether the model's layers run on the CPU kernels."""
+    return any(isinstance(module, (PackedLinear, FusedLinears)) for module in model.modules())
+
+
 def pack_model(model: PreTrainedModel) -> None:
     """Replaces every plain linear layer by a packed one and makes all other arithmetic float32, in place.
 
-    Embeddings keep their 16-bit table, or read the packed one of a head tied to them. Quantised or otherwise special linear layers
-    are left as they are.
+    Embeddings keep their 16-bit table, or read the packed one of a head tied to them. Quantised or otherwise special linear
+    layers are left as they are.
     """
     packed: dict[int, PackedLinear] = {}
     embeddings = {id(module.weight): (name, module) for name, module in model.named_modules() if _is_plain_embedding(module)}
@@ -143,21 +151,38 @@ def pack_model(model: PreTrainedModel) -> None:
     packed.clear()  # fusing frees as it goes
     embeddings.clear()
     fuse_siblings(model)
+    _return_freed_memory()
     for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            module.weight.requires_grad_(False)
-            module.register_forward_hook(_to_float32)
-        elif not isinstance(module, (PackedLinear, PackedEmbedding, FusedLinears)):
-            for key, parameter in list(module.named_parameters(recurse=False)):
-                setattr(module, key, nn.Parameter(parameter.detach().float(), requires_grad=False))
-            for key, buffer in list(module.named_buffers(recurse=False)):
-                if buffer.is_floating_point():
-                    setattr(module, key, buffer.float())
+        if not isinstance(module, (PackedLinear, PackedEmbedding, FusedLinears)):
+            _make_float32(module)
+
+
+def _make_float32(module: nn.Module) -> None:
+    """Makes what is left beside the packed layers compute in float32. An embedding keeps its table: its rows are converted."""
+    if isinstance(module, nn.Embedding):
+        module.weight.requires_grad_(False)
+        module.register_forward_hook(_to_float32)
+        return
+    for key, parameter in list(module.named_parameters(recurse=False)):
+        setattr(module, key, nn.Parameter(parameter.detach().float(), requires_grad=False))
+    for key, buffer in list(module.named_buffers(recurse=False)):
+        if buffer.is_floating_point():
+            setattr(module, key, buffer.float())
+
+
+def _return_freed_memory() -> None:
+    """Gives freed memory back to the system: glibc keeps the holes that packing leaves, more than half the model's size."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:
     """Whether ``PackedEmbedding`` does what the module does."""
-    return type(module) is nn.Embedding or (isinstance(module, nn.Embedding) and type(module).__name__.endswith("ScaledWordEmbedding"))
+    return type(module) is nn.Embedding or (
+        isinstance(module, nn.Embedding) and type(module).__name__.endswith("ScaledWordEmbedding")
+    )
 
 
 def _replace(model: PreTrainedModel, name: str, module: nn.Module) -> None:

@@ -13,7 +13,9 @@ from outrider.runner import attention
 from outrider.types import OutriderError
 
 
-def load_model(source: str | Path, dtype: torch.dtype | str, device: torch.device, trust_remote_code: bool = False) -> PreTrainedModel:
+def load_model(
+    source: str | Path, dtype: torch.dtype | str, device: torch.device, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """A causal LM with Outrider's attention, in eval mode.
 
     Raises ``OutriderError``, in one line: no such folder or hub id, not a causal LM, broken files, an unsupported architecture.
@@ -34,7 +36,9 @@ def load_model(source: str | Path, dtype: torch.dtype | str, device: torch.devic
 
 
 def adopt(model: PreTrainedModel) -> PreTrainedModel:
-    """Puts a loaded model on Outrider's attention, in place. Raises ``OutriderError`` where the architecture does not allow it."""
+    """Puts a loaded model on Outrider's attention, in place. Raises ``OutriderError`` where the architecture does not allow
+    it.
+    """
     refuse_encoders(model.config)
     refuse_own_attention(type(model))
     if model.get_output_embeddings() is None:
@@ -42,7 +46,9 @@ def adopt(model: PreTrainedModel) -> PreTrainedModel:
     try:
         model.set_attn_implementation(attention.NAME)
     except (ValueError, KeyError) as error:
-        raise OutriderError(f"{type(model).__name__} does not use transformers' attention interface: {_first_line(error)}") from error
+        raise OutriderError(
+            f"{type(model).__name__} does not use transformers' attention interface: {_first_line(error)}"
+        ) from error
     if text_config(model)._attn_implementation != attention.NAME:
         raise OutriderError(f"{type(model).__name__} does not let its attention be set: Outrider cannot run it")
     return model.eval().requires_grad_(False)

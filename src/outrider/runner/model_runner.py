@@ -68,7 +68,7 @@ class ModelRunner:
         self.max_len = min(window, config.max_len or window)
         self.max_batch = config.max_batch
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        compute = torch.float32 if any(isinstance(m, (linear.PackedLinear, linear.FusedLinears)) for m in model.modules()) else model.dtype
+        compute = torch.float32 if linear.is_packed(model) else model.dtype
         self.cache = KVCache(cache_shape(text), config.max_batch, self.max_len, compute, device)
         self.passes = PassRunner(model, self.cache, config.compile)
         self.needs_hidden: tuple[int, ...] = ()
@@ -87,7 +87,9 @@ class ModelRunner:
         device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         if device.type == "cuda" and not torch.cuda.is_available():
             raise OutriderError("device cuda was asked for, but torch sees no CUDA device")
-        cache_shape(loading.text_config(loading.load_config(model, config.trust_remote_code)))  # refuse before reading gigabytes
+        cache_shape(
+            loading.text_config(loading.load_config(model, config.trust_remote_code))
+        )  # refuse before reading gigabytes
         loaded = loading.load_model(model, config.dtype, device, config.trust_remote_code)
         loading.check_weights(loaded, str(model))
         if device.type == "cpu" and not getattr(loaded, "is_quantized", False) and kernels.load_cpu_kernels():
@@ -149,7 +151,7 @@ class ModelRunner:
         for new_id in new_ids:
             self.cache.copy(source_id, new_id)
 
-    # -- without a proposal: draft models ---------------------------------------------------------------------------------------
+    # -- without a proposal: draft models -------------------------------------------------------------------------------------
 
     def extend(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> Tensor:
         """Feeds whatever of each text is not cached and returns the logits after its last token: [B, V] float32.
@@ -184,7 +186,16 @@ class ModelRunner:
         for step in range(steps):
             token_ids = pick(logits, step)
             if step + 1 < steps:
-                inputs = [token_ids[:, None], start[:, None], row_ids, start, visible, first, self.cache.keys, self.cache.values]
+                inputs = [
+                    token_ids[:, None],
+                    start[:, None],
+                    row_ids,
+                    start,
+                    visible,
+                    first,
+                    self.cache.keys,
+                    self.cache.values,
+                ]
                 logits = run(inputs)[0][:, 0].float()
                 start = start + 1
         for row in rows:
@@ -255,7 +266,7 @@ class ModelRunner:
         return self._masks[key]
 
     def pass_cost(self, width: int, batch: int, cache_len: int, repeat: int = 3) -> float:
-        """Measured seconds of a pass of ``width`` tokens a request over ``cache_len`` cached ones: the least of ``repeat`` runs."""
+        """Seconds of a pass of ``width`` tokens a request over ``cache_len`` cached ones: the least of ``repeat`` runs."""
         slots = min(cache_len, self.max_len - width)
         names = [f"cost-probe-{index}" for index in range(batch)]
         rows = [self.cache.row(name) for name in names]

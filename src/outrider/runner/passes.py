@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from outrider.runner import compiled
 from outrider.runner.attention import PassLayout, active_pass
+from outrider.runner.graphs import GraphRunner
 from outrider.runner.kv_cache import KVCache
 from outrider.runner.loading import decoder_layers
 
@@ -23,7 +24,8 @@ PATIENCE = 20.0  # seconds of eager passes after which compiling, which takes ab
 class Pass(nn.Module):
     """The function that is run and compiled: tokens and their layout -> logits and the hidden states asked for.
 
-    Its batch, width, cache size and number of logits are free, so one compiled form serves prefill, plain and speculative rounds.
+    Its batch, width, cache size and number of logits are free, so one compiled form serves prefill, plain and speculative
+    rounds.
     """
 
     def __init__(self, model: PreTrainedModel, cache: KVCache, layers: tuple[int, ...]) -> None:
@@ -32,7 +34,7 @@ class Pass(nn.Module):
         self._cache = [cache]  # in a list, so that a module does not look into it
         self._stack = [decoder_layers(model)] if layers else []
 
-    def forward(
+    def forward(  # noqa: PLR0913 - the inputs of a compiled function
         self,
         token_ids: Tensor,  # [B, W]
         positions: Tensor,  # [B, W]
@@ -69,7 +71,7 @@ class Pass(nn.Module):
         return self._stack[0][layer].register_forward_hook(hook)
 
 
-Run = Callable[[list[Tensor]], "list[Tensor] | tuple[Tensor, ...]"]
+Run = Callable[[list[Tensor]], "Sequence[Tensor]"]
 
 
 class PassRunner:
@@ -98,7 +100,7 @@ class PassRunner:
         return out[0], dict(zip(layers, out[1:], strict=True))
 
     def runner_of(self, layers: tuple[int, ...] = ()) -> Run:
-        """The function behind ``run``, for loops in which a dictionary look-up counts: inputs as ``Pass.forward`` takes them."""
+        """The function behind ``run``, for loops in which a look-up counts: inputs as ``Pass.forward`` takes them."""
         if layers not in self._runs:
             self._runs[layers] = self._prepare(layers)
         return self._runs[layers]
@@ -126,4 +128,7 @@ class PassRunner:
             self._eager.setdefault(layers, 0.0)
         else:
             self._eager.pop(layers, None)
+        if self._compile != "never" and self._model.device.type == "cuda":
+            self._eager.pop(layers, None)
+            return GraphRunner(lambda inputs: tuple(module(*inputs)))
         return lambda inputs: tuple(module(*inputs))

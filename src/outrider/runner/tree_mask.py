@@ -34,7 +34,7 @@ def tree_visibility(parents: Tensor, text_lens: Sequence[int], width: int) -> Te
 
 
 def tree_positions(parents: Tensor, text_lens: Sequence[int], width: int) -> Tensor:
-    """Position of each token relative to the pass's first: int64 [B, W]. Siblings share one; padding repeats chain positions."""
+    """Position of each token relative to the pass's first: int64 [B, W]. Siblings share one; padding counts on."""
     nodes = parents.shape[1]
     depths = ancestor_matrix(parents.cpu()).sum(-1)  # [B, N]: 1 for a child of the root
     positions = torch.arange(width).repeat(len(text_lens), 1)

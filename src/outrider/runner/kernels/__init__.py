@@ -1,4 +1,5 @@
-"""Outrider's two operators, ``outrider::linear`` and ``outrider::attend``: a torch reference for every device, and C++ for the CPU.
+"""Outrider's two operators, ``outrider::linear`` and ``outrider::attend``: a torch reference for every device, and C++ for
+the CPU.
 
 The reference is what the C++ is tested against, and what runs on CUDA and on machines without a C++ compiler.
 """
@@ -103,7 +104,7 @@ def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C+
 
 
 def _visible_slots(bases: Tensor, positions: Tensor, visible: Tensor, capacity: int, window: int) -> Tensor:
-    """Which cache slots each query sees: bool [B, W, S]. Slot s < base holds position s; slot base + j holds positions[:, j]."""
+    """Which slots each query sees: bool [B, W, S]. Slot s < base holds position s; slot base + j holds positions[:, j]."""
     width = positions.shape[1]
     slot = torch.arange(capacity, device=positions.device)
     own = slot - bases[:, None]  # [B, S]: index within this pass, where 0 <= own < W
@@ -188,7 +189,18 @@ def _compile(compiler: str, source: Path, library: Path) -> None:
     from torch.utils.cpp_extension import include_paths, library_paths
 
     part = library.with_suffix(f".{os.getpid()}.part")
-    command = [compiler, "-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fno-math-errno", str(source), "-o", str(part)]
+    command = [
+        compiler,
+        "-std=c++20",
+        "-O3",
+        "-march=native",
+        "-fPIC",
+        "-shared",
+        "-fno-math-errno",
+        str(source),
+        "-o",
+        str(part),
+    ]
     if sys.platform == "linux":
         command += ["-fopenmp", "-DAT_PARALLEL_OPENMP=1"]
     command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]

@@ -1,0 +1,75 @@
+"""CUDA: passes captured once per shape as graphs and replayed, so that launching a few hundred small kernels costs one launch.
+
+A graph works on fixed memory: each shape has its own input tensors, into which a pass's inputs are copied before the replay.
+Shapes are padded to few buckets by the runner. A cache that has grown lives elsewhere, so its graphs are captured anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Function = Callable[[list[Tensor]], Sequence[Tensor]]
+Replay = Callable[[], None]
+Record = Callable[[Callable[[], Sequence[Tensor]]], tuple[Replay, Sequence[Tensor]]]
+
+NUM_INPUTS_COPIED = 6  # of Pass.forward: tokens, positions, rows, bases, visibility, places; then come the keys and the values
+MAX_WIDTH = 64  # wider passes read prompts: they keep the device busy without a graph, and come in any width
+
+
+def record_cuda(function: Callable[[], Sequence[Tensor]]) -> tuple[Replay, Sequence[Tensor]]:
+    """Captures what ``function`` launches as a CUDA graph. Returns its replay and the tensors that each replay writes."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):  # libraries allocate their workspaces at first use, which must not happen during capture
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = function()
+    return graph.replay, outputs
+
+
+@dataclass
+class _Captured:
+    inputs: list[Tensor]
+    replay: Replay
+    outputs: Sequence[Tensor]
+    cache_at: tuple[int, int]
+
+
+class GraphRunner:
+    """Runs a pass through captured graphs, one per (batch, width, number of logits).
+
+    The outputs are valid until the next pass of the same shape. ``record`` is replaced in tests on machines without CUDA.
+    """
+
+    def __init__(self, function: Function, record: Record = record_cuda) -> None:
+        self._function, self._record = function, record
+        self._captured: dict[tuple[int, ...], _Captured] = {}
+
+    def __call__(self, inputs: list[Tensor]) -> Sequence[Tensor]:
+        """Inputs as ``Pass.forward`` takes them."""
+        batch, width = inputs[0].shape
+        if width > MAX_WIDTH:
+            return self._function(inputs)
+        key = (batch, width, inputs[5].shape[0])
+        cache_at = (inputs[6].data_ptr(), inputs[7].data_ptr())
+        found = self._captured.get(key)
+        if found is None or found.cache_at != cache_at:
+            found = self._captured[key] = self._capture(inputs, cache_at)
+        for fixed, given in zip(found.inputs, inputs[:NUM_INPUTS_COPIED], strict=True):
+            fixed.copy_(given, non_blocking=True)
+        found.replay()
+        return found.outputs
+
+    def _capture(self, inputs: list[Tensor], cache_at: tuple[int, int]) -> _Captured:
+        # Warming up runs the pass for good, on these very inputs: it writes the slots that the replay writes again.
+        fixed = [given.clone() for given in inputs[:NUM_INPUTS_COPIED]]
+        caches = inputs[NUM_INPUTS_COPIED:]
+        replay, outputs = self._record(lambda: self._function([*fixed, *caches]))
+        return _Captured(fixed, replay, outputs, cache_at)

@@ -1,0 +1,91 @@
+"""Passes replayed from fixed memory: the bookkeeping, without CUDA, by a recorder that runs the function again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.runner.graphs import MAX_WIDTH, GraphRunner, record_cuda
+
+
+class Recorder:
+    """Replays by calling the function again into the same output tensors, as a graph would."""
+
+    def __init__(self) -> None:
+        self.captures = 0
+
+    def __call__(self, function: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+        self.captures += 1
+        outputs = [out.clone() for out in function()]
+
+        def replay() -> None:
+            for fixed, out in zip(outputs, function(), strict=True):
+                fixed.copy_(out)
+
+        return replay, outputs
+
+
+def sums(inputs: list[Tensor]) -> list[Tensor]:
+    """Depends on every input, so that one that is not copied shows."""
+    tokens, positions, rows, bases, visible, places, keys, values = inputs
+    total = tokens.sum() + positions.sum() + rows.sum() + bases.sum() + visible.sum() + places.sum()
+    return [(total + keys.sum() + values.sum()).reshape(1).float()]
+
+
+def inputs_of(width: int, seed: int, keys: Tensor, values: Tensor, batch: int = 2) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+
+    def ints(*shape: int) -> Tensor:
+        return torch.randint(0, 100, shape, generator=draw)
+
+    visible = ints(batch, width, width) > 50
+    return [ints(batch, width), ints(batch, width), ints(batch), ints(batch), visible, ints(width), keys, values]
+
+
+def test_a_replay_sees_the_inputs_of_its_own_pass() -> None:
+    keys, values, recorder = torch.ones(3), torch.ones(3), Recorder()
+    runner = GraphRunner(sums, recorder)
+    for seed in range(5):
+        given = inputs_of(4, seed, keys, values)
+        assert torch.equal(runner(given)[0], sums(given)[0])
+    assert recorder.captures == 1
+
+
+def test_each_shape_is_captured_once() -> None:
+    keys, values, recorder = torch.ones(3), torch.ones(3), Recorder()
+    runner = GraphRunner(sums, recorder)
+    for width, batch in ((1, 1), (4, 1), (4, 2), (1, 1), (4, 2)):
+        given = inputs_of(width, width, keys, values, batch)
+        assert torch.equal(runner(given)[0], sums(given)[0])
+    assert recorder.captures == 3
+
+
+def test_a_cache_that_moved_is_captured_anew() -> None:
+    recorder = Recorder()
+    runner = GraphRunner(sums, recorder)
+    values = torch.ones(3)
+    for size in (3, 5):
+        given = inputs_of(2, 7, torch.ones(size), values)
+        assert torch.equal(runner(given)[0], sums(given)[0])
+    assert recorder.captures == 2
+
+
+def test_prompts_are_read_without_a_graph() -> None:
+    recorder = Recorder()
+    given = inputs_of(MAX_WIDTH + 1, 0, torch.ones(3), torch.ones(3))
+    assert torch.equal(GraphRunner(sums, recorder)(given)[0], sums(given)[0])
+    assert recorder.captures == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_graphs_replay_what_eager_computes() -> None:
+    device = torch.device("cuda")
+    keys, values = torch.ones(3, device=device), torch.ones(3, device=device)
+    runner = GraphRunner(sums, record_cuda)
+    for seed in range(3):
+        given = [tensor.to(device) for tensor in inputs_of(4, seed, keys, values)]
+        assert torch.equal(runner(given)[0], sums(given)[0])
