@@ -1,4 +1,4 @@
-"""A proposer of your own: the answers are among a few known sentences, so propose them. Usage: python examples/custom_proposer.py"""
+"""A proposer of your own: the answer is one of a few known sentences, so propose those. Usage: custom_proposer.py [TARGET]"""
 
 import sys
 

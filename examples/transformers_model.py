@@ -1,4 +1,4 @@
-"""Use a transformers model you already have (quantised or sharded ones too). Usage: python examples/transformers_model.py FOLDER"""
+"""A transformers model you already have, quantised or sharded ones too. Usage: python examples/transformers_model.py FOLDER"""
 
 import sys
 
