@@ -137,7 +137,7 @@ def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
 
         from outrider.engine import LLM
 
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        logging.disable_progress_bar()
         return LLM(models.target, **arguments)
 
 
