@@ -1,4 +1,4 @@
-"""The rooms and their walls, checked on the source: imports go one way, methods have no names outside their files, sizes stay small."""
+"""The rooms and their walls, checked on the source: imports go one way, no method is named elsewhere, sizes stay small."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from outrider.tune import CostModel, DraftLengthPolicy
 from outrider.types import Context, Request, SamplingParams
 
 MAX_K = 15
+NUM_PROMPTS, NUM_TOKENS = 4, 192
 
 
 @dataclass(frozen=True)
@@ -70,18 +71,16 @@ TEXTS = {
 }
 
 
-def simulate(policy: LengthPolicy, costs: Costs, text: Text, batch: int, num_tokens=192, prompts=4, seed=0, passes=None) -> float:
-    """Tokens a second over several batches, one after the other, with 5% noise and rare hiccups in the times."""
-    noise = random.Random(seed)
+def simulate(policy: LengthPolicy, costs: Costs, text: Text, batch: int, passes: PassCosts | None = None) -> float:
+    """Tokens a second over several batches, one after the other; the policy sees times with 5% noise and rare hiccups."""
+    noise = random.Random(0)
     seconds, emitted = 0.0, 0
-    for prompt in range(prompts):
-        requests = tuple(
-            Request(f"{prompt}.{b}", [0] * 100, 100, SamplingParams(max_tokens=num_tokens), 0, torch.Generator())
-            for b in range(batch)
-        )
+    for prompt in range(NUM_PROMPTS):
+        params = SamplingParams(max_tokens=NUM_TOKENS)
+        requests = tuple(Request(f"{prompt}.{b}", [0] * 100, 100, params, 0, torch.Generator()) for b in range(batch))
         skipped = 20
         for step in range(10**6):
-            left = [num_tokens - request.num_output_tokens for request in requests]
+            left = [NUM_TOKENS - request.num_output_tokens for request in requests]
             if min(left) <= 0:
                 break
             context = Context(requests, tuple(n - 1 for n in left), None)  # type: ignore[arg-type]
@@ -95,11 +94,11 @@ def simulate(policy: LengthPolicy, costs: Costs, text: Text, batch: int, num_tok
                 accepted.append(count)
             times = costs.round(k, max(lens), batch, skipped if step else 0)
             skipped = 0 if k else skipped + 1
+            seconds += times.total  # the policy sees noise, its result is weighed without
             times.score *= noise.gauss(1, 0.05) + (3 if noise.random() < 0.01 else 0)
             for request, count in zip(requests, accepted, strict=True):
                 request.token_ids.extend([0] * (count + 1))
             emitted += sum(accepted) + batch
-            seconds += times.total
             if passes is not None and step:
                 passes.observe(1 + max(lens), batch, 100, times.score)
             policy.observe(context, Round(k, lens, accepted, times), is_prefill=step == 0)
@@ -107,9 +106,9 @@ def simulate(policy: LengthPolicy, costs: Costs, text: Text, batch: int, num_tok
     return emitted / seconds
 
 
-def automatic(costs, text, batch, **options):
+def automatic(costs, text, batch):
     passes = PassCosts()
-    return simulate(DraftLengthPolicy(MAX_K, passes), costs, text, batch, passes=passes, **options)
+    return simulate(DraftLengthPolicy(MAX_K, passes), costs, text, batch, passes)
 
 
 def mean(values):
@@ -134,19 +133,19 @@ def cells():
 
 def test_the_worst_cell_is_no_slower_than_plain_decoding(cells):
     worst = min(cells, key=lambda cell: cells[cell][0])
-    assert cells[worst][0] >= 0.96, (worst, cells[worst])
+    assert cells[worst][0] >= 0.97, (worst, cells[worst])
 
 
 def test_cells_are_on_average_close_to_the_best_fixed_length(cells):
-    assert mean(against_best for _, against_best in cells.values()) >= 0.93
+    assert mean(against_best for _, against_best in cells.values()) >= 0.97
     worst = min(cells, key=lambda cell: cells[cell][1])
     assert cells[worst][1] >= 0.8, (worst, cells[worst])
 
 
 def test_text_that_turns_predictable_is_found():
-    costs = MACHINES["flat"]
-    gain = automatic(costs, TEXTS["by turns"], 1) / simulate(FixedLength(0), costs, TEXTS["by turns"], 1)
-    assert gain > 1.5
+    costs, text = MACHINES["flat"], TEXTS["by turns"]
+    best = max(simulate(FixedLength(k), costs, text, 1) for k in (1, 2, 3, 5, 8, 12))
+    assert automatic(costs, text, 1) > 0.97 * best > 1.15 * simulate(FixedLength(0), costs, text, 1)
 
 
 def test_a_draft_as_slow_as_the_target_is_dropped():

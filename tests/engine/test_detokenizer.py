@@ -1,4 +1,4 @@
-"""Streaming text: joined chunks are the full decode, no chunk holds half a character, no stop string is shown and taken back."""
+"""Streaming text: joined chunks are the full decode, no chunk holds half a character, no stop string is ever shown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.engine.detokenizer import BROKEN, BytesDetokenizer, DetokenizerFac
 TEXTS = [
     "def add(a, b):\n    return a + b\n",
     "naïve café, Größe, 100 €",
-    "你好，世界。日本語のテキスト",
+    "你好,世界。日本語のテキスト",
     "👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 done",
     "mixed 混ぜる 🎉 text\twith\r\nlines",
     "العربية עברית हिन्दी",

@@ -65,6 +65,7 @@ class GuardedProposer:
         self._make_sampler = make_sampler
         self._stats = stats  # the engine's totals
         self._features = FeatureStore(proposer.needs_hidden)
+        self._empty = Proposal.empty(1)
         self._part: tuple[tuple[Request, ...], Sampler] | None = None  # the last batch of which only a part was drafted for
 
     def propose(self, entries: Sequence[Entry], context: Context, k: int) -> Drafts:
@@ -73,7 +74,7 @@ class GuardedProposer:
         limits = context.limits
         rows = [b for b, entry in enumerate(entries) if entry.is_speculating]
         if k <= 0 or not rows or max([limits[b] for b in rows]) <= 0:
-            return Drafts(Proposal.empty(batch), [[]] * batch, [0] * batch, 0, [], 0.0)
+            return self._none(batch, 0, 0.0)
         start = perf_counter()
         view = self._view(context, rows)
         try:
@@ -82,7 +83,7 @@ class GuardedProposer:
             checked = check(self._proposer.propose(view, k), view.limits, k, self._vocab_size)
         except Exception as error:
             self._fail([entries[b] for b in rows], f"{type(error).__name__}: {error}")
-            return Drafts(Proposal.empty(batch), [[]] * batch, [0] * batch, k, [], perf_counter() - start)
+            return self._none(batch, k, perf_counter() - start)
         if self._features.layers:
             self._features.release(view.request_ids)
         for i, reason in checked.faults.items():
@@ -118,6 +119,12 @@ class GuardedProposer:
             self._proposer.release(request_ids)
         except Exception as error:
             logger.warning("the proposer %r failed to release a request: %s", self._proposer.name, error)
+
+    def _none(self, batch: int, k: int, seconds: float) -> Drafts:
+        """A round without drafts."""
+        if self._empty.lens.shape[0] != batch:
+            self._empty = Proposal.empty(batch)
+        return Drafts(self._empty, [[]] * batch, [0] * batch, k, [], seconds)
 
     def _view(self, context: Context, rows: list[int]) -> Context:
         """The context of some of its requests. All of them: itself."""

@@ -57,7 +57,8 @@ class GenerationStats:
     num_tokens: int = 0  # emitted, after truncation at a stop
     num_drafts: int = 0  # drafted tokens
     num_judged: int = 0  # drafts that were reached: all before them had been accepted
-    num_draft_steps: int = 0  # the longest draft of each round, summed
+    num_steps: int = 0  # engine steps: a round of each request of the batch
+    num_draft_steps: int = 0  # the longest draft of each step, summed
     faults: int = 0  # rounds in which the proposer failed
     times: PhaseTimes = field(default_factory=PhaseTimes)
     plain_seconds: float = 0.0  # what the same tokens would have cost without drafts; nan where a pass was never measured
@@ -76,6 +77,7 @@ class GenerationStats:
         """Adds one round's seconds. ``plain_pass``: seconds of a decoding pass without drafts, None if unknown."""
         times = round_.times
         self.times.add(times)
+        self.num_steps += 1
         self.num_draft_steps += max(round_.lens, default=0)
         outside = times.verify + times.host
         if is_prefill:
@@ -132,7 +134,7 @@ class GenerationStats:
         ratio = self.cost_ratio
         if ratio is None:
             return None
-        return expected_speedup(self.acceptance_rate, self.num_draft_steps / max(self.num_rounds, 1), ratio)
+        return expected_speedup(self.acceptance_rate, self.num_draft_steps / max(self.num_steps, 1), ratio)
 
     @property
     def tok_s(self) -> float:
@@ -146,6 +148,6 @@ class GenerationStats:
 
     @property
     def ms_per_round(self) -> dict[str, float]:
-        """Mean milliseconds of a round by phase: draft, score, verify, host."""
-        rounds = max(self.num_rounds, 1)
-        return {name: 1e3 * getattr(self.times, name) / rounds for name in ("draft", "score", "verify", "host")}
+        """Mean milliseconds of a step (one round of the whole batch) by phase: draft, score, verify, host."""
+        steps = max(self.num_steps, 1)
+        return {name: 1e3 * getattr(self.times, name) / steps for name in ("draft", "score", "verify", "host")}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from outrider.engine.costs import SPIKE, WEIGHT, PassCosts
 from outrider.engine.stats import PhaseTimes
+
+Key = TypeVar("Key")
 
 UNKNOWN_COST_RATIO = 0.1  # of a draft step to a plain pass, until one was measured
 
@@ -72,7 +76,7 @@ class CostModel:
         return self.draft(k, batch, plain_pass), max(score, plain_pass) + self.outside(batch, True)
 
 
-def _mix(means: dict[tuple[int, int], float] | dict[tuple[int, bool], float], key: tuple[int, int], seconds: float) -> None:
+def _mix(means: dict[Key, float], key: Key, seconds: float) -> None:
     """A running mean that hiccups hardly move, and that drops at once where its first value was one."""
     mean = means.get(key)
     if mean is None or seconds < mean / 2:

@@ -189,8 +189,8 @@ class DraftLengthPolicy:
     def _book(self, round_: Round, is_probe: bool, catch_up: float) -> None:
         """Adds what the round lost or won against plain decoding, at usual prices: a hiccup is not the drafts' fault.
 
-        A probe pays for the text that the proposer had to catch up with. Where drafting was decided on, that is paid once and for
-        all that follows.
+        A probe pays for the text that the proposer had to catch up with. Where drafting was decided on, that is paid once
+        and for all that follows.
         """
         now, plain = self._now, self._now.plain_round
         if plain is None:

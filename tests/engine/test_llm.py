@@ -1,0 +1,237 @@
+"""The facade on a real (tiny, random) model: text and tokens in, completions and chunks out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider import GenerationInterrupted, OutriderError, SamplingParams, from_transformers
+from outrider.proposers.base import ScriptedProposer
+
+from .test_detokenizer import byte_level
+
+PROMPTS = ["def add(a, b):", "naïve café", "你好"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_level()
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        intermediate_size=64,
+        num_attention_heads=2,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=128,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def plain(model, tokenizer):
+    return from_transformers(model, tokenizer, method="plain", compile="never")
+
+
+@pytest.fixture(scope="module")
+def looking_up(model, tokenizer):
+    return from_transformers(model, tokenizer, method="ngram", num_draft_tokens=4, compile="never")
+
+
+def seen(completions):
+    return [(c.text, c.token_ids, c.finish_reason) for c in completions]
+
+
+def test_greedy_text_is_the_same_with_and_without_drafts(plain, looking_up, tokenizer):
+    params = SamplingParams(max_tokens=40)
+    completions = looking_up.generate(PROMPTS, params)
+    assert seen(completions) == seen(plain.generate(PROMPTS, params))
+    assert looking_up.stats.num_accepted > 0
+    for completion in completions:
+        shown = [token for token in completion.token_ids if token != tokenizer.eos_token_id]
+        assert completion.text == tokenizer.decode(shown)
+        assert len(completion.origins) == len(completion.token_ids)
+
+
+def test_chunks_join_to_the_completion(looking_up):
+    params = SamplingParams(max_tokens=30, n=2, temperature=0.8, seed=7)
+    completions = looking_up.generate(PROMPTS, params)
+    texts, tokens, last = {}, {}, {}
+    for chunk in looking_up.stream(PROMPTS, params):
+        key = chunk.prompt_index, chunk.sample_index
+        texts[key] = texts.get(key, "") + chunk.text
+        tokens.setdefault(key, []).extend(chunk.token_ids)
+        last[key] = chunk
+    for completion in completions:
+        key = completion.prompt_index, completion.sample_index
+        assert (texts[key], tokens[key]) == (completion.text, completion.token_ids)
+        assert last[key].finish_reason == completion.finish_reason and last[key].stats is not None
+
+
+def test_a_stop_string_that_spans_tokens_cuts_the_text_as_plain_decoding_does(plain, looking_up):
+    whole = plain.generate(PROMPTS[0], SamplingParams(max_tokens=40))[0].text
+    stop = whole[11:15]
+    params = SamplingParams(max_tokens=40, stop=(stop,))
+    found = looking_up.generate(PROMPTS[0], params)
+    assert seen(found) == seen(plain.generate(PROMPTS[0], params))
+    assert found[0].finish_reason == "stop" and found[0].text == whole[: whole.find(stop)]
+    assert "".join(chunk.text for chunk in looking_up.stream(PROMPTS[0], params)) == found[0].text
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_samples_share_a_prompt_and_differ_in_seed(model, tokenizer, k):
+    llm = from_transformers(model, tokenizer, method="ngram", num_draft_tokens=k, compile="never", max_batch=3)
+    params = SamplingParams(max_tokens=12, n=5, temperature=1.0, seed=3)
+    samples = llm.generate(PROMPTS[0], params)
+    assert [c.sample_index for c in samples] == list(range(5))
+    assert len({tuple(c.token_ids) for c in samples}) == 5
+    assert seen(llm.generate(PROMPTS[0], params)) == seen(samples)
+    # Sample 0 is what the seed gives alone, and copied prompts change nothing.
+    alone = from_transformers(model, tokenizer, method="ngram", num_draft_tokens=k, compile="never", max_batch=1)
+    assert seen(alone.generate(PROMPTS[0], params)) == seen(samples)
+
+
+def test_same_text_gives_the_same_samples_with_and_without_drafts(model, tokenizer):
+    def samples(method):
+        llm = from_transformers(model, tokenizer, method=method, num_draft_tokens=3, same_text=True, compile="never")
+        return seen(llm.generate(PROMPTS, SamplingParams(max_tokens=30, temperature=0.9, seed=1)))
+
+    assert samples("ngram") == samples("plain")
+
+
+def test_auto_lengths_keep_greedy_text(model, tokenizer, plain):
+    llm = from_transformers(model, tokenizer, method="ngram", compile="never")
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    assert seen(llm.generate(PROMPTS, params)) == seen(plain.generate(PROMPTS, params))
+
+
+def test_logprobs_come_with_accepted_drafts_too(looking_up, model):
+    completion = looking_up.generate([5, 6, 7], SamplingParams(max_tokens=20, logprobs=1, ignore_eos=True))[0]
+    assert len(completion.logprobs) == 20
+    with torch.no_grad():
+        rows = torch.log_softmax(model(torch.tensor([[5, 6, 7, *completion.token_ids]])).logits[0, 2:-1], -1)
+    for row, token, found in zip(rows, completion.token_ids, completion.logprobs, strict=True):
+        assert found.logprob == pytest.approx(float(row[token]), abs=1e-2)
+
+
+def test_statistics_add_up(looking_up):
+    completion = looking_up.generate(PROMPTS[0], SamplingParams(max_tokens=40, ignore_eos=True))[0]
+    stats = completion.stats
+    assert stats.num_tokens == 40
+    assert stats.num_rounds <= stats.num_tokens <= stats.num_accepted + stats.num_rounds
+    assert stats.mean_acceptance_length == 1 + stats.num_accepted / stats.num_rounds
+    assert 0 <= stats.draft_acceptance_rate <= stats.acceptance_rate <= 1
+    assert sum(stats.acceptance_by_position) == pytest.approx(stats.num_accepted / stats.num_rounds)
+    assert sum(stats.ms_per_round.values()) == pytest.approx(1e3 * stats.times.total / stats.num_rounds)
+    assert stats.plain_tok_s is None or math.isfinite(stats.plain_tok_s)
+
+
+def test_two_streams_may_be_read_in_turns(looking_up, plain):
+    params = SamplingParams(max_tokens=15, ignore_eos=True)
+    streams = [looking_up.stream(prompt, params) for prompt in PROMPTS[:2]]
+    texts = ["", ""]
+    for _ in range(15):
+        for i, stream in enumerate(streams):
+            chunk = next(stream, None)
+            texts[i] += chunk.text if chunk else ""
+    assert texts == [c.text for c in plain.generate(PROMPTS[:2], params)]
+
+
+def test_a_stream_that_is_dropped_leaves_nothing_behind(looking_up, plain):
+    stream = looking_up.stream(PROMPTS, SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert not looking_up.engine.has_work
+    params = SamplingParams(max_tokens=9)
+    assert seen(looking_up.generate(PROMPTS, params)) == seen(plain.generate(PROMPTS, params))
+
+
+def test_an_interrupt_keeps_what_was_generated_and_the_engine_usable(model, tokenizer, plain):
+    calls = []
+
+    def script(context, k):
+        calls.append(1)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return ScriptedProposer.of_chains(lambda c, k: [[1]] * len(c.requests)).propose(context, k)
+
+    llm = from_transformers(model, tokenizer, proposer=ScriptedProposer(script), num_draft_tokens=1, compile="never")
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    with pytest.raises(GenerationInterrupted) as caught:
+        llm.generate(PROMPTS, params)
+    whole = plain.generate(PROMPTS, params)
+    for partial, full in zip(caught.value.completions, whole, strict=True):
+        assert partial.finish_reason == "abort"
+        assert 5 <= len(partial.token_ids) < 30
+        assert partial.token_ids == full.token_ids[: len(partial.token_ids)]
+    assert seen(llm.generate(PROMPTS, params)) == seen(whole)
+
+
+def test_nan_weights_are_a_one_line_error(model, tokenizer):
+    broken = LlamaForCausalLM(model.config).eval()
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(float("nan"))
+    llm = from_transformers(broken, tokenizer, method="plain", compile="never")
+    with pytest.raises(OutriderError, match="NaN") as caught:
+        llm.generate(PROMPTS)
+    assert "\n" not in str(caught.value)
+    assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"methd": "ngram"}, "unknown option methd"),
+        ({"method": "nonsense"}, "unknown method 'nonsense'; known: .*ngram"),
+        ({"verifier": "nonsense"}, "unknown verifier"),
+        ({"num_draft_tokens": -1}, "0 or more"),
+        ({"num_draft_tokens": "many"}, "unknown draft length 'many'; known: auto"),
+        ({"num_draft_tokens": 1.5}, "number"),
+        ({"method": "draft"}, "needs a draft"),
+        ({"method": "ngram", "proposer": ScriptedProposer(lambda c, k: None)}, "not both"),
+    ],
+)
+def test_a_wrong_option_is_a_clear_error(model, tokenizer, options, message):
+    with pytest.raises(OutriderError, match=message) as caught:
+        from_transformers(model, tokenizer, **({"method": "ngram"} if "verifier" in options else {}), **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_prompts_are_refused_before_any_token(looking_up, model, tokenizer):
+    rounds = looking_up.stats.num_rounds
+    for prompts, message in [
+        ([[1, 2], [1] * 128], "128 tokens"),
+        ([10**6], "vocabulary"),
+        ([[]], "empty"),
+    ]:
+        with pytest.raises(OutriderError, match=message):
+            looking_up.generate(prompts)
+    with pytest.raises(OutriderError, match="2 prompts, but 1"):
+        looking_up.generate(PROMPTS[:2], [SamplingParams()])
+    with pytest.raises(OutriderError, match="chat template"):
+        looking_up.chat([{"role": "user", "content": "hi"}])
+    without = from_transformers(model, method="plain", compile="never")
+    with pytest.raises(OutriderError, match="needs a tokenizer"):
+        without.generate("text")
+    with pytest.raises(OutriderError, match="stop strings"):
+        without.generate([1], SamplingParams(stop=("x",)))
+    assert looking_up.stats.num_rounds == rounds and not looking_up.engine.has_work
+
+
+def test_chat_uses_the_template_of_the_tokenizer(model):
+    tokenizer = byte_level()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    llm = from_transformers(model, tokenizer, method="plain", compile="never")
+    messages = [{"role": "user", "content": "add"}]
+    params = SamplingParams(max_tokens=8)
+    assert llm.chat_prompt(messages) == tokenizer.encode("user: add\n", add_special_tokens=False)
+    assert llm.chat(messages, params).text == llm.generate("user: add\n", params)[0].text
