@@ -56,7 +56,8 @@ class Drafting:
                 logits, token = self.logits(text), int(self.proposal.token_ids[b, node])
                 temperature = request.params.temperature
                 if self.proposal.probs is not None:
-                    torch.testing.assert_close(self.proposal.probs[b, node], (logits / temperature).softmax(-1), rtol=1e-3, atol=1e-5)
+                    expected = (logits / temperature).softmax(-1)
+                    torch.testing.assert_close(self.proposal.probs[b, node], expected, rtol=1e-3, atol=1e-5)
                     assert self.proposal.probs[b, node, token] > 0
                 elif temperature == 0:
                     assert token == int(logits.argmax())
@@ -154,7 +155,7 @@ def test_released_requests_leave_room_for_others():
         drafting.propose(2)
         drafting.check()
         drafting.proposer.release([request.request_id for request in drafting.requests])
-        drafting.requests = [make_request(f"n{turn}{b}", make_text(7 + b, turn), ) for b in range(2)]
+        drafting.requests = [make_request(f"n{turn}{b}", make_text(7 + b, turn)) for b in range(2)]
     drafting.proposer.release(["nobody"])
 
 

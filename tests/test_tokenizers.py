@@ -32,7 +32,8 @@ def test_the_same_vocabulary_passes():
 
 
 def test_swapped_ids_are_named():
-    assert "3 tokens each; 'b' is 1 in the target and 2 in the draft" in refusal(tokenizer(ABC), tokenizer({"a": 0, "b": 2, "c": 1}))
+    swapped = tokenizer({"a": 0, "b": 2, "c": 1})
+    assert "3 tokens each; 'b' is 1 in the target and 2 in the draft" in refusal(tokenizer(ABC), swapped)
 
 
 def test_a_token_the_draft_does_not_know_is_named():

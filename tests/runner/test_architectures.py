@@ -7,8 +7,9 @@ import torch
 from transformers import AutoConfig
 
 from outrider.runner import ModelRunner, RunnerConfig
+from outrider.types import Context
 
-from .rounds import Rounds, force_reference, make_model, make_text, plain_logits, untouched
+from .rounds import Rounds, force_reference, make_model, make_text, plain_logits, proposal_of, untouched
 
 SMALL = {
     "vocab_size": 67,
@@ -23,7 +24,14 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-LATENT = {"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SLIDING = ["sliding_attention", "full_attention"]
 ARCHITECTURES: dict[str, dict[str, object]] = {
@@ -45,7 +53,7 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     "stablelm": {},
     "starcoder2": {"sliding_window": 9},
     "cohere2": {"sliding_window": 9, "layer_types": SLIDING},
-    "deepseek_v3": LATENT | EXPERTS | {"head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "deepseek_v3": LATENT | EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
 }
 LENGTHS = (3, 20, 37)
 
@@ -112,11 +120,9 @@ def test_hidden_states_are_those_of_the_layers_asked_for():
     runner.needs_hidden = (0, 1)
     seen = {}
     layers = rounds.model.model.layers
-    hooks = [layer.register_forward_hook(lambda m, a, out, at=at: seen.__setitem__(at, out)) for at, layer in enumerate(layers)]
-    from outrider.types import Context
-
-    from .rounds import proposal_of
-
+    hooks = [
+        layer.register_forward_hook(lambda m, a, out, at=at: seen.__setitem__(at, out)) for at, layer in enumerate(layers)
+    ]
     scores = runner.score(Context(tuple(rounds.requests), (2, 2, 2), None), proposal_of([[1], [5, 6], []]))
     plain_logits(rounds.model, [*text, 5, 6])
     for hook in hooks:

@@ -155,7 +155,12 @@ def test_a_model_that_does_not_compile_stays_eager_with_a_warning(runner, model,
 def test_auto_compiles_when_eager_passes_have_taken_long_enough(model, tmp_path, monkeypatch):
     monkeypatch.setattr(compiled, "cache_dir", lambda *_: tmp_path)
     built = []
-    monkeypatch.setattr(compiled, "_build", lambda module, path: built.append(path) or (_ for _ in ()).throw(ValueError("enough")))
+
+    def build(module, path):
+        built.append(path)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(compiled, "_build", build)
     monkeypatch.setattr("outrider.runner.passes.PATIENCE", 1e9)
     runner = load(model, "auto")
     scored(runner, [[1, 2, 3]], [[4]])

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, DynamicCache
 
 from outrider.runner import ModelRunner, RunnerConfig
-from outrider.runner.kv_cache import KVCache, CacheShape, cache_shape
+from outrider.runner.kv_cache import CacheShape, KVCache, cache_shape
 from outrider.types import Context, OutriderError
 
 from .rounds import Rounds, make_model, make_text, proposal_of, untouched, verdict_of

@@ -65,7 +65,7 @@ class DraftModelProposer(Proposer):
                 token = sampler.tokens(logits[:, None], drafts[:, :step], start=step)[:, 0]
             else:
                 probs.append(sampler.probs(logits[:, None], drafts[:, :step], start=step))
-                token = sampler.categorical(probs[-1][:, 0])
+                token = sampler.draw(probs[-1][:, 0], step)
             drafts[:, step] = token
             return token if len(able) == len(requests) else token[able]
 

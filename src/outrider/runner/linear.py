@@ -111,7 +111,7 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3
 
 def fuse_siblings(model: PreTrainedModel) -> None:
     """Fuses the packed layers that transformers' models apply to one input, in place."""
-    # holding those would keep them
+    # Holding the layers themselves would keep their memory.
     for parent in [module for module in model.modules() if not isinstance(module, PackedLinear)]:
         for names in SIBLINGS:
             layers = [getattr(parent, name, None) for name in names]
@@ -121,6 +121,8 @@ def fuse_siblings(model: PreTrainedModel) -> None:
             parent.add_module("fused_" + "_".join(names), group)
             for index, (name, layer) in enumerate(zip(names, layers, strict=True)):
                 setattr(parent, name, FusedSlice(group, index, layer.in_features))  # type: ignore[union-attr]
+            del layers, layer
+            _return_freed_memory()
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -147,11 +149,15 @@ def pack_model(model: PreTrainedModel) -> None:
             if tied is not None:
                 _replace(model, tied[0], PackedEmbedding(layer, tied[1]))
             module.weight = None  # frees the original before the next is packed
+            _return_freed_memory()
         _replace(model, name, packed[id(module)])
     packed.clear()  # fusing frees as it goes
     embeddings.clear()
     fuse_siblings(model)
-    _return_freed_memory()
+    _make_the_rest_float32(model)
+
+
+def _make_the_rest_float32(model: PreTrainedModel) -> None:
     for module in model.modules():
         if not isinstance(module, (PackedLinear, PackedEmbedding, FusedLinears)):
             _make_float32(module)
