@@ -88,16 +88,17 @@ def attend(
 def _check(module: nn.Module, layout: PassLayout, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
     """Raises ``OutriderError`` for what would be computed wrongly without a word."""
     odd = next((name for name in ("s_aux", "position_bias", "sinks") if options.get(name) is not None), None)
-    # Outrider gives a bool: it is the model's
+    # The mask that Outrider gives is of booleans: another one is the model's.
     if odd is None and attention_mask is not None and attention_mask.dtype != torch.bool:
         odd = "a mask of its own"
     if odd is None and getattr(module, "is_causal", True) is False:
         odd = "to see both ways"
-    if odd is None and (module.layer_idx in layout.layers_done or not 0 <= module.layer_idx < layout.keys.shape[0]):
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if odd is None and (layer in layout.layers_done or not 0 <= layer < layout.keys.shape[0]):
         odd = "more than one attention a layer"
     if odd is not None:
         raise OutriderError(f"{type(module).__name__} needs {odd} in attention, which Outrider's cache does not support")
-    layout.layers_done.add(module.layer_idx)
+    layout.layers_done.add(layer)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -15,15 +15,18 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.runner.disk_cache import cache_dir
 from outrider.runner.linear import is_packed
+
+if TYPE_CHECKING:
+    from outrider.runner.passes import Pass
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +41,7 @@ def is_supported(model: PreTrainedModel) -> bool:
     return model.device.type == "cpu" and is_packed(model)
 
 
-def load(module: nn.Module, build: bool) -> Run | None:
+def load(module: Pass, build: bool) -> Run | None:
     """The compiled form of a ``Pass``: from disk, else built if ``build``. None where there is none or it cannot be built."""
     path = _package_path(module)
     found = path.exists()
@@ -63,7 +66,7 @@ def load(module: nn.Module, build: bool) -> Run | None:
         return None
 
 
-def _load(module: nn.Module, path: Path) -> Run:
+def _load(module: Pass, path: Path) -> Run:
     package = torch._inductor.aoti_load_package(str(path))
     tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
     names = package.loader.get_constant_fqns()
@@ -72,10 +75,9 @@ def _load(module: nn.Module, path: Path) -> Run:
     return run
 
 
-def _build(module: nn.Module, path: Path) -> None:
+def _build(module: Pass, path: Path) -> None:
     logger.info("compiling the model's pass (once a machine; kept in %s)", path.parent)
-    cache = module._cache[0]
-    shape = cache.shape
+    shape = module.cache_shape
     batch, width = 2, 3
     store = (shape.num_layers, 2, shape.num_kv_heads, 8)
     inputs: tuple[Any, ...] = (
@@ -85,8 +87,8 @@ def _build(module: nn.Module, path: Path) -> None:
         torch.zeros(batch, dtype=torch.long),
         torch.ones(batch, width, width, dtype=torch.bool).tril(),
         torch.arange(width),
-        torch.zeros(*store, shape.key_dim, dtype=cache.keys.dtype),
-        torch.zeros(*store, shape.value_dim, dtype=cache.values.dtype),
+        torch.zeros(*store, shape.key_dim, dtype=module.cache_dtype),
+        torch.zeros(*store, shape.value_dim, dtype=module.cache_dtype),
     )
     dim = torch.export.Dim
     b, w, rows, slots = dim("b", min=1, max=4096), dim("w", min=1, max=1 << 20), dim("rows", min=1), dim("slots", min=1)
@@ -101,9 +103,9 @@ def _build(module: nn.Module, path: Path) -> None:
     part.replace(path)  # atomic: two processes may build at once
 
 
-def _package_path(module: nn.Module) -> Path:
+def _package_path(module: Pass) -> Path:
     """One package per computation: the config without names and dates, the kinds of weights, the versions and the CPU."""
-    model: PreTrainedModel = module.model  # type: ignore[assignment]
+    model = module.model
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     tensors = [[name, list(t.shape), str(t.dtype)] for name, t in [*module.named_parameters(), *module.named_buffers()]]
     sources = [Path(__file__).parent.joinpath(name).read_bytes() for name in TRACED]

@@ -44,7 +44,7 @@ class KVCache(Cache):
     def __init__(self, shape: CacheShape, rows: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(layers=[])
         self.shape, self.max_rows, self.max_len = shape, rows, max_len
-        self._dtype, self._device = dtype, device
+        self.dtype, self._device = dtype, device
         self._row_of: dict[str, int] = {}
         self._free: list[int] = []
         self.cached_lens: list[int] = []  # by row: tokens whose keys and values stand in the cache
@@ -53,7 +53,7 @@ class KVCache(Cache):
 
     def _allocate(self, rows: int, slots: int, dim: int) -> Tensor:
         shape = (self.shape.num_layers, rows, self.shape.num_kv_heads, slots, dim)
-        return torch.empty(shape, dtype=self._dtype, device=self._device)  # attention never reads what was not written
+        return torch.empty(shape, dtype=self.dtype, device=self._device)  # attention never reads what was not written
 
     @property
     def capacity(self) -> int:

@@ -22,9 +22,10 @@ def load_model(
     """
     config = load_config(source, trust_remote_code)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
+        model, info = loaded
     except Exception as error:  # broken files fail in more ways than can be listed
         raise OutriderError(f"cannot load {source}: {_first_line(error)}") from error
     missing = sorted(info["missing_keys"])  # transformers would fill them with random numbers
@@ -51,7 +52,8 @@ def adopt(model: PreTrainedModel) -> PreTrainedModel:
         ) from error
     if text_config(model)._attn_implementation != attention.NAME:
         raise OutriderError(f"{type(model).__name__} does not let its attention be set: Outrider cannot run it")
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    return model
 
 
 def refuse_encoders(config: PreTrainedConfig) -> None:
@@ -78,7 +80,7 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
     if looks_local and not (path / "config.json").exists():
         raise OutriderError(f"{source} holds no config.json: not a Hugging Face model folder")
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         hint = "" if looks_local else " (neither a local folder nor a hub id that can be reached)"
         raise OutriderError(f"cannot read the config of {source}{hint}: {_first_line(error)}") from error

@@ -32,6 +32,7 @@ class Pass(nn.Module):
         super().__init__()
         self.model, self.layers = model, layers
         self._cache = [cache]  # in a list, so that a module does not look into it
+        self.cache_shape, self.cache_dtype = cache.shape, cache.dtype
         self._stack = [decoder_layers(model)] if layers else []
 
     def forward(  # noqa: PLR0913 - the inputs of a compiled function

@@ -41,7 +41,7 @@ def pack_weight(weight: Tensor) -> Tensor:
     """[outputs, inputs] -> [panels, inputs, 32]: for each input, the weights of 32 outputs side by side; zero-padded."""
     outputs, inputs = weight.shape
     panels = -(-outputs // PANEL)
-    padded = functional.pad(weight, (0, 0, 0, panels * PANEL - outputs))
+    padded = weight if outputs % PANEL == 0 else functional.pad(weight, (0, 0, 0, panels * PANEL - outputs))
     return padded.view(panels, PANEL, inputs).transpose(1, 2).contiguous()
 
 
@@ -124,19 +124,20 @@ _library.impl("embed", reference_embed, "CompositeExplicitAutograd")
 _library.impl("attend", reference_attend, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("outrider::linear")
-def _(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+def _fake_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], outputs)
 
 
-@torch.library.register_fake("outrider::embed")
-def _(token_ids: Tensor, packed: Tensor) -> Tensor:
+def _fake_embed(token_ids: Tensor, packed: Tensor) -> Tensor:
     return packed.new_empty(*token_ids.shape, packed.shape[1], dtype=torch.float32)
 
 
-@torch.library.register_fake("outrider::attend")
-def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+def _fake_attend(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+
+for _name, _fake in (("linear", _fake_linear), ("embed", _fake_embed), ("attend", _fake_attend)):
+    torch.library.register_fake(f"outrider::{_name}", _fake)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
