@@ -63,8 +63,8 @@ class LLM:
             from outrider.family import DRAFT, TARGET
 
             target = TARGET
-            if not {"draft", "method", "proposer"} & options.keys():
-                options = {**options, "draft": DRAFT}
+            if "proposer" not in options:  # methods that need no draft model do not look at it
+                options = {"draft": DRAFT, **options}
         self.speculation, runner_config = split_options(options)
         self.tokenizer = tokenizer or load_tokenizer(target)
         self.runner = ModelRunner.load(target, runner_config)
