@@ -47,6 +47,7 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     "gpt_neox": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "phimoe": {"num_local_experts": 4, "sliding_window": 9},  # said to the mask, not to attention
     "qwen3_moe": EXPERTS | {"num_experts": 4},
     "olmo2": {},
     "granite": {"attention_multiplier": 0.4, "logits_scaling": 3.0, "residual_multiplier": 0.7},
@@ -91,7 +92,7 @@ def test_ragged_rounds_and_trees_score_as_the_plain_forward(model_type, operator
 
 def test_sliding_windows_matter_in_these_tests():
     """The texts are longer than the windows: without them the plain forward says something else."""
-    for model_type in ("mistral", "gemma2", "gemma3_text", "phi3", "starcoder2", "cohere2"):
+    for model_type in ("mistral", "gemma2", "gemma3_text", "phi3", "starcoder2", "cohere2", "phimoe"):
         model, text = make_model(small_config(model_type)), make_text(37, 1)
         wide = make_model(small_config(model_type, sliding_window=64))
         assert (plain_logits(model, text)[-1] - plain_logits(wide, text)[-1]).abs().max() > 1e-2, model_type

@@ -7,6 +7,7 @@ time of the forward call by ``active_pass``, and the attention function of every
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -80,7 +81,7 @@ def attend(
         layout.visible,
         float(scaling if scaling is not None else query.shape[-1] ** -0.5),
         float(options.get("softcap") or 0.0),
-        int(options.get("sliding_window") or 0),
+        _window(module, options),
     )
     return out, None
 
@@ -99,6 +100,18 @@ def _check(module: nn.Module, layout: PassLayout, attention_mask: Tensor | None,
     if odd is not None:
         raise OutriderError(f"{type(module).__name__} needs {odd} in attention, which Outrider's cache does not support")
     layout.layers_done.add(layer)
+
+
+def _window(module: Any, options: dict[str, Any]) -> int:
+    """The layer's sliding window, 0 for none: said to attention or, by a few models, only to the mask that Outrider leaves out."""
+    if "sliding_window" in options:
+        return int(options["sliding_window"] or 0)
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    by_mask = hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
+    if not by_mask or (kinds and kinds[module.layer_idx] != "sliding_attention"):
+        return 0
+    return int(getattr(config, "sliding_window", None) or 0)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
