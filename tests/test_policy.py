@@ -162,6 +162,14 @@ def test_a_hiccup_in_the_first_pass_is_forgotten():
     assert passes.seconds(1, 1, 0) < 0.13
 
 
+def test_when_one_pass_becomes_faster_the_others_do_not_keep_their_old_price():
+    passes = PassCosts()
+    for width in (1, 5, 5, 5):
+        passes.observe(width, 1, 0, 1.0)
+    passes.observe(5, 1, 0, 0.5)
+    assert passes.seconds(1, 1, 0) == passes.seconds(5, 1, 0) == 0.5
+
+
 def test_unmeasured_passes_are_interpolated():
     passes = PassCosts()
     assert passes.seconds(1, 1, 0) is None

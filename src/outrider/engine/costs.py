@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 CACHE_BUCKET = 256  # committed tokens that share an entry
 WEIGHT = 0.1  # of a new observation in the running mean
 SPIKE = 1.25  # what lies higher above the mean is mostly a hiccup (compiling, another process) and is cut to it
+JUMP = 0.7  # an observation below this part of the mean: the machine or the pass has become faster
 STEP_SLOPE = 0.05  # assumed growth of an unmeasured pass per extra row, until one of that width has been run
 
 
@@ -22,15 +23,29 @@ class PassCosts:
 
     def __init__(self) -> None:
         self._tables: dict[tuple[int, int], dict[int, float]] = {}  # (batch, cache bucket) -> width -> seconds
+        self._is_settled: set[tuple[int, int, int]] = set()  # (batch, cache bucket, width) seen more than once
 
     def observe(self, width: int, batch: int, cache_len: int, seconds: float) -> None:
-        """Adds a measured pass. A first value that later ones contradict downwards (it held a compilation) is replaced."""
-        table = self._tables.setdefault((batch, cache_len // CACHE_BUCKET), {})
+        """Adds a measured pass. A first value that the next one contradicts downwards (it held a compilation) is replaced."""
+        bucket = cache_len // CACHE_BUCKET
+        table = self._tables.setdefault((batch, bucket), {})
         mean = table.get(width)
-        if mean is None or seconds < mean / 2:
+        if mean is None:
             table[width] = seconds
-        else:
+        elif seconds >= JUMP * mean:
             table[width] = mean + WEIGHT * (min(seconds, SPIKE * mean) - mean)
+            self._is_settled.add((batch, bucket, width))
+        elif (batch, bucket, width) in self._is_settled:
+            self._scale(seconds / mean)
+        else:
+            table[width] = seconds
+
+    def _scale(self, factor: float) -> None:
+        """Everything has become faster: a compiled pass took over. What is not being run must not keep its old price."""
+        for table in self._tables.values():
+            for width in table:
+                table[width] *= factor
+        self._is_settled.clear()
 
     def seconds(self, width: int, batch: int, cache_len: int) -> float | None:
         """Of a pass; None until one of this batch size has been seen."""

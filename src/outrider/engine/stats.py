@@ -80,8 +80,8 @@ class GenerationStats:
         self.num_steps += 1
         self.num_draft_steps += max(round_.lens, default=0)
         outside = times.verify + times.host
-        if is_prefill:
-            self.plain_seconds += times.score + outside
+        if is_prefill or not any(round_.lens):
+            self.plain_seconds += times.score + outside  # plain decoding would have done just this
         elif plain_pass is None:
             self.plain_seconds = math.nan  # only before any pass without drafts was measured
         else:

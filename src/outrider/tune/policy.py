@@ -15,6 +15,7 @@ from outrider.engine.stats import Round
 from outrider.tune.cost import CostModel
 from outrider.types import Context, Request
 
+LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12)  # what is chosen from, beside the longest
 PERIOD = 4  # rounds between decisions
 HYSTERESIS = 1.02  # a change of K must promise this much
 MEMORY = 0.93  # of a request's counts, per round: about 14 rounds
@@ -32,43 +33,53 @@ MAX_SAVED = 1.0  # rounds' worth of won time that counts against later losses
 
 @dataclass(slots=True)
 class Acceptance:
-    """Decaying counts by position: drafts that were reached, and accepted; rounds asked, and with a draft made."""
+    """Decaying counts by position: drafts that were reached, and accepted; rounds asked, and with a draft made.
+
+    Instead of every count shrinking, the unit in which new ones are counted grows.
+    """
 
     reached: list[float]
     accepted: list[float]
     asked: float = 0.0
     made: float = 0.0
+    unit: float = 1.0
 
     @classmethod
     def empty(cls, max_k: int) -> Acceptance:
         return cls([0.0] * max_k, [0.0] * max_k)
 
     def fade(self, memory: float) -> None:
-        self.reached = [memory * count for count in self.reached]
-        self.accepted = [memory * count for count in self.accepted]
-        self.asked *= memory
-        self.made *= memory
+        """What was counted so far weighs less from now on."""
+        self.unit /= memory
+        if self.unit > 1e9:
+            self.reached = [count / self.unit for count in self.reached]
+            self.accepted = [count / self.unit for count in self.accepted]
+            self.asked, self.made, self.unit = self.asked / self.unit, self.made / self.unit, 1.0
 
     def add(self, num_drafts: int, num_accepted: int) -> None:
-        self.asked += 1
+        """Counts a round."""
+        unit = self.unit
+        self.asked += unit
         if num_drafts:
-            self.made += 1
+            self.made += unit
         for i in range(min(num_accepted + 1, num_drafts, len(self.reached))):
-            self.reached[i] += 1
-            self.accepted[i] += i < num_accepted
+            self.reached[i] += unit
+        for i in range(min(num_accepted, len(self.reached))):
+            self.accepted[i] += unit
 
     def rates(self) -> list[float]:
         """Acceptance by position given that it was reached; a position rarely reached leans on the one before."""
         rates, before = [], PRIOR_RATE
-        weight = PRIOR_WEIGHT
+        weight = PRIOR_WEIGHT * self.unit
         for reached, accepted in zip(self.reached, self.accepted, strict=True):
             before = (weight * before + accepted) / (weight + reached)
-            weight = SHRINKAGE
+            weight = SHRINKAGE * self.unit
             rates.append(before)
         return rates
 
     def made_rate(self, prior: float, weight: float) -> float:
         """The part of the rounds in which the proposer had a draft."""
+        weight *= self.unit
         return (weight * prior + self.made) / (weight + self.asked)
 
 
@@ -88,10 +99,11 @@ class Track:
         """Expected accepted drafts at K = 0..max_k, if the proposer has drafts."""
         shared = self.shared.rates()
         gains, product, rate, before = [0.0], 1.0, shared[0], shared[0]
+        weight = SHRINKAGE * self.own.unit
         for i in range(max_k):
             prior = min(rate * shared[i] / before, 1.0)
             before = shared[i]
-            rate = (SHRINKAGE * prior + self.own.accepted[i]) / (SHRINKAGE + self.own.reached[i])
+            rate = (weight * prior + self.own.accepted[i]) / (weight + self.own.reached[i])
             product *= rate
             gains.append(gains[-1] + product)
         return gains
@@ -117,6 +129,7 @@ class DraftLengthPolicy:
     def __init__(self, max_k: int, passes: PassCosts) -> None:
         self.max_k = max_k
         self.costs = CostModel(passes)
+        self._lengths = [k for k in LENGTHS if k < max_k] + [max_k]
         self._tracks: dict[str, Track] = {}
         self._shared: dict[float, Acceptance] = {}  # by temperature: it moves acceptance more than anything else
         self._requests: tuple[Request, ...] = ()
@@ -232,7 +245,7 @@ class DraftLengthPolicy:
         for rate in made:
             idle *= 1 - rate
         best, best_speed = now.k, self._speed(now.k, total, idle, batch, cache_len) * HYSTERESIS
-        for k in range(self.max_k + 1):
+        for k in self._lengths:
             speed = self._speed(k, total, idle, batch, cache_len)
             if speed > best_speed:
                 best, best_speed = k, speed
