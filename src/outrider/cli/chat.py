@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -68,7 +69,8 @@ def llm_error() -> type[Exception]:
 
 def _ask() -> str | None:
     """The next line typed; None at the end of the conversation, "" where Ctrl-C threw a line away."""
-    import readline  # noqa: F401  (line editing and history for input())
+    with suppress(ImportError):  # not on every system; gives input() line editing and a history
+        import readline  # noqa: F401
 
     try:
         line = input("> ").strip()
