@@ -130,3 +130,24 @@ def test_hidden_states_are_those_of_the_layers_asked_for():
         hook.remove()
     for layer in (0, 1):
         torch.testing.assert_close(scores.hidden[layer][1], seen[layer][0, -3:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("asked", [None, 60])
+def test_a_text_beyond_the_original_window_changes_nothing_for_the_others(asked):
+    """Longrope: transformers goes by the longest text of the batch. Here the frequencies are the request's own for good."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0, 5.0, 7.0, 9.0]}
+    config = small_config("phi3", original_max_position_embeddings=32, sliding_window=None)
+    config.rope_parameters = rope | {"original_max_position_embeddings": 32, "factor": 2.0}
+    model = make_model(config)
+    runner = ModelRunner.load(untouched(model), RunnerConfig(compile="never", prefill_chunk=16, max_len=asked))
+    if asked is None:
+        assert runner.max_len == 32
+        rounds = Rounds(runner, model, [make_text(20, 0), make_text(28, 1)])
+        rounds.step([[1, 2], [3]], [[0], [0]], [4, 5])
+        rounds.step([[1], [2]], [[0], []], [4, 5])
+        return
+    assert runner.max_len == 60
+    alone = runner.extend(["alone"], [make_text(10, 0)])
+    together = runner.extend(["short", "long"], [make_text(10, 0), make_text(50, 1)])
+    torch.testing.assert_close(together[:1], alone, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(together[1], plain_logits(model, make_text(50, 1))[-1], rtol=1e-3, atol=1e-4)

@@ -103,7 +103,7 @@ def _check(module: nn.Module, layout: PassLayout, attention_mask: Tensor | None,
 
 
 def _window(module: Any, options: dict[str, Any]) -> int:
-    """The layer's sliding window, 0 for none: said to attention or, by a few models, only to the mask that Outrider leaves out."""
+    """The layer's sliding window, 0 for none: said to attention or, by a few models, only to the mask, which is not built."""
     if "sliding_window" in options:
         return int(options["sliding_window"] or 0)
     config = getattr(module, "config", None)

@@ -65,7 +65,7 @@ class ModelRunner:
         self.hidden_size = int(text.hidden_size)
         self.num_layers = int(text.num_hidden_layers)
         window = int(getattr(text, "max_position_embeddings", None) or 1 << 20)
-        self.max_len = min(window, config.max_len or window)
+        self.max_len = loading.settle_rope(model, min(window, config.max_len or window), config.max_len is not None)
         self.max_batch = config.max_batch
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         compute = torch.float32 if linear.is_packed(model) else model.dtype
