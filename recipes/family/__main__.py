@@ -90,9 +90,10 @@ def finish(
     work: Work = WORK,
     package: Package = PACKAGE,
     curves: Curves = HERE,
+    hardware: Annotated[str | None, typer.Option("--hardware", help="what the card says it was trained on")] = None,
 ) -> None:
     """Export both models, measure them, write curves and model card."""
-    stages.finish(workshop(preset, corpus, work), package, curves)
+    stages.finish(workshop(preset, corpus, work), package, curves, hardware or stages.hardware())
 
 
 @app.command(name="all")

@@ -68,8 +68,8 @@ def training(name: str, plan: Plan, curve: list[dict[str, Any]], hardware: str) 
     """What one run was given and where it ended."""
     last = curve[-1]
     return (
-        f"- **{name}**: {last['step']} steps of {plan.batch_tokens} tokens, {last['tokens'] / 1e6:.2f} M tokens, "
-        f"{last['seconds'] / 60:.0f} minutes of running time on {hardware}; Muon {plan.muon_lr} for hidden matrices, "
+        f"- **{name}**: {last['step']} steps, {last['tokens'] / 1e6:.2f} M tokens, "
+        f"{last['seconds'] / 60:.0f} minutes of the run's clock on {hardware}; Muon {plan.muon_lr} for hidden matrices, "
         f"AdamW {plan.adam_lr} for embeddings and norms, linear decay over the last {plan.decay:.0%}, seed {plan.seed}."
     )
 

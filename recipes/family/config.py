@@ -92,7 +92,7 @@ PRESETS = {
         draft=Shape(hidden=192, layers=2, heads=3, kv_heads=1, intermediate=576),
         target_plan=Plan(25_000_000, 2048, ((0.7, 256), (0.93, 512), (1.0, 1024)), minutes=75),
         draft_plan=Plan(8_000_000, 2048, ((1.0, 256),), minutes=15, muon_lr=0.01, adam_lr=0.0025, warmup=0.02),
-        layer_skip=LayerSkip(grow_at=0.7),
+        layer_skip=LayerSkip(grow_at=0.8),
         source_megabytes=12,
         distillation=Distillation(768),
     ),

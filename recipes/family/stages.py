@@ -55,7 +55,7 @@ class Workshop:
         """Held-out rows: a few thousand tokens of each source, or several times that at the end."""
         names = [source.name for source in corpus.SOURCES]
         fitting = min(256, self.preset.max_positions // 2)
-        rows = data.held_out_rows(self.tokens, names, fitting, 16_384 if long else 4_096)
+        rows = data.held_out_rows(self.tokens, names, fitting, 8_192 if long else 4_096)
         counts = tokenizer.token_bytes(tokenizer.load(self.folder / "tokenizer"))
         return HeldOut(rows, {s.name: s.weight for s in corpus.SOURCES}, torch.tensor(counts, dtype=torch.float64))
 
@@ -163,7 +163,12 @@ def train_draft(shop: Workshop, generated_rows: int | None = None) -> bool:
     return Trainer(draft_job(shop, generated_rows)).run()
 
 
-def finish(shop: Workshop, package: Path, curves: Path) -> None:
+def hardware() -> str:
+    """This machine in a few words."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
+
+
+def finish(shop: Workshop, package: Path, curves: Path, hardware: str) -> None:
     """Export both models into `package`, measure them, draw the curves and write the model card."""
     for name in ("target", "draft"):
         export_model(shop, name, package / name)
@@ -174,5 +179,4 @@ def finish(shop: Workshop, package: Path, curves: Path) -> None:
         plots.draw(name, curve, curves)
     (curves / "report.json").write_text(json.dumps(found, indent=1) + "\n")
     counts = json.loads((shop.tokens / "tokens.json").read_text())
-    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
     (package / "MODEL_CARD.md").write_text(card.render(shop.preset, found, history, counts, hardware))

@@ -69,7 +69,7 @@ class Engine:
         self._guarded = GuardedProposer(proposer, runner.vocab_size, self._make_sampler, self.stats)
         self.costs = pass_costs(runner)
         runner.needs_hidden = proposer.needs_hidden
-        if getattr(proposer, "drafts_trees", False):
+        if proposer.drafts_trees:
             self._check_tree(self._sampled)
 
     @property
