@@ -106,7 +106,8 @@ def settle_rope(model: PreTrainedModel, max_len: int, is_asked: bool) -> int:
     transformers switches a whole batch to the long-text frequencies when one text outgrows the original window, and keys cached
     before keep the others. Here they are the short ones, up to the original window, unless a longer one was asked for.
     """
-    for module in model.modules():
+    modules: list[Any] = list(model.modules())
+    for module in modules:
         if getattr(module, "rope_type", None) != "longrope":
             continue
         original = int(module.config.rope_parameters["original_max_position_embeddings"])
