@@ -9,10 +9,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
+DEMO := --k 4 --max-tokens 100 --repetition-penalty 1.25 --ignore-eos "Once upon a time"
+
 .PHONY: run test check fix clean
 
 run: $(VENV)/.installed
-	@$(BIN)/outrider compare $(ARGS)
+	$(BIN)/outrider compare $(or $(ARGS),$(DEMO))
 
 test: $(VENV)/.installed-dev
 	@scripts/test $(ARGS)

@@ -163,8 +163,8 @@ def table(result: Mapping[str, Any]) -> Table:
         padding=0,
     )
     view.add_column("workload", overflow="fold")
-    view.add_column(" method", no_wrap=True)
-    for name in ("  tok/s", " speedup", " tok/pass", " alpha", "  ms", " same"):
+    view.add_column("method", no_wrap=True)
+    for name in ("tok/s", "speedup", "tok/pass", "alpha", "ms", "same"):
         view.add_column(name, justify="right", no_wrap=True)
     previous = None
     for cell in result["cells"]:

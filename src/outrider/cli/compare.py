@@ -81,7 +81,7 @@ def _table(pair: list[Contender], runs: list[Run]) -> Table:
     from rich.table import Table
 
     view = Table(box=box.SIMPLE, pad_edge=False, padding=0)
-    for name in ("", " tokens", " seconds", "  tok/s", " speedup", " tok/pass", " accepted", "  ms"):
+    for name in ("", "tokens", "seconds", "tok/s", "speedup", "tok/pass", "accepted", "ms"):
         view.add_column(name, justify="right" if name else "left", no_wrap=True)
     for contender, run in zip(pair, runs, strict=True):
         ms = run.ms
