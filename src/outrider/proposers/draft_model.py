@@ -28,7 +28,6 @@ class DraftModelProposer(Proposer):
     def __init__(self, draft: ModelRunner, vocab_size: int) -> None:
         self.draft = draft
         self._vocab_size = vocab_size  # the target's: padding rows of the embedding may differ between the two
-        self._fed = 0  # drafts of this round whose keys and values the draft's cache holds
 
     @classmethod
     def build(cls, setting: Setting) -> DraftModelProposer:
@@ -51,7 +50,6 @@ class DraftModelProposer(Proposer):
         k = min(k, self.max_drafts, max(context.limits, default=0))
         room = [len(request.token_ids) + k <= self.draft.max_len for request in requests]
         able = [index for index, fits in enumerate(room) if fits and context.limits[index] > 0]
-        self._fed = max(0, k - 1)
         if k == 0 or not able:
             return Proposal.empty(len(requests))
         ids = [requests[index].request_id for index in able]
@@ -88,7 +86,7 @@ class DraftModelProposer(Proposer):
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         for request, accepted in zip(context.requests, verdict.num_accepted.tolist(), strict=True):
-            self.draft.keep_len(request.request_id, len(request.token_ids) + min(accepted, self._fed))
+            self.draft.keep_len(request.request_id, len(request.token_ids) + accepted)
 
     def release(self, request_ids: Sequence[str]) -> None:
         self.draft.release(request_ids)

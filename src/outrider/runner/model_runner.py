@@ -266,11 +266,14 @@ class ModelRunner:
         return self._masks[key]
 
     def pass_cost(self, width: int, batch: int, cache_len: int, repeat: int = 3) -> float:
-        """Seconds of a pass of ``width`` tokens a request over ``cache_len`` cached ones: the least of ``repeat`` runs."""
-        slots = min(cache_len, self.max_len - width)
+        """Seconds of a pass of ``width`` tokens a request over ``cache_len`` cached ones: the least of ``repeat`` runs.
+
+        Raises ``OutriderError`` where fewer than ``batch`` rows of the cache are free.
+        """
+        slots = max(0, min(cache_len, self.max_len - width))
         names = [f"cost-probe-{index}" for index in range(batch)]
-        rows = [self.cache.row(name) for name in names]
         try:
+            rows = [self.cache.row(name) for name in names]
             self.cache.reserve(slots + width)
             for row in rows:  # never-written memory may hold denormal numbers, with which arithmetic is slow
                 self.cache.keys[:, row].normal_()

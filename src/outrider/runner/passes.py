@@ -81,6 +81,7 @@ class PassRunner:
     def __init__(self, model: PreTrainedModel, cache: KVCache, compile: str) -> None:
         self._model, self._cache, self._compile = model, cache, compile
         self._runs: dict[tuple[int, ...], Run] = {}
+        self._compiled: set[tuple[int, ...]] = set()
         self._eager: dict[tuple[int, ...], float] = {}  # layers -> seconds spent in eager passes of that kind
 
     @torch.inference_mode()
@@ -115,7 +116,7 @@ class PassRunner:
     @property
     def is_compiled(self) -> bool:
         """Whether every kind of pass run so far is compiled."""
-        return bool(self._runs) and not self._eager
+        return bool(self._runs) and self._compiled == self._runs.keys()
 
     def _prepare(self, layers: tuple[int, ...], insist: bool = False) -> Run:
         module = Pass(self._model, self._cache, layers)
@@ -124,6 +125,7 @@ class PassRunner:
             run = compiled.load(module, build=insist)
             if run is not None:
                 self._eager.pop(layers, None)
+                self._compiled.add(layers)
                 return run
         if self._compile == "auto" and not insist:
             self._eager.setdefault(layers, 0.0)
@@ -131,5 +133,6 @@ class PassRunner:
             self._eager.pop(layers, None)
         if self._compile != "never" and self._model.device.type == "cuda":
             self._eager.pop(layers, None)
+            self._compiled.add(layers)
             return GraphRunner(lambda inputs: tuple(module(*inputs)))
         return lambda inputs: tuple(module(*inputs))

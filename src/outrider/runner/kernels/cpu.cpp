@@ -228,12 +228,20 @@ struct Pass {
 };
 
 // Adds neighbouring runs of `half` lanes of two vectors: the first halves of the result come from a, the second from b.
+#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
 template <int half, int... lane>
 inline vec add_pairs(vec a, vec b, std::integer_sequence<int, lane...>) {
   const vec low = __builtin_shufflevector(a, b, ((lane / half % 2 ? kLanes : 0) + lane / half / 2 * 2 * half + lane % half)...);
   const vec high = __builtin_shufflevector(a, b, ((lane / half % 2 ? kLanes : 0) + lane / half / 2 * 2 * half + lane % half + half)...);
   return low + high;
 }
+#else  // GCC before 12
+template <int half, int... lane>
+inline vec add_pairs(vec a, vec b, std::integer_sequence<int, lane...>) {
+  const ivec low = {((lane / half % 2 ? kLanes : 0) + lane / half / 2 * 2 * half + lane % half)...};
+  return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + half);
+}
+#endif
 template <int half>
 inline void add_level(vec* v) {
   for (int i = 0; i < half; ++i) v[i] = add_pairs<half>(v[i], v[i + half], std::make_integer_sequence<int, kLanes>{});
@@ -386,6 +394,9 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
   Pass pass{q.size(0), q.size(1), k.size(1), q.size(2), k.size(3), v.size(3), keys.size(3), window, static_cast<float>(scale),
             static_cast<float>(softcap), rows.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>(),
             places.const_data_ptr<int64_t>(), seen.const_data_ptr<bool>()};
+  TORCH_CHECK(pass.key_dim == keys.size(4) && pass.value_dim == values.size(4) && pass.kv_heads == keys.size(2) &&
+                  q.size(3) == pass.key_dim && pass.heads % pass.kv_heads == 0 && layer < keys.size(0) && v.size(1) == pass.kv_heads,
+              "attend: heads of query ", q.sizes(), ", key ", k.sizes(), " and value ", v.sizes(), " do not fit the cache ", keys.sizes());
   for (int64_t b = 0; b < pass.rows; ++b)
     TORCH_CHECK(pass.bases[b] + pass.width <= pass.capacity && pass.cache_rows[b] < keys.size(1), "attend: the pass does not fit the cache");
   at::Tensor out = at::empty({pass.rows, pass.width, pass.heads, pass.value_dim}, q.options());
