@@ -90,10 +90,21 @@ def finish(
     work: Work = WORK,
     package: Package = PACKAGE,
     curves: Curves = HERE,
-    hardware: Annotated[str | None, typer.Option("--hardware", help="what the card says it was trained on")] = None,
 ) -> None:
-    """Export both models, measure them, write curves and model card."""
-    stages.finish(workshop(preset, corpus, work), package, curves, hardware or stages.hardware())
+    """Export both models, measure them, draw the curves."""
+    stages.finish(workshop(preset, corpus, work), package, curves)
+
+
+@app.command()
+def card(
+    preset: PresetName = "cpu",
+    package: Package = PACKAGE,
+    curves: Curves = HERE,
+    hardware: Annotated[str | None, typer.Option("--hardware", help="what the card says it was trained on")] = None,
+    note: Annotated[str, typer.Option("--note", help="a paragraph on this very run")] = "",
+) -> None:
+    """Write the model card from the last measurements."""
+    stages.write_card(PRESETS[preset], package, curves, hardware or stages.hardware(), note)
 
 
 @app.command(name="all")
@@ -108,6 +119,7 @@ def everything(
     target(preset, corpus, work)
     draft(preset, corpus, work)
     finish(preset, corpus, work, package, curves)
+    card(preset, package, curves)
 
 
 if __name__ == "__main__":

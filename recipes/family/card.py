@@ -17,7 +17,7 @@ code and prose, not their truth. Made by `recipes/family/`; this card was writte
 
 PARSING = """A continuation ends at its first end token or after {tokens} tokens. The body is everything before the first
 non-empty line that starts at column 0; if there is none, an unfinished last line is dropped. It counts if prompt plus
-body is accepted by `ast.parse` and the body is not blank."""
+body is accepted by `ast.parse` and the body is not blank. Parsing says nothing about sense: see the samples."""
 
 
 def shape_row(name: str, shape: Shape, parameters: int) -> str:
@@ -59,7 +59,7 @@ def sources(tokens: dict[str, int]) -> str:
             "",
             "About half a percent of each source, whole documents chosen by hash, is held out; functions cut from held-out "
             "files are held out with them. GSM8K's calculator marks are removed, half of its problems and an eighth of the "
-            "documented functions are framed with the chat tokens. No benchmark prompts were used.",
+            "documented functions are framed with the chat tokens. No prompts that the project measures with were used.",
         ]
     )
 
@@ -103,6 +103,8 @@ def speculation(report: dict[str, Any]) -> str:
             "| layers | " + " | ".join(map(str, layers)) + " |",
             "|---" * (len(layers) + 1) + "|",
             f"| agreement | {exits} |",
+            "",
+            "Layers that were left out while the model grew and learned little after that show as pairs of equal numbers.",
         ]
     )
 
@@ -130,9 +132,7 @@ def sample_sections(report: dict[str, Any], tokens: int, temperature: float) -> 
     )
 
 
-def render(
-    preset: Preset, report: dict[str, Any], curves: dict[str, list[dict[str, Any]]], tokens: dict[str, int], hardware: str
-) -> str:
+def render(preset: Preset, report: dict[str, Any], curves: dict[str, list[dict[str, Any]]], hardware: str, note: str) -> str:
     """The whole card."""
     how = preset.distillation
     notes = "\n".join(
@@ -153,8 +153,9 @@ def render(
     parts = [
         HEAD.rstrip(),
         architecture(preset, report["parameters"]),
-        sources(tokens),
+        sources(report["tokens"]),
         notes,
+        *([note] if note else []),
         bits(report["bpb"]),
         speculation(report),
         sample_sections(report, SAMPLE_TOKENS, SAMPLE_TEMPERATURE),

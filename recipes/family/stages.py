@@ -168,15 +168,20 @@ def hardware() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
 
 
-def finish(shop: Workshop, package: Path, curves: Path, hardware: str) -> None:
-    """Export both models into `package`, measure them, draw the curves and write the model card."""
+def finish(shop: Workshop, package: Path, curves: Path) -> None:
+    """Export both models into `package`, measure them, draw the curves."""
     for name in ("target", "draft"):
         export_model(shop, name, package / name)
+        curve = json.loads((shop.folder / name / "curve.json").read_text())
+        plots.draw(name, curve, curves)
     learned = tokenizer.load(shop.folder / "tokenizer")
     found = report.measure(package, shop.tokens, shop.held_out(long=True), learned)
-    history = {name: json.loads((shop.folder / name / "curve.json").read_text()) for name in ("target", "draft")}
-    for name, curve in history.items():
-        plots.draw(name, curve, curves)
+    found["tokens"] = json.loads((shop.tokens / "tokens.json").read_text())
     (curves / "report.json").write_text(json.dumps(found, indent=1) + "\n")
-    counts = json.loads((shop.tokens / "tokens.json").read_text())
-    (package / "MODEL_CARD.md").write_text(card.render(shop.preset, found, history, counts, hardware))
+
+
+def write_card(preset: Preset, package: Path, curves: Path, on: str, note: str) -> None:
+    """The model card from what `finish` left in `curves`."""
+    found = json.loads((curves / "report.json").read_text())
+    history = {name: json.loads((curves / f"{name}_curve.json").read_text()) for name in ("target", "draft")}
+    (package / "MODEL_CARD.md").write_text(card.render(preset, found, history, on, note))
