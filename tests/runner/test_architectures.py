@@ -121,9 +121,7 @@ def test_hidden_states_are_those_of_the_layers_asked_for():
     runner.needs_hidden = (0, 1)
     seen = {}
     layers = rounds.model.model.layers
-    hooks = [
-        layer.register_forward_hook(lambda m, a, out, at=at: seen.__setitem__(at, out)) for at, layer in enumerate(layers)
-    ]
+    hooks = [layer.register_forward_hook(lambda m, a, out, at=at: seen.__setitem__(at, out)) for at, layer in enumerate(layers)]
     scores = runner.score(Context(tuple(rounds.requests), (2, 2, 2), None), proposal_of([[1], [5, 6], []]))
     plain_logits(rounds.model, [*text, 5, 6])
     for hook in hooks:
