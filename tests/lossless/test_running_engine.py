@@ -1,0 +1,163 @@
+"""The running engine, real models and all: its samples follow the target's law, and its greedy text is plain decoding's.
+
+The law of three tokens over a vocabulary of eight is enumerated with the target's plain forward and the slow reference sampler.
+4096 samples at a time are held against it by Pearson's chi-square at p = 1e-4, with fixed seeds. A law that is off evenly by
+a total variation of 0.07 is caught with a power of 99% at 30 cells, one of 0.12 at the full 512 (noncentral chi-square, Sankaran's
+approximation). The wrong verifiers at the end must be caught by the same test.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from toy import reference_probs
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider import LLM, SamplingParams
+from outrider.proposers.draft_model import DraftModelProposer
+from outrider.registry import PROPOSERS
+from outrider.types import Context, Proposal, Randomness, Verdict
+from outrider.verifiers.rejection import RejectionVerifier
+
+VOCAB, LENGTH, SAMPLES = 8, 3, 4096
+PROMPT = [1, 5, 2, 5]
+
+
+def tiny_model(seed: int, vocab_size: int = VOCAB, sharpness: float = 12.0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=vocab_size,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        model.lm_head.weight *= sharpness
+    return model
+
+
+TARGET, DRAFT = tiny_model(1), tiny_model(2)
+
+
+@torch.no_grad()
+def exact_law(params: SamplingParams) -> torch.Tensor:
+    """float64 [V, V, V]: the probability of each text of three tokens, from plain forwards."""
+    law = torch.ones((VOCAB,) * LENGTH, dtype=torch.float64)
+    for length in range(LENGTH):
+        outputs = list(itertools.product(range(VOCAB), repeat=length))
+        logits = TARGET(torch.tensor([[*PROMPT, *output] for output in outputs])).logits[:, -1].double()
+        for output, row in zip(outputs, logits.tolist(), strict=True):
+            probs = torch.tensor(reference_probs(row, PROMPT, list(output), params), dtype=torch.float64)
+            shape = [VOCAB] + [1] * (LENGTH - length - 1)
+            law[output] = law[output] * probs.view(shape)
+    return law
+
+
+def excess(token_ids: list[list[int]], law: torch.Tensor) -> float:
+    """Pearson's chi-square of samples against a law, over its critical value at p = 1e-4; rare cells are pooled."""
+    flat = law.flatten()
+    places = torch.tensor(token_ids) @ torch.tensor([VOCAB**2, VOCAB, 1])
+    counts = torch.bincount(places, minlength=flat.numel()).double()
+    expected = flat * len(token_ids)
+    rare = expected < 5
+    seen = torch.cat([counts[~rare], counts[rare].sum().view(1)])
+    due = torch.cat([expected[~rare], expected[rare].sum().view(1)])
+    if due[-1] < 1e-9:
+        assert seen[-1] == 0, "a token of probability 0 was emitted"
+        seen, due = seen[:-1], due[:-1]
+    freedom = len(due) - 1
+    spread = math.sqrt(2 / (9 * freedom))
+    limit = freedom * (1 - 2 / (9 * freedom) + 3.719 * spread) ** 3  # Wilson and Hilferty
+    return float(((seen - due) ** 2 / due).sum()) / limit
+
+
+def sample(params: SamplingParams, **options: object) -> list[list[int]]:
+    llm = LLM(TARGET, max_batch=256, compile="never", num_draft_tokens=3, **{"method": "draft", "draft": DRAFT, **options})
+    completions = llm.generate([PROMPT], replace(params, n=SAMPLES, max_tokens=LENGTH, seed=7, ignore_eos=True))
+    assert llm.stats.faults == 0
+    return [completion.token_ids for completion in completions]
+
+
+SETTINGS = {
+    "temperature 1": SamplingParams(temperature=1.0),
+    "temperature 0.7": SamplingParams(temperature=0.7),
+    "top-k": SamplingParams(temperature=1.0, top_k=4),
+    "top-p": SamplingParams(temperature=0.7, top_p=0.9),
+    "min-p": SamplingParams(temperature=1.0, min_p=0.15),
+    "penalties": SamplingParams(temperature=1.0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.7),
+}
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_samples_follow_the_targets_law(name: str, verifier: str) -> None:
+    law = exact_law(SETTINGS[name])
+    assert law.sum() == pytest.approx(1, abs=1e-9)
+    assert excess(sample(SETTINGS[name], verifier=verifier), law) < 1
+
+
+def test_point_mass_drafts_and_coupled_noise_follow_it_too() -> None:
+    law = exact_law(SETTINGS["temperature 1"])
+    assert excess(sample(SETTINGS["temperature 1"], method="ngram", draft=None), law) < 1
+    assert excess(sample(SETTINGS["temperature 1"], same_text=True), law) < 1
+
+
+class WithoutResidual(RejectionVerifier):
+    """Wrong on purpose: after a rejection it draws from the target, not from the residual."""
+
+    def verify(self, proposal: Proposal, target: torch.Tensor, random: Randomness) -> Verdict:
+        verdict = super().verify(proposal, target, random)
+        rows = torch.arange(len(verdict.num_accepted))
+        return replace(verdict, next_token=random.categorical(target[rows, verdict.num_accepted]))
+
+
+class Untempered(DraftModelProposer):
+    """Wrong on purpose: says that its drafts were drawn from a flatter distribution than they were."""
+
+    def propose(self, context: Context, k: int) -> Proposal:
+        proposal = super().propose(context, k)
+        if proposal.probs is None:
+            return proposal
+        flat = proposal.probs.sqrt()
+        return replace(proposal, probs=flat / flat.sum(-1, keepdim=True))
+
+
+def test_the_same_test_catches_a_verifier_without_the_residual() -> None:
+    samples = sample(SETTINGS["temperature 1"], verifier=WithoutResidual())
+    assert excess(samples, exact_law(SETTINGS["temperature 1"])) > 2
+
+
+def test_the_same_test_catches_untempered_draft_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.proposers.draft_model.DraftModelProposer", Untempered)
+    samples = sample(SETTINGS["temperature 1"])
+    assert excess(samples, exact_law(SETTINGS["temperature 1"])) > 2
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block"])
+@pytest.mark.parametrize("method", list(PROPOSERS))
+def test_greedy_text_is_that_of_plain_forwards(method: str, verifier: str) -> None:
+    target, draft = tiny_model(3, 40, 40.0), tiny_model(4, 40, 40.0)
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [2, 7, 1, 8, 2, 8]]
+    expected = [greedy_text(target, prompt, 20) for prompt in prompts]
+    for k, batch in itertools.product(range(9), (1, 3)):
+        llm = LLM(target, method=method, draft=draft, verifier=verifier, num_draft_tokens=k, max_batch=batch, compile="never")
+        completions = llm.generate(prompts[:batch], SamplingParams(max_tokens=20, ignore_eos=True))
+        assert [completion.token_ids for completion in completions] == expected[:batch], (k, batch)
+        assert llm.stats.faults == 0
+
+
+@torch.no_grad()
+def greedy_text(model: LlamaForCausalLM, prompt: list[int], length: int) -> list[int]:
+    text = list(prompt)
+    for _ in range(length):
+        text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+    return text[len(prompt) :]
