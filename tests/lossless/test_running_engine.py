@@ -2,8 +2,8 @@
 
 The law of three tokens over a vocabulary of eight is enumerated with the target's plain forward and the slow reference sampler.
 4096 samples at a time are held against it by Pearson's chi-square at p = 1e-4, with fixed seeds. A law that is off evenly by
-a total variation of 0.07 is caught with a power of 99% at 30 cells, one of 0.12 at the full 512 (noncentral chi-square, Sankaran's
-approximation). The wrong verifiers at the end must be caught by the same test.
+a total variation of 0.07 is caught with a power of 99% at 30 cells, one of 0.12 at the full 512 (noncentral chi-square,
+Sankaran's approximation). The wrong verifiers at the end must be caught by the same test.
 """
 
 from __future__ import annotations
