@@ -81,7 +81,9 @@ def command(
     prompts = read_workloads(grid)
     models, extra = inflate_target(models, grid.inflate)
     width = max([contender.k for contender in chosen if isinstance(contender.k, int)], default=0)
-    llm = load(models, MethodOptions(method=PLAIN, k=str(width)), max_batch=max(batches, default=1))
+    llm = load(
+        models, MethodOptions(method=PLAIN, k=str(width)), max_batch=max(batches, default=1), compile=models.compile or "always"
+    )
     plan = Plan(chosen, encode_workloads(llm, prompts), temperatures, batches, grid.max_tokens, grid.repeat, grid.seed)
     check_plan(plan, llm)
     groups: list[Group] = []

@@ -45,7 +45,7 @@ def command(
 
     text = DEFAULT_PROMPT if prompt is None else read_prompt(prompt)
     params = sampling.params(seed=sampling.seed if sampling.seed is not None else 0)
-    llm = load(models, methods, max_batch=1)
+    llm = load(models, methods, max_batch=1, compile=models.compile or "always")
     contenders = Contenders(llm, resolve(models, methods).get("draft"))
     pair = [Contender(PLAIN, 0), Contender(llm.proposer.name, parse_k(methods.k))]
     prompt_ids = encode(llm.tokenizer, Prompt("", text))

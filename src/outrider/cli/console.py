@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import isfinite
@@ -9,6 +10,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -34,6 +36,22 @@ def waiting(what: str) -> Iterator[Status | None]:
     else:
         err.print(f"{what} ...")
         yield None
+
+
+class _Notices(logging.Handler):
+    """Puts what the package logs on the screen as one dim line: it says what is being waited for."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        err.print(f"[dim]{escape(record.getMessage())}[/]")
+
+
+def show_notices() -> None:
+    """Shows what Outrider logs while it works: compiling, a proposer that failed."""
+    logger = logging.getLogger("outrider")
+    if not any(isinstance(handler, _Notices) for handler in logger.handlers):
+        logger.addHandler(_Notices())
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
 
 
 def legend() -> Text:

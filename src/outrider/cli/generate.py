@@ -40,10 +40,11 @@ def command(
     sampling: SamplingOptions,
 ) -> None:
     """Continue a text, showing it as it comes and then what it cost."""
-    from outrider.cli.session import load, read_prompt
+    from outrider.cli.session import compile_if_asked, load, read_prompt
 
     text, params = read_prompt(prompt), sampling.params()
     llm = load(models, methods, max_batch=1)
+    compile_if_asked(llm, models)
     if as_json:
         print(json.dumps(_document(llm, text, params), ensure_ascii=False))
     else:

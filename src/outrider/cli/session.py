@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from outrider.cli.console import waiting
+from outrider.cli.console import show_notices, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, parse_k
 
 if TYPE_CHECKING:
@@ -132,6 +132,7 @@ def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
     arguments = resolve(models, methods) | more
     if all(model is None or Path(model).expanduser().is_dir() for model in (models.target, models.draft)):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing to look up: local folders must not wait for a network
+    show_notices()
     with waiting(f"loading {models.target or 'the embedded models'}"):
         from transformers.utils import logging
 
@@ -139,6 +140,13 @@ def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
 
         logging.disable_progress_bar()
         return LLM(models.target, **arguments)
+
+
+def compile_if_asked(llm: LLM, models: ModelOptions) -> None:
+    """Compiles before the clock runs: what is streamed afterwards is timed without it."""
+    if models.compile == "always":
+        with waiting("compiling"):
+            llm.warmup(k=1)
 
 
 def streamed(llm: LLM, prompt: str | list[int], params: SamplingParams) -> Generator[Chunk, None, None]:

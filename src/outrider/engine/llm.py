@@ -90,6 +90,7 @@ class LLM:
 
     def warmup(self, k: int, batch: int = 1) -> None:
         """Does now what would make the first rounds slow: compiling, and measuring passes without drafts and with k."""
+        self.runner.passes.compile_now()
         self.proposer.warmup(k, batch)
         for width in sorted({1, 1 + k}):
             seconds = self.runner.pass_cost(width, batch, 0)

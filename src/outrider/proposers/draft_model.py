@@ -88,6 +88,9 @@ class DraftModelProposer(Proposer):
         for request, accepted in zip(context.requests, verdict.num_accepted.tolist(), strict=True):
             self.draft.keep_len(request.request_id, len(request.token_ids) + accepted)
 
+    def warmup(self, k: int, batch: int) -> None:
+        self.draft.passes.compile_now()
+
     def release(self, request_ids: Sequence[str]) -> None:
         self.draft.release(request_ids)
 

@@ -76,7 +76,7 @@ def _load(module: Pass, path: Path) -> Run:
 
 
 def _build(module: Pass, path: Path) -> None:
-    logger.info("compiling the model's pass (once a machine; kept in %s)", path.parent)
+    logger.info("compiling the pass of %s for this machine: once, about a minute; kept in %s", _name(module), path.parent)
     shape = module.cache_shape
     batch, width = 2, 3
     store = (shape.num_layers, 2, shape.num_kv_heads, 8)
@@ -101,6 +101,10 @@ def _build(module: Pass, path: Path) -> None:
         options = {"aot_inductor.package_constants_in_so": False, "cpp.threads": 1}
         torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=options)
     part.replace(path)  # atomic: two processes may build at once
+
+
+def _name(module: Pass) -> str:
+    return Path(str(module.model.name_or_path or type(module.model).__name__)).name
 
 
 def _package_path(module: Pass) -> Path:
