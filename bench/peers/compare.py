@@ -43,7 +43,9 @@ class Plan:
 
 def main(  # noqa: PLR0913 - one argument per command line option
     target: Annotated[Path, typer.Option(help="Target model folder.")],
-    prompts: Annotated[Path, typer.Option(help="JSON lines (.gz too) with token_ids, prompt, text, question or turns.")],
+    prompts: Annotated[
+        Path, typer.Option(help="JSON lines (.gz too) with token_ids, prompt, text, question or turns.")
+    ],
     draft: Annotated[Path | None, typer.Option(help="Draft model folder.")] = None,
     peers: Annotated[str, typer.Option(help="Comma-separated.")] = "transformers,vllm,openvino",
     methods: Annotated[str, typer.Option(help="Comma-separated.")] = "plain,draft,ngram",
@@ -91,7 +93,8 @@ def main(  # noqa: PLR0913 - one argument per command line option
     needed = max(len(prompt) for prompt in read) + max_tokens + max(ks) + 1
     job = Job(target, draft, venvs, cache_dir, threads, max_len or needed, max_tokens, temperature, seed, timeout)
     document = _run(plan, job, out)
-    Console().print(table(document["cells"]))
+    terminal = Console()
+    (terminal if terminal.is_terminal else Console(width=120)).print(table(document["cells"]))
     print(json.dumps(document))
 
 

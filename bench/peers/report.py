@@ -28,12 +28,12 @@ def provenance(command: list[str]) -> dict[str, Any]:
 
 def table(cells: list[dict[str, Any]]) -> Table:
     """Every engine of every method, with ours over theirs."""
-    view = Table(title="tokens per second, medians of alternating rounds; decode = without the prompt's pass")
+    view = Table(title="Tokens per second, medians of alternating rounds (decode: without the prompt's pass)")
     view.add_column("method")
     view.add_column("engine")
     view.add_column("dtype")
     view.add_column("K", justify="right")
-    for name in ("tok/s", "decode tok/s", "ours / this", "decode ours / this", "same text", "others' CPU", "peak MB"):
+    for name in ("tok/s", "decode", "ours / it", "decode: ours / it", "same text", "others' CPU", "peak MB"):
         view.add_column(name, justify="right")
     previous = None
     for entry in cells:
