@@ -63,10 +63,7 @@ class OutriderEngine:
         gc.collect()
 
     def meta(self) -> dict[str, Any]:
-        meta: dict[str, Any] = {"version": outrider.__version__, "torch": torch.__version__}
-        if self.llm is not None:
-            meta["weights_dtype"] = str(self.llm.runner.dtype).removeprefix("torch.")
-        return meta
+        return {"version": outrider.__version__, "torch": torch.__version__}
 
 
 if __name__ == "__main__":
