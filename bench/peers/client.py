@@ -41,9 +41,7 @@ class Measurement:
     tok_s: float  # all tokens over the whole time, prompts included
     decode_tok_s: float  # tokens after the first chunk over the time after it
     token_ids: list[list[int]]
-    other_cpu: (
-        float  # share of the machine that other processes used meanwhile: a ratio is worth little above a few percent
-    )
+    other_cpu: float  # share of the machine that other processes used meanwhile: a ratio is worth little above a few percent
     meta: dict[str, Any]
 
 

@@ -43,9 +43,7 @@ class Plan:
 
 def main(  # noqa: PLR0913 - one argument per command line option
     target: Annotated[Path, typer.Option(help="Target model folder.")],
-    prompts: Annotated[
-        Path, typer.Option(help="JSON lines (.gz too) with token_ids, prompt, text, question or turns.")
-    ],
+    prompts: Annotated[Path, typer.Option(help="JSON lines (.gz too) with token_ids, prompt, text, question or turns.")],
     draft: Annotated[Path | None, typer.Option(help="Draft model folder.")] = None,
     peers: Annotated[str, typer.Option(help="Comma-separated.")] = "transformers,vllm,openvino",
     methods: Annotated[str, typer.Option(help="Comma-separated.")] = "plain,draft,ngram",

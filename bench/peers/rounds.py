@@ -55,9 +55,7 @@ class Screen:
             contestant.setting = rest[0]
         return contestant
 
-    def _try(
-        self, settings: list[Setting], contestant: Contestant, rates: dict[Setting, float], progress: Progress
-    ) -> None:
+    def _try(self, settings: list[Setting], contestant: Contestant, rates: dict[Setting, float], progress: Progress) -> None:
         spec = contestant.spec
         pool = Pool(self.job)
         for setting in settings:
@@ -100,9 +98,7 @@ class Pool:
         self.current, self.key = None, ()
 
 
-def alternate(
-    contestants: list[Contestant], job: Job, prompts: list[list[int]], repeat: int, progress: Progress
-) -> None:
+def alternate(contestants: list[Contestant], job: Job, prompts: list[list[int]], repeat: int, progress: Progress) -> None:
     """Rounds of A B C, A B C, ...; an engine that fails drops out with its error and the others go on."""
     workers: dict[str, Worker] = {}
     running = [contestant for contestant in contestants if contestant.error is None]

@@ -65,9 +65,7 @@ def _set_environment(args: WorkerArgs) -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
-    os.environ.setdefault(
-        "VLLM_USE_AOT_COMPILE", "0"
-    )  # 0.32 cannot load on a CPU what it saved, and compiles at every start
+    os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")  # 0.32 cannot load on a CPU what it saved, and compiles at every start
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
