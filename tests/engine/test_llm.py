@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider import GenerationInterrupted, OutriderError, SamplingParams, from_transformers
+from outrider import LLM, GenerationInterrupted, OutriderError, SamplingParams, from_transformers
 from outrider.proposers.base import ScriptedProposer
 
 from .test_detokenizer import byte_level
@@ -235,3 +237,16 @@ def test_chat_uses_the_template_of_the_tokenizer(model):
     params = SamplingParams(max_tokens=8)
     assert llm.chat_prompt(messages) == tokenizer.encode("user: add\n", add_special_tokens=False)
     assert llm.chat(messages, params).text == llm.generate("user: add\n", params)[0].text
+
+
+def test_a_dropped_llm_frees_its_models_at_once(model):
+    gc.collect()
+    gc.disable()  # models are large: they must not wait for the collector
+    try:
+        llm = LLM(model, draft=model, compile="never")
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5))
+        kept = [weakref.ref(part) for part in (llm.runner.model, llm.runner.cache, llm.proposer.draft.model, llm.engine)]
+        del llm
+        assert [part() for part in kept] == [None] * 4
+    finally:
+        gc.enable()

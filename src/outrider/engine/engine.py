@@ -7,8 +7,9 @@ target's failure is an error for the request that causes it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -64,7 +65,10 @@ class Engine:
         self.scheduler = scheduler
         self.stats = GenerationStats()
         self._sampled, self._deterministic = verifiers
-        self._coupled = coupled
+        # Not a method of the engine's: the proposer's guard keeps it, and a cycle would keep dropped models in memory.
+        self._make_sampler: Callable[[Sequence[Request]], Sampler] = partial(
+            Sampler, vocab_size=runner.vocab_size, device=runner.device, coupled=coupled
+        )
         self._unbooked = 0.0  # seconds of the accounting itself: they go to the next round
         self._guarded = GuardedProposer(proposer, runner.vocab_size, self._make_sampler, self.stats)
         self.costs = pass_costs(runner)
@@ -211,9 +215,6 @@ class Engine:
         self._forget([entry.request.request_id])
         self.policy.release([entry.request.request_id])
         return Emission(entry.request.request_id, [], [], text, None, "error", message, entry.stats)
-
-    def _make_sampler(self, requests: Sequence[Request]) -> Sampler:
-        return Sampler(requests, self.runner.vocab_size, self.runner.device, self._coupled)
 
     @staticmethod
     def _check_tree(verifier: Verifier) -> None:
