@@ -32,7 +32,7 @@ class Speculation:
     verifier: str | Verifier = "rejection"  # a name of outrider.registry.VERIFIERS, or an object
     proposer: Proposer | None = None  # an object of yours, instead of a method
     draft_tokenizer: PreTrainedTokenizerBase | None = None
-    same_text: bool = False  # the same tokens for the same seed, drafts or not: coupled noise, passes of one width
+    same_text: bool = False  # the same tokens for the same seed, drafts or not: coupled noise
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[Speculation, RunnerConfig]:
