@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
-DEMO := --k 4 --max-tokens 100 --repetition-penalty 1.25 --ignore-eos "Once upon a time"
+DEMO := --k 4 --max-tokens 120 --ignore-eos "def read_lines(path: str) -> list[str]:"
 
 .PHONY: run test check fix clean
 
