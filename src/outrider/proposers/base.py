@@ -36,7 +36,6 @@ class Proposer(ABC):
     name: str = "custom"
     needs_hidden: tuple[int, ...] = ()  # target layers it wants to see: data, read generically by the runner
     drafts_trees: bool = False  # whether its proposals may have parents: then the verifier must handle trees
-    has_probs: bool = False  # whether sampled drafts carry the distribution they were drawn from
     max_drafts: int = 64  # the longest path it can draft
 
     @classmethod

@@ -23,7 +23,6 @@ class DraftModelProposer(Proposer):
     """
 
     name = "draft"
-    has_probs = True
 
     def __init__(self, draft: ModelRunner, vocab_size: int) -> None:
         self.draft = draft

@@ -89,9 +89,7 @@ class PassRunner:
         self, token_ids: Tensor, layout: PassLayout, layers: tuple[int, ...], logits_at: Tensor
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """[B, W] tokens -> logits [B, M, V] of the places ``logits_at`` [M], and {layer: [B, W, H]}."""
-        run = self._runs.get(layers)
-        if run is None:
-            run = self._runs[layers] = self._prepare(layers)
+        run = self.runner_of(layers)
         started = time.perf_counter() if layers in self._eager else 0.0
         where = [layout.positions, layout.cache_rows, layout.bases, layout.visible, logits_at, layout.keys, layout.values]
         out = run([token_ids, *where])

@@ -1,4 +1,4 @@
-"""The interface of every verifier, the two formulas they share, and the check that a proposal is well formed."""
+"""The interface of every verifier and the formulas they share."""
 
 from __future__ import annotations
 

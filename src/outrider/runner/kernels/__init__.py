@@ -166,12 +166,6 @@ def load_cpu_kernels() -> bool:
     return True
 
 
-def cpu_kernels_are_built() -> bool:
-    """Whether ``load_cpu_kernels`` would load a finished library rather than compile one."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
-    return compiler is not None and _library_path(Path(__file__).with_name("cpu.cpp"), compiler).exists()
-
-
 def _library_path(source: Path, compiler: str) -> Path:
     what = "|".join([source.read_text(), torch.__version__, compiler, platform.machine(), _cpu_flags(), str(sys.abiflags)])
     return cache_dir("kernels") / f"cpu-{hashlib.sha256(what.encode()).hexdigest()[:16]}.so"
