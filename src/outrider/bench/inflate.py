@@ -6,8 +6,10 @@ that reads Hugging Face folders loads the result. How:
 - The hidden state is padded with zeros. RMSNorm then averages over H instead of h values, so its weights are scaled by
   sqrt(h/H) and its epsilon by h/H: exact in bfloat16 where H/h is a power of four. Where it is twice a power of four, every
   real feature is stored twice (the second copy has norm weight 0: nothing reads it), and the ratio that counts is one again.
-- Extra heads and feed-forward rows have output projections of zero; so have extra layers, spread evenly between the real ones.
-- All other new weights are random, of the scale of a trained model's.
+- In a real layer, the output projections of extra heads and feed-forward rows are zero. Extra layers, spread evenly between the
+  real ones, have value and up projections that are zero where the hidden state is not, so that what they write is zero.
+- All other new weights are random, of the scale of a trained model's, and no two tensors are equal: an engine that keeps equal
+  constants once would otherwise read a good part of the model from its cache.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from outrider.bench.shapes import Shape, count_params, head_dim, num_params, sha
 from outrider.runner.disk_cache import cache_dir
 from outrider.types import OutriderError
 
-FORMAT = 1  # part of the cache key: raise it when the same source and size give other weights
+FORMAT = 2  # part of the cache key: raise it when the same source and size give other weights
 SHARD_BYTES = 1 << 29
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # same tensor names, same residual structure
 WEIGHT_STD = 0.02
@@ -92,18 +94,23 @@ class _Inflater:
         wide[: self.small.hidden] = weight * self.norm_scale
         return wide
 
-    def reader(self, weight: Tensor, num_rows: int, rows: Tensor) -> Tensor:
-        """A projection (or its bias) out of the hidden state: random beyond ``rows`` and beyond the real features."""
+    def reader(self, weight: Tensor, num_rows: int, rows: Tensor, is_silent: bool = False) -> Tensor:
+        """A projection (or its bias) out of the hidden state, ``rows`` being the real ones.
+
+        The others are random, or give zero if ``is_silent``; what reads beyond the real features is random.
+        """
         if weight.ndim == 1:
             wide = torch.zeros(num_rows, dtype=self.dtype)
             wide[rows] = weight
         else:
             wide = self.noise(num_rows, self.large.hidden)
+            if is_silent:
+                wide[:, : self.copies * self.small.hidden] = 0
             wide[rows, : self.small.hidden] = weight
         return wide
 
     def writer(self, weight: Tensor, num_columns: int, columns: Tensor) -> Tensor:
-        """A projection (or its bias) into the hidden state: zeros beyond the real features and ``columns``."""
+        """A projection (or its bias) into the hidden state: ``columns`` into the real features, the others zero."""
         if weight.ndim == 1:
             return self.embedding(weight[None])[0]
         wide = torch.zeros(self.large.hidden, num_columns, dtype=self.dtype)
@@ -114,24 +121,33 @@ class _Inflater:
 
     def layer_tensor(self, name: str, weight: Tensor, real: bool) -> Tensor:
         """A tensor of a real layer; of an extra one, with the shape of ``weight``'s counterpart, if not ``real``."""
-        large, ffn_rows = self.large, torch.arange(self.small.ffn)
+        large = self.large
         module = name.rsplit(".", 1)[0].rsplit(".", 1)[-1]
         if module in ("q_norm", "k_norm"):
             return weight if real else torch.ones_like(weight)
         if module.endswith("layernorm"):
             return self.norm(weight) if real else torch.ones(large.hidden, dtype=self.dtype)
-        if module in ("q_proj", "gate_proj", "up_proj"):
-            rows, total = (self.query_rows, large.heads * self.dim) if module == "q_proj" else (ffn_rows, large.ffn)
-            wide = self.reader(weight, total, rows)
-        elif module in ("k_proj", "v_proj"):
-            wide = self.reader(weight[self.key_source], large.kv_heads * self.dim, self.key_rows)
-        elif module in ("o_proj", "down_proj"):
-            columns, total = (self.query_rows, large.heads * self.dim) if module == "o_proj" else (ffn_rows, large.ffn)
-            wide = self.writer(weight, total, columns)
-            return wide if real else torch.zeros_like(wide)
-        else:
+        ffn_rows = torch.arange(self.small.ffn)
+        sizes = {
+            "q_proj": (large.heads * self.dim, self.query_rows),
+            "k_proj": (large.kv_heads * self.dim, self.key_rows),
+            "v_proj": (large.kv_heads * self.dim, self.key_rows),
+            "o_proj": (large.heads * self.dim, self.query_rows),
+            "gate_proj": (large.ffn, ffn_rows),
+            "up_proj": (large.ffn, ffn_rows),
+            "down_proj": (large.ffn, ffn_rows),
+        }
+        if module not in sizes:
             raise OutriderError(f"cannot inflate {name}: not a tensor of a Llama-shaped model")
-        return wide if real else self.noise(*wide.shape)
+        total, places = sizes[module]
+        if module in ("k_proj", "v_proj"):
+            weight = weight[self.key_source]
+        if module in ("o_proj", "down_proj"):
+            if real:
+                return self.writer(weight, total, places)
+            return self.noise(large.hidden, total) if weight.ndim == 2 else torch.zeros(large.hidden, dtype=self.dtype)
+        is_silent = module in ("v_proj", "up_proj")
+        return self.reader(weight, total, places, is_silent) if real else self.reader(weight[:0], total, places[:0], is_silent)
 
     def tensors(self, source: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the large model, one at a time: embeddings, layer by layer, final norm, head."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from outrider.runner import kernels
+from outrider.runner import huge_pages, kernels
 
 
 class PackedLinear(nn.Module):
@@ -71,7 +71,9 @@ class FusedLinears(nn.Module):
         if any(b is not None for b in biases):
             zeros = [torch.zeros(layer.out_features) for layer in layers]
             bias = torch.cat([z if b is None else b for b, z in zip(biases, zeros, strict=True)])
-        self.register_buffer("packed", torch.cat([layer.packed for layer in layers]), persistent=False)
+        shape = (sum(layer.packed.shape[0] for layer in layers), *layers[0].packed.shape[1:])
+        packed = huge_pages.empty(shape, layers[0].packed.dtype)
+        self.register_buffer("packed", torch.cat([layer.packed for layer in layers], out=packed), persistent=False)
         self.register_buffer("bias", bias, persistent=False)
         self.out_features = [layer.out_features for layer in layers]
         self._input: Tensor | None = None

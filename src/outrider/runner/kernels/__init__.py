@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from outrider.runner import huge_pages
 from outrider.runner.disk_cache import cache_dir
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ def pack_weight(weight: Tensor) -> Tensor:
     outputs, inputs = weight.shape
     panels = -(-outputs // PANEL)
     padded = weight if outputs % PANEL == 0 else functional.pad(weight, (0, 0, 0, panels * PANEL - outputs))
-    return padded.view(panels, PANEL, inputs).transpose(1, 2).contiguous()
+    turned = padded.view(panels, PANEL, inputs).transpose(1, 2)
+    return huge_pages.empty(turned.shape, weight.dtype).copy_(turned) if weight.is_cpu else turned.contiguous()
 
 
 def unpack_weight(packed: Tensor, outputs: int) -> Tensor:

@@ -71,6 +71,33 @@ inline float sum(vec v) {
 }
 inline float largest(vec v) { float m = v[0]; for (int i = 1; i < kLanes; ++i) m = std::max(m, v[i]); return m; }
 
+// Lanes of two vectors by number, those of b from kLanes on.
+#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
+template <int... lane>
+inline vec pick(vec a, vec b) { return __builtin_shufflevector(a, b, lane...); }
+#else  // GCC before 12
+template <int... lane>
+inline vec pick(vec a, vec b) { return __builtin_shuffle(a, b, ivec{lane...}); }
+#endif
+
+// 16 x 16 floats in place, by exchanging halves of ever larger blocks.
+template <int half, int... lane>
+inline void exchange(vec* v, std::integer_sequence<int, lane...>) {
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & half) continue;
+    const vec a = v[i], b = v[i + half];
+    v[i] = pick<(lane & half ? kLanes + lane - half : lane)...>(a, b);
+    v[i + half] = pick<(lane & half ? kLanes + lane : lane + half)...>(a, b);
+  }
+}
+inline void transpose(vec* v) {
+  constexpr auto lanes = std::make_integer_sequence<int, kLanes>{};
+  exchange<1>(v, lanes);
+  exchange<2>(v, lanes);
+  exchange<4>(v, lanes);
+  exchange<8>(v, lanes);
+}
+
 // exp(x) for x <= 0, relative error 2e-7 (Cephes' expf); below -87 the result is 0 to float32.
 inline vec exp_nonpositive(vec x) {
   const ivec tiny = x < splat(-87.f);
@@ -95,11 +122,10 @@ inline vec exp_nonpositive(vec x) {
 // Linear
 // ---------------------------------------------------------------------------------------------------------------------------
 
-// out[r][panels * 32] (+)= x[r][0..depth) . w, for `rows` rows and `panels` neighbouring panels; one chain of additions a lane.
+// out[r][panels * 32] (+)= x[0..depth)[r] . w, for `rows` rows and `panels` neighbouring panels; one chain of additions a lane.
 // Weights are fetched kAhead inputs before their use, and towards the end those of the panels that come next.
 template <typename Weight, int rows, int panels>
-inline void tile(const float* x, int64_t x_stride, const Weight* w, int64_t panel_stride, int64_t depth, float* out,
-                 int64_t out_stride, bool first) {
+inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t depth, float* out, int64_t out_stride, bool first) {
   vec acc[rows][2 * panels];
   for (int r = 0; r < rows; ++r) for (int j = 0; j < 2 * panels; ++j) acc[r][j] = vec{};
   const int64_t turn = std::max<int64_t>(0, depth - kAhead);
@@ -114,7 +140,7 @@ inline void tile(const float* x, int64_t x_stride, const Weight* w, int64_t pane
       weights[2 * j + 1] = load(at_k + kLanes);
     }
     for (int r = 0; r < rows; ++r) {
-      const vec value = splat(x[r * x_stride + k]);
+      const vec value = splat(x[k * rows + r]);
       for (int j = 0; j < 2 * panels; ++j) acc[r][j] += value * weights[j];
     }
   }
@@ -126,23 +152,37 @@ inline void tile(const float* x, int64_t x_stride, const Weight* w, int64_t pane
 }
 
 template <typename Weight, int rows>
-void run_panels(const float* x, int64_t x_stride, const Weight* w, int64_t panel_stride, int64_t depth, float* out,
-                int64_t out_stride, bool first, int64_t panels) {
+void run_panels(const float* x, const Weight* w, int64_t panel_stride, int64_t depth, float* out, int64_t out_stride, bool first,
+                int64_t panels) {
   // Few rows leave registers free: several panels at once hide the latency of the additions without changing their order.
   constexpr int wide = kMaxRows < 12 ? 1 : rows <= 2 ? 4 : rows == 3 ? 3 : rows <= 6 ? 2 : 1;
   int64_t done = 0;
   for (; done + wide <= panels; done += wide)
-    tile<Weight, rows, wide>(x, x_stride, w + done * panel_stride, panel_stride, depth, out + done * kPanel, out_stride, first);
+    tile<Weight, rows, wide>(x, w + done * panel_stride, panel_stride, depth, out + done * kPanel, out_stride, first);
   for (; done < panels; ++done)
-    tile<Weight, rows, 1>(x, x_stride, w + done * panel_stride, panel_stride, depth, out + done * kPanel, out_stride, first);
+    tile<Weight, rows, 1>(x, w + done * panel_stride, panel_stride, depth, out + done * kPanel, out_stride, first);
 }
 
 template <typename Weight>
-using RunPanels = void (*)(const float*, int64_t, const Weight*, int64_t, int64_t, float*, int64_t, bool, int64_t);
+using RunPanels = void (*)(const float*, const Weight*, int64_t, int64_t, float*, int64_t, bool, int64_t);
 
 template <typename Weight, size_t... index>
 constexpr std::array<RunPanels<Weight>, sizeof...(index)> make_table(std::index_sequence<index...>) {
   return {run_panels<Weight, static_cast<int>(index) + 1>...};
+}
+
+// x[rows][0..depth), rows `stride` apart -> [depth][rows], at most 16 rows; writes up to kLanes floats beyond. A tile then reads
+// straight ahead, where rows a power of two apart would evict each other from the cache.
+inline void turn_rows(const float* x, int64_t stride, int64_t rows, int64_t depth, float* to) {
+  int64_t k = 0;
+  for (; k + kLanes <= depth; k += kLanes) {
+    vec block[kLanes];
+    for (int r = 0; r < kLanes; ++r) block[r] = r < rows ? load(x + r * stride + k) : vec{};
+    transpose(block);
+    for (int i = 0; i < kLanes; ++i) store(to + (k + i) * rows, block[i]);  // in order: the next row mends what is too much
+  }
+  for (; k < depth; ++k)
+    for (int64_t r = 0; r < rows; ++r) to[k * rows + r] = x[r * stride + k];
 }
 
 template <typename Weight>
@@ -153,15 +193,21 @@ void linear_rows(const float* x, int64_t rows, int64_t inputs, const Weight* w, 
   const int64_t work = inputs * kPanel * (rows + 4);
   const int64_t grain = std::max<int64_t>(1, 200'000 / work);
   at::parallel_for(0, panels, grain, [&](int64_t begin, int64_t end) {
-    constexpr int64_t kGroup = 12;  // panels whose weights stay in the L2 cache while all rows pass
-    for (int64_t group = begin; group < end; group += kGroup) {
-      const int64_t count = std::min(kGroup, end - group);
+    const int64_t group = rows <= kMaxRows ? end - begin : 12;  // panels whose weights stay in the L2 cache while all rows pass
+    constexpr int64_t kStretch = 8 * kMaxRows;                  // rows that stand turned beside them
+    std::vector<float> turned(rows > 1 ? kStretch * kBlock + kLanes : 0);
+    for (int64_t panel = begin; panel < end; panel += group) {
+      const int64_t count = std::min(group, end - panel);
       for (int64_t k = 0; k < inputs; k += kBlock) {
         const int64_t depth = std::min(kBlock, inputs - k);
-        for (int64_t r = 0; r < rows; r += kMaxRows) {
-          const int64_t height = std::min<int64_t>(kMaxRows, rows - r);
-          table[height - 1](x + r * inputs + k, inputs, w + group * panel_stride + k * kPanel, panel_stride, depth,
-                            out + r * out_stride + group * kPanel, out_stride, k == 0, count);
+        for (int64_t start = 0; start < rows; start += kStretch) {
+          const int64_t stop = std::min(rows, start + kStretch);
+          for (int64_t r = start; rows > 1 && r < stop; r += kMaxRows)
+            turn_rows(x + r * inputs + k, inputs, std::min<int64_t>(kMaxRows, stop - r), depth, turned.data() + (r - start) * depth);
+          for (int64_t r = start; r < stop; r += kMaxRows)
+            table[std::min<int64_t>(kMaxRows, stop - r) - 1](rows > 1 ? turned.data() + (r - start) * depth : x + k,
+                                                             w + panel * panel_stride + k * kPanel, panel_stride, depth,
+                                                             out + r * out_stride + panel * kPanel, out_stride, k == 0, count);
         }
       }
     }
@@ -228,20 +274,11 @@ struct Pass {
 };
 
 // Adds neighbouring runs of `half` lanes of two vectors: the first halves of the result come from a, the second from b.
-#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
 template <int half, int... lane>
 inline vec add_pairs(vec a, vec b, std::integer_sequence<int, lane...>) {
-  const vec low = __builtin_shufflevector(a, b, ((lane / half % 2 ? kLanes : 0) + lane / half / 2 * 2 * half + lane % half)...);
-  const vec high = __builtin_shufflevector(a, b, ((lane / half % 2 ? kLanes : 0) + lane / half / 2 * 2 * half + lane % half + half)...);
-  return low + high;
+  return pick<((lane / half % 2 ? kLanes : 0) + lane / half / 2 * 2 * half + lane % half)...>(a, b) +
+         pick<((lane / half % 2 ? kLanes : 0) + lane / half / 2 * 2 * half + lane % half + half)...>(a, b);
 }
-#else  // GCC before 12
-template <int half, int... lane>
-inline vec add_pairs(vec a, vec b, std::integer_sequence<int, lane...>) {
-  const ivec low = {((lane / half % 2 ? kLanes : 0) + lane / half / 2 * 2 * half + lane % half)...};
-  return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + half);
-}
-#endif
 template <int half>
 inline void add_level(vec* v) {
   for (int i = 0; i < half; ++i) v[i] = add_pairs<half>(v[i], v[i + half], std::make_integer_sequence<int, kLanes>{});

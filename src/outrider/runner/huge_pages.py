@@ -1,0 +1,26 @@
+"""Memory for weights in pages of 2 MiB: a pass streams all of them, and fetching ahead stops at page ends (2-5% of a pass)."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+PAGE = 2 << 20
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An uninitialised CPU tensor, in huge pages where the system has them and the tensor fills one; else an ordinary one."""
+    count = torch.Size(shape).numel()
+    num_bytes = count * dtype.itemsize
+    if num_bytes < PAGE or sys.platform != "linux" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(*shape, dtype=dtype)
+    memory = mmap.mmap(-1, -(-num_bytes // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        return torch.empty(*shape, dtype=dtype)  # a kernel built without them
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)  # keeps the mapping as long as it lives
