@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 an error inside Outrider or the machine (memory, disk); 2 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if debug:  # accepted before and after the command's name
         args = [argument for argument in args if argument != "--debug"]
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    gc.disable()  # half a second of looking for garbage among modules, until what they hold is frozen: session.load
     try:
         code = build_app()(args, prog_name="outrider", standalone_mode=False)
         if code == EXIT_INTERRUPTED:  # typer's answer to Ctrl-C
@@ -78,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         message, code = explain(error)
         print(f"error: {message}", file=sys.stderr)
         return code
+    finally:
+        gc.enable()
 
 
 def explain(error: Exception) -> tuple[str, int]:

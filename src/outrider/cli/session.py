@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -139,7 +140,10 @@ def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
         from outrider.engine import LLM
 
         logging.disable_progress_bar()
-        return LLM(models.target, **arguments)
+        llm = LLM(models.target, **arguments)
+    gc.freeze()
+    gc.enable()
+    return llm
 
 
 def compile_if_asked(llm: LLM, models: ModelOptions) -> None:
