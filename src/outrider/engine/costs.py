@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 CACHE_BUCKET = 256  # committed tokens that share an entry
 WEIGHT = 0.1  # of a new observation in the running mean
 SPIKE = 1.25  # what lies higher above the mean is mostly a hiccup (compiling, another process) and is cut to it
+FIRST_SPIKE = 2.0  # the same for a width's first values; the very first is held against the widths around it
 JUMP = 0.7  # an observation below this part of the mean: the machine or the pass has become faster
 STEP_SLOPE = 0.05  # assumed growth of an unmeasured pass per extra row, until one of that width has been run
 
@@ -23,53 +24,72 @@ class PassCosts:
 
     def __init__(self) -> None:
         self._tables: dict[tuple[int, int], dict[int, float]] = {}  # (batch, cache bucket) -> width -> seconds
-        self._is_settled: set[tuple[int, int, int]] = set()  # (batch, cache bucket, width) seen more than once
+        self._counts: dict[tuple[int, int, int], int] = {}  # (batch, cache bucket, width) -> how often it was measured there
 
     def observe(self, width: int, batch: int, cache_len: int, seconds: float) -> None:
         """Adds a measured pass. A first value that the next one contradicts downwards (it held a compilation) is replaced."""
-        bucket = cache_len // CACHE_BUCKET
-        table = self._tables.setdefault((batch, bucket), {})
+        key = batch, cache_len // CACHE_BUCKET
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = dict(self._nearest(*key))
+        count = self._counts.get((*key, width), 0)
         mean = table.get(width)
         if mean is None:
-            table[width] = seconds
+            # One reading alone, far above what its neighbours say, is rather a hiccup than the price.
+            table[width] = min(seconds, FIRST_SPIKE * (self._at(table, width) or seconds))
+        elif count == 0:
+            self._adopt(key, table, seconds / mean)
         elif seconds >= JUMP * mean:
-            table[width] = mean + WEIGHT * (min(seconds, SPIKE * mean) - mean)
-            self._is_settled.add((batch, bucket, width))
-        elif (batch, bucket, width) in self._is_settled:
+            spike = SPIKE if count > 1 else FIRST_SPIKE
+            table[width] = mean + max(WEIGHT, 1 / (1 + count)) * (min(seconds, spike * mean) - mean)
+        elif count > 1:
             self._scale(seconds / mean)
+            return
         else:
             table[width] = seconds
+        self._counts[(*key, width)] = count + 1
+
+    def seconds(self, width: int, batch: int, cache_len: int) -> float | None:
+        """Of a pass; None until one of this batch size has been seen."""
+        bucket = cache_len // CACHE_BUCKET
+        table = self._tables.get((batch, bucket))
+        if table is None:
+            table = self._nearest(batch, bucket) if any(key[0] == batch for key in self._tables) else {}
+        return self._at(table, width)
+
+    def _adopt(self, key: tuple[int, int], table: dict[int, float], factor: float) -> None:
+        """The first pass run at a price taken over from a neighbour: by what it differs, all that was not run here does."""
+        for width in table:
+            if (*key, width) not in self._counts:
+                table[width] *= factor
 
     def _scale(self, factor: float) -> None:
         """Everything has become faster: a compiled pass took over. What is not being run must not keep its old price."""
         for table in self._tables.values():
             for width in table:
                 table[width] *= factor
-        self._is_settled.clear()
+        self._counts = dict.fromkeys(self._counts, 1)
 
-    def seconds(self, width: int, batch: int, cache_len: int) -> float | None:
-        """Of a pass; None until one of this batch size has been seen."""
-        table = self._table(batch, cache_len // CACHE_BUCKET)
-        if not table:
-            return None
-        if width in table:
-            return table[width]
+    @staticmethod
+    def _at(table: dict[int, float], width: int) -> float | None:
+        """The price of a width, between those of its neighbours and beyond the widest as the slope up to it has it."""
+        if width in table or not table:
+            return table.get(width)
         below = max((w for w in table if w < width), default=None)
         above = min((w for w in table if w > width), default=None)
         if below is None:
             assert above is not None  # the table has an entry
             return table[above]
         if above is None:
-            return table[below] * (1 + STEP_SLOPE * (width - below))
+            least = min(table)
+            slope = max((table[below] - table[least]) / (below - least), 0.0) if least < below else STEP_SLOPE * table[below]
+            return table[below] + slope * (width - below)
         part = (width - below) / (above - below)
         return table[below] + part * (table[above] - table[below])
 
-    def _table(self, batch: int, bucket: int) -> dict[int, float]:
-        """The entries of this bucket, else of the nearest one that has some."""
-        table = self._tables.get((batch, bucket))
-        if table:
-            return table
-        nearest = min((key for key in self._tables if key[0] == batch), key=lambda key: abs(key[1] - bucket), default=None)
+    def _nearest(self, batch: int, bucket: int) -> dict[int, float]:
+        """The entries of the nearest batch size, and of its nearest bucket."""
+        nearest = min(self._tables, key=lambda key: (abs(key[0] - batch), abs(key[1] - bucket)), default=None)
         return self._tables[nearest] if nearest is not None else {}
 
 

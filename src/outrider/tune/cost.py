@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Sequence
 
 from outrider.engine.costs import SPIKE, WEIGHT, PassCosts
 from outrider.engine.stats import PhaseTimes
 
-Key = TypeVar("Key")
-
 UNKNOWN_COST_RATIO = 0.1  # of a draft step to a plain pass, until one was measured
+MOST_TO_READ = 0.05  # of a plain round, for each token that a proposer had not seen, until it was measured twice
+LINE_MEMORY = 0.95  # of what a line was fitted to, per reading
+START_WEIGHT = 0.3  # of the point through which every line is drawn at first: a draft of -1 tokens takes no time
+HICCUP = 2.0  # a reading this far above what is expected is cut
 
 
 class CostModel:
@@ -17,15 +19,23 @@ class CostModel:
 
     def __init__(self, passes: PassCosts) -> None:
         self.passes = passes
-        self._draft: dict[tuple[int, int], float] = {}  # (batch, drafts asked for) -> seconds of drafting
+        self._draft: dict[int, Line] = {}  # batch -> seconds of drafting
         self._catch_up: float | None = None  # seconds for each token that a proposer had not seen
         self._outside: dict[tuple[int, bool], float] = {}  # (batch, whether there were drafts) -> seconds of verifier and host
 
-    def observe(self, k: int, longest: int, batch: int, times: PhaseTimes, is_catch_up: bool) -> None:
-        """Adds a decoding round. A proposer that had text to catch up with says nothing of its step."""
-        _mix(self._outside, (batch, longest > 0), times.verify + times.host)
-        if k and not is_catch_up:
-            _mix(self._draft, (batch, k), times.draft)
+    def observe(self, num_drafts: int, batch: int, times: PhaseTimes, is_catch_up: bool, has_drafts: bool) -> None:
+        """Adds a decoding round. A proposer that had text to catch up with says nothing of its step.
+
+        ``num_drafts``: the longest draft, or what was asked for in vain.
+        """
+        key, seconds = (batch, has_drafts), times.verify + times.host
+        mean = self._outside.get(key)
+        if mean is None or seconds < mean / 2:
+            self._outside[key] = seconds
+        else:
+            self._outside[key] = mean + WEIGHT * (min(seconds, SPIKE * mean) - mean)
+        if num_drafts and not is_catch_up:
+            self._draft.setdefault(batch, Line()).add(num_drafts, times.draft)
 
     def outside(self, batch: int, has_drafts: bool) -> float:
         """Seconds of verifier and host; those of the other kind of round while this one is unknown."""
@@ -33,24 +43,24 @@ class CostModel:
         return known if known is not None else self._outside.get((batch, not has_drafts), 0.0)
 
     def draft(self, k: int, batch: int, plain_pass: float) -> float:
-        """Seconds of drafting k tokens: between measured lengths a straight line, from 0 and beyond them in proportion."""
-        known = {length: seconds for (size, length), seconds in self._draft.items() if size == batch}
-        if not known:
-            return UNKNOWN_COST_RATIO * plain_pass * k
-        if k in known:
-            return known[k]
-        below = max((length for length in known if length < k), default=0)
-        above = min((length for length in known if length > k), default=None)
-        base = known.get(below, 0.0)
-        if above is None:
-            return base * k / below
-        return base + (known[above] - base) * (k - below) / (above - below)
+        """Seconds of drafting k tokens. A batch not drafted for yet is priced as the nearest one."""
+        if k == 0:
+            return 0.0
+        line = self._draft.get(batch)
+        if line is None:
+            if not self._draft:
+                return UNKNOWN_COST_RATIO * plain_pass * k
+            line = self._draft[min(self._draft, key=lambda known: abs(known - batch))]
+        return line.at(k)
 
-    def observe_catch_up(self, seconds: float, num_tokens: int) -> float:
-        """Adds what a proposer took, beyond its steps, to read text it had not seen. Returns those seconds."""
+    def observe_catch_up(self, seconds: float, num_tokens: int, plain_round: float) -> float:
+        """Adds what a proposer took, beyond its steps, to read text it had not seen. Returns those seconds.
+
+        The first reading may have held a compilation: neither it nor any other raises the price beyond measure.
+        """
         seconds = max(seconds, 0.0)
-        each = seconds / num_tokens
-        self._catch_up = each if self._catch_up is None else min(self._catch_up + 0.5 * (each - self._catch_up), 2 * each)
+        each = min(seconds / num_tokens, 2 * self._catch_up if self._catch_up else MOST_TO_READ * plain_round)
+        self._catch_up = each if self._catch_up is None else self._catch_up + 0.5 * (each - self._catch_up)
         return seconds
 
     def catch_up(self, num_tokens: int) -> float:
@@ -61,25 +71,52 @@ class CostModel:
         """Seconds of a round that asked for k drafts and scored ``longest``."""
         plain_pass = self.passes.seconds(1, batch, cache_len) or 0.0
         score = self.passes.seconds(1 + longest, batch, cache_len) or plain_pass
-        return self.draft(k, batch, plain_pass) + score + self.outside(batch, longest > 0)
+        return self.draft(longest or k, batch, plain_pass) + score + self.outside(batch, longest > 0)
 
     def plain_round(self, batch: int, cache_len: int) -> float | None:
-        """Seconds of a round without drafts; None until a pass of this batch size was measured."""
+        """Seconds of a round without drafts; None until a round of this batch size was run."""
         seconds = self.passes.seconds(1, batch, cache_len)
-        return None if seconds is None else seconds + self.outside(batch, False)
+        return None if seconds is None or (batch, False) not in self._outside else seconds + self.outside(batch, False)
 
-    def drafted_round(self, k: int, batch: int, cache_len: int) -> tuple[float, float]:
-        """Seconds of asking for k drafts, and of scoring them if the proposer had some."""
+    def drafted_rounds(self, lengths: Sequence[int], batch: int, cache_len: int) -> list[tuple[float, float]]:
+        """For each K: seconds of asking for so many drafts, and of scoring them if the proposer had some."""
         plain_pass = self.passes.seconds(1, batch, cache_len) or 0.0
-        score = self.passes.seconds(1 + k, batch, cache_len) or plain_pass
-        # A wider pass is never cheaper: where it measured so, that was noise.
-        return self.draft(k, batch, plain_pass), max(score, plain_pass) + self.outside(batch, True)
+        outside = self.outside(batch, True)
+        rounds = []
+        for k in lengths:
+            score = self.passes.seconds(1 + k, batch, cache_len) or plain_pass
+            # A wider pass is never cheaper: where it measured so, that was noise.
+            rounds.append((self.draft(k, batch, plain_pass), max(score, plain_pass) + outside))
+        return rounds
 
 
-def _mix(means: dict[Key, float], key: Key, seconds: float) -> None:
-    """A running mean that hiccups hardly move, and that drops at once where its first value was one."""
-    mean = means.get(key)
-    if mean is None or seconds < mean / 2:
-        means[key] = seconds
-    else:
-        means[key] = mean + WEIGHT * (min(seconds, SPIKE * mean) - mean)
+class Line:
+    """Seconds as a straight line in the number of drafts, by least squares over what was seen lately."""
+
+    def __init__(self) -> None:
+        self.weight = self._k = self._seconds = self._k_k = self._k_seconds = 0.0  # sums over the readings
+        self._base = self._slope = 0.0
+
+    def at(self, k: int) -> float:
+        return self._base + self._slope * k
+
+    def add(self, k: int, seconds: float) -> None:
+        """Adds a reading. The first may have held a compilation: one that contradicts it downwards replaces it."""
+        memory = LINE_MEMORY
+        if self.weight > 1.5:
+            seconds = min(seconds, HICCUP * self.at(k))
+        elif seconds < self.at(k) / 4:
+            memory = 0.0
+        self.weight = memory * self.weight + 1
+        self._k = memory * self._k + k
+        self._seconds = memory * self._seconds + seconds
+        self._k_k = memory * self._k_k + k * k
+        self._k_seconds = memory * self._k_seconds + k * seconds
+        self._fit()
+
+    def _fit(self) -> None:
+        weight, k, k_k = self.weight + START_WEIGHT, self._k - START_WEIGHT, self._k_k + START_WEIGHT
+        slope = (weight * self._k_seconds - k * self._seconds) / (weight * k_k - k * k)
+        # Neither a longer draft nor the lack of one saves time.
+        self._slope = min(max(slope, 0.0), self._seconds / self._k)
+        self._base = max((self._seconds - self._slope * self._k) / self.weight, 0.0)

@@ -1,86 +1,43 @@
 """How many drafts to ask for, each round: the K, zero included, with the most expected tokens a second over the batch.
 
-Knows acceptance counts and seconds, no method. Three things keep it from being slower than plain decoding: K = 0 is a choice
-like any other; drafting that does not pay is only tried again after a pause that doubles; and each request has a budget, a
-small part of its time, which the time lost by drafting must not exceed.
+Knows acceptance counts and seconds, no method. A method never seen is expected to be good, so that the first rounds try it and
+what it is worth is soon known. Three things keep that from being slower than plain decoding: K = 0 is a choice like any other;
+drafting that does not pay is only tried again after a pause that doubles; and time lost by drafting comes out of a purse, into
+which a small part of all time goes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from outrider.engine.costs import PassCosts
 from outrider.engine.stats import Round
+from outrider.tune.acceptance import OPTIMISM, Acceptance
 from outrider.tune.cost import CostModel
 from outrider.types import Context, Request
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12)  # what is chosen from, beside the longest
-PERIOD = 4  # rounds between decisions
+PERIOD = 6  # rounds between decisions
+FRESH = 16  # drafted rounds in which every one is decided on
 HYSTERESIS = 1.02  # a change of K must promise this much
 MEMORY = 0.93  # of a request's counts, per round: about 14 rounds
-GLOBAL_MEMORY = 0.998  # of the counts that new requests begin with
-PRIOR_RATE, PRIOR_WEIGHT = 0.6, 4.0  # acceptance before anything was seen, and its weight in drafts
-SHRINKAGE = 2.0  # weight, in drafts, of the position before (scaled as for all requests) in a position's estimate
+SHARED_MEMORY = 0.99  # of the counts that new requests begin with
 PROBE_MEMORY = 0.5  # of the counts when a probe adds to them: what was seen before the pause may be over
+FIRST_REACH = 1  # a draft may be twice as long as the longest so far, and one more
+HORIZON = 64  # tokens over which a proposer's reading of the prompt must have paid
+
 FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # rounds without drafts before the next probe
-PROBE_RATE = 0.7  # a probe drafts as many tokens as would pay at this acceptance, at most MAX_PROBE
+NEW_REQUEST_WAIT, NEW_REQUEST_PAUSE = 4, 16  # at most, when a request joins: its text may be another
+PROBE_RATE = 0.8  # a probe drafts as many tokens as would pay at this acceptance, at most MAX_PROBE
 MAX_PROBE = 4
-BUDGET, FIRST_BUDGET = 0.012, 1.5  # time that may be lost: a part of all time, and so many plain rounds to begin with
+RETRY = 4  # rounds until a probe that could not be paid is considered again
 
-MAX_SAVED = 1.0  # rounds' worth of won time that counts against later losses
+INCOME = 0.025  # of all time, may be lost
+FIRST_PURSE, FULL_PURSE, DEBT = 4.0, 8.0, 4.0  # in plain rounds: to begin with, at most, and owed at most
 
-
-@dataclass(slots=True)
-class Acceptance:
-    """Decaying counts by position: drafts that were reached, and accepted; rounds asked, and with a draft made.
-
-    Instead of every count shrinking, the unit in which new ones are counted grows.
-    """
-
-    reached: list[float]
-    accepted: list[float]
-    asked: float = 0.0
-    made: float = 0.0
-    unit: float = 1.0
-
-    @classmethod
-    def empty(cls, max_k: int) -> Acceptance:
-        return cls([0.0] * max_k, [0.0] * max_k)
-
-    def fade(self, memory: float) -> None:
-        """What was counted so far weighs less from now on."""
-        self.unit /= memory
-        if self.unit > 1e9:
-            self.reached = [count / self.unit for count in self.reached]
-            self.accepted = [count / self.unit for count in self.accepted]
-            self.asked, self.made, self.unit = self.asked / self.unit, self.made / self.unit, 1.0
-
-    def add(self, num_drafts: int, num_accepted: int) -> None:
-        """Counts a round."""
-        unit = self.unit
-        self.asked += unit
-        if num_drafts:
-            self.made += unit
-        for i in range(min(num_accepted + 1, num_drafts, len(self.reached))):
-            self.reached[i] += unit
-        for i in range(min(num_accepted, len(self.reached))):
-            self.accepted[i] += unit
-
-    def rates(self) -> list[float]:
-        """Acceptance by position given that it was reached; a position rarely reached leans on the one before."""
-        rates, before = [], PRIOR_RATE
-        weight = PRIOR_WEIGHT * self.unit
-        for reached, accepted in zip(self.reached, self.accepted, strict=True):
-            before = (weight * before + accepted) / (weight + reached)
-            weight = SHRINKAGE * self.unit
-            rates.append(before)
-        return rates
-
-    def made_rate(self, prior: float, weight: float) -> float:
-        """The part of the rounds in which the proposer had a draft."""
-        weight *= self.unit
-        return (weight * prior + self.made) / (weight + self.asked)
+RECHECK = 48  # drafted rounds after which a plain one is run, if drafting wins no more than THIN
+THIN = 1.3
 
 
 @dataclass(slots=True)
@@ -89,38 +46,18 @@ class Track:
 
     shared: Acceptance  # of all requests of its temperature
     own: Acceptance
-    lost: float = 0.0  # seconds that drafting cost beyond plain decoding, less what it won lately
-    elapsed: float = 0.0
-    pause: int = FIRST_PAUSE
-    wait: int = FIRST_PAUSE
-    behind: int = 0  # committed tokens that the proposer has not been asked about
+    num_seen: int = 0  # committed tokens that the proposer has been asked about
 
-    def gains(self, max_k: int) -> list[float]:
-        """Expected accepted drafts at K = 0..max_k, if the proposer has drafts."""
-        shared = self.shared.rates()
-        gains, product, rate, before = [0.0], 1.0, shared[0], shared[0]
-        weight = SHRINKAGE * self.own.unit
-        for i in range(max_k):
-            prior = min(rate * shared[i] / before, 1.0)
-            before = shared[i]
-            rate = (weight * prior + self.own.accepted[i]) / (weight + self.own.reached[i])
+    def gains(self, expected: Sequence[float]) -> list[float]:
+        """Expected accepted drafts at K = 0..len(expected), if the proposer has drafts."""
+        gains, product = [0.0], 1.0
+        for rate in self.own.rates(self.shared.rates(expected)):
             product *= rate
             gains.append(gains[-1] + product)
         return gains
 
     def made_rate(self) -> float:
-        return self.own.made_rate(self.shared.made_rate(1.0, 1.0), SHRINKAGE)
-
-
-@dataclass(slots=True)
-class Decision:
-    """One K, and what it was decided on."""
-
-    k: int = 0
-    age: int = PERIOD
-    is_probe: bool = False
-    plain_round: float | None = None
-    tracks: list[Track] = field(default_factory=list)
+        return self.own.made_rate(self.shared.made_rate(1.0))
 
 
 class DraftLengthPolicy:
@@ -132,46 +69,61 @@ class DraftLengthPolicy:
         self._lengths = [k for k in LENGTHS if k < max_k] + [max_k]
         self._tracks: dict[str, Track] = {}
         self._shared: dict[float, Acceptance] = {}  # by temperature: it moves acceptance more than anything else
+        self._purse = FIRST_PURSE
+        self._reach = FIRST_REACH  # the longest draft so far
         self._requests: tuple[Request, ...] = ()
-        self._now = Decision()
+        self._batch: list[Track] = []
+        self._k = 0  # what was decided, and on what
+        self._edge = 1.0  # its expected speed over that of plain decoding
+        self._plain: float | None = None  # seconds of a round without drafts
+        self._age = 0  # rounds since
+        self._wait, self._pause = 0, FIRST_PAUSE
+        self._is_probe = False
+        self._num_drafted = 0
+        self._num_unchecked = 0  # drafted rounds since the last one without drafts
 
     def next_k(self, context: Context) -> int:
         """Drafts to ask for this round."""
-        now = self._now
+        self._is_probe = False
         if context.requests is not self._requests:
-            self._requests = context.requests
-            now.tracks = [self._track(request) for request in context.requests]
-            now.age = PERIOD
-        now.is_probe = False
-        if now.age >= PERIOD:
-            self._decide(context)
-        now.age += 1
-        if now.plain_round is None or self._is_over_budget():
+            self._enter(context)
+        elif self._k == 0 and self._wait > 0:
             return 0
-        if now.k == 0:
-            return self._probe(context)
-        return now.k
+        elif self._k == 0 or self._age >= PERIOD or self._num_drafted < FRESH:
+            self._decide(context)
+        self._age += 1
+        if self._plain is None:
+            return 0
+        if self._k == 0:
+            return self._probe(context) if self._wait <= 0 else 0
+        if self._purse < 0:
+            self._k, self._wait = 0, self._pause
+        elif self._num_unchecked >= RECHECK and self._edge < THIN:
+            return 0
+        return self._k
 
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
         """Learns from a round: what was accepted, what it cost, and whether drafting won or lost time."""
-        now, k = self._now, round_.k
-        if now.plain_round is None:
-            now.age = PERIOD
-        longest, batch = max(round_.lens), len(now.tracks)
-        behind = sum([track.behind for track in now.tracks])  # tokens that the proposer had not seen
-        catch_up = 0.0
-        if k and behind > 0:
-            usual = self.costs.draft(k, batch, now.plain_round or 0.0)
-            catch_up = self.costs.observe_catch_up(round_.times.draft - usual, behind)
+        batch, longest, times = len(round_.lens), max(round_.lens), round_.times
+        if round_.k == 0:
+            if not is_prefill:
+                self.costs.observe(0, batch, times, False, False)
+                self._num_unchecked = 0
+            self._wait -= 1
+            if self._plain is not None:
+                self._purse = min(self._purse + INCOME * times.total / self._plain, FULL_PURSE)
+            return
+        num_unseen = self._num_unseen(sum(round_.num_accepted) + batch)
+        catch_up, plain = 0.0, self._plain or 0.0
+        if num_unseen > 0:
+            catch_up = self.costs.observe_catch_up(
+                times.draft - self.costs.draft(longest or round_.k, batch, plain), num_unseen, plain
+            )
         if not is_prefill:
-            self.costs.observe(k, longest, batch, round_.times, behind > 0)
-        if k:
-            self._learn(round_)
-        self._book(round_, now.is_probe, catch_up)
-        for track, num_accepted in zip(now.tracks, round_.num_accepted, strict=True):
-            track.behind = 0 if k else track.behind + 1 + num_accepted
-            track.wait -= 1
-        if now.is_probe and longest:
+            self.costs.observe(longest or round_.k, batch, times, num_unseen > 0, longest > 0)
+        self._learn(context, round_)
+        self._book(round_, catch_up if self._is_probe else 0.0, is_prefill)
+        if self._is_probe:
             self._judge_probe(round_, context)
 
     def release(self, request_ids: Sequence[str]) -> None:
@@ -179,112 +131,133 @@ class DraftLengthPolicy:
         for request_id in request_ids:
             self._tracks.pop(request_id, None)
 
-    # --- estimates ----------------------------------------------------------------------------------------------------------
+    # --- what is known ------------------------------------------------------------------------------------------------------
+
+    def _enter(self, context: Context) -> None:
+        """Another batch: finds what is known of its requests."""
+        self._requests = context.requests
+        if any([request.request_id not in self._tracks for request in context.requests]):
+            self._wait, self._pause = min(self._wait, NEW_REQUEST_WAIT), min(self._pause, NEW_REQUEST_PAUSE)
+        self._batch = [self._track(request) for request in context.requests]
+        self._decide(context)
 
     def _track(self, request: Request) -> Track:
         track = self._tracks.get(request.request_id)
         if track is None:
-            key = round(request.params.temperature, 1)
-            shared = self._shared.setdefault(key, Acceptance.empty(self.max_k))
+            temperature = round(request.params.temperature, 1)
+            shared = self._shared.get(temperature)
+            if shared is None:
+                nearest = min(self._shared, key=lambda other: abs(other - temperature), default=None)
+                shared = Acceptance.empty(self.max_k) if nearest is None else self._shared[nearest].heir()
+                self._shared[temperature] = shared
             track = self._tracks[request.request_id] = Track(shared, Acceptance.empty(self.max_k))
-            track.behind = len(request.token_ids)
         return track
 
-    def _learn(self, round_: Round) -> None:
-        memory = PROBE_MEMORY if self._now.is_probe else MEMORY
-        for track, num_drafts, num_accepted in zip(self._now.tracks, round_.lens, round_.num_accepted, strict=True):
+    def _num_unseen(self, num_new: int = 0) -> int:
+        """Committed tokens that the proposer had not been asked about, before ``num_new`` were added."""
+        total = sum([len(request.token_ids) for request in self._requests]) - num_new
+        return total - sum([track.num_seen for track in self._batch])
+
+    def _learn(self, context: Context, round_: Round) -> None:
+        memory = PROBE_MEMORY if self._is_probe else MEMORY
+        self._num_drafted += 1
+        self._num_unchecked += 1
+        self._reach = max(self._reach, *round_.lens)
+        for b, track in enumerate(self._batch):
+            track.num_seen = len(self._requests[b].token_ids)
+            if context.limits[b] <= 0:
+                continue  # no draft was of use
+            num_drafts, num_accepted = round_.lens[b], round_.num_accepted[b]
             if num_drafts:
                 track.own.fade(memory)
-                track.shared.fade(GLOBAL_MEMORY)
+                track.shared.fade(SHARED_MEMORY)
             track.own.add(num_drafts, num_accepted)
             track.shared.add(num_drafts, num_accepted)
 
-    def _book(self, round_: Round, is_probe: bool, catch_up: float) -> None:
-        """Adds what the round lost or won against plain decoding, at usual prices: a hiccup is not the drafts' fault.
+    def _book(self, round_: Round, catch_up: float, is_prefill: bool) -> None:
+        """Takes out of the purse what the round lost against plain decoding, or puts into it what it won.
 
-        A probe pays for the text that the proposer had to catch up with. Where drafting was decided on, that is paid once
-        and for all that follows.
+        At usual prices: a hiccup is not the drafts' fault. A probe pays for the text that the proposer had to catch up with.
+        Where drafting was decided on, that is paid once and for all that follows.
         """
-        now, plain = self._now, self._now.plain_round
+        plain, batch = self._plain, len(round_.lens)
         if plain is None:
             return
-        seconds = plain
-        if round_.k:
-            cache_len = len(self._requests[0].token_ids)
-            usual = self.costs.round(round_.k, max(round_.lens), len(now.tracks), cache_len)
-            seconds = min(round_.times.total, usual) + (catch_up if is_probe else 0.0)
-        for track, num_accepted in zip(now.tracks, round_.num_accepted, strict=True):
-            track.elapsed += plain * (1 + num_accepted)
-            # What was won may pay for a bad round or two, but not for long after.
-            track.lost = max(track.lost + seconds - plain * (1 + num_accepted), -MAX_SAVED * seconds)
-
-    def _is_over_budget(self) -> bool:
-        return self._budget() < 0
-
-    def _budget(self) -> float:
-        """Seconds that may still be lost, over all requests of the batch: each round is lost to all of them."""
-        now = self._now
-        assert now.plain_round is not None
-        first = FIRST_BUDGET * now.plain_round * len(now.tracks)
-        return first + sum([BUDGET * track.elapsed - track.lost for track in now.tracks])
+        seconds = self.costs.round(round_.k, max(round_.lens), batch, len(self._requests[0].token_ids))
+        if not is_prefill:
+            seconds = min(round_.times.total, seconds)
+        won = 1 + sum(round_.num_accepted) / batch - (seconds + catch_up) / plain
+        income = INCOME * (round_.times.total / plain + won)
+        self._purse = min(max(self._purse + won + income, -DEBT), FULL_PURSE)
 
     # --- decisions ----------------------------------------------------------------------------------------------------------
 
     def _decide(self, context: Context) -> None:
-        now, batch = self._now, len(context.requests)
-        now.age = 0
+        batch = len(self._batch)
+        self._age = 0
         cache_len = max([len(request.token_ids) for request in context.requests])
-        now.plain_round = self.costs.plain_round(batch, cache_len)
-        if now.plain_round is None:
-            now.k = 0
+        self._plain = self.costs.plain_round(batch, cache_len)
+        if self._plain is None:
+            self._k = 0
             return
-        gains = [track.gains(self.max_k) for track in now.tracks]
-        made = [track.made_rate() for track in now.tracks]
-        total = [sum([rate * gain[k] for rate, gain in zip(made, gains, strict=True)]) for k in range(self.max_k + 1)]
-        idle = 1.0  # chance that no request has a draft: then the pass is a plain one
-        for rate in made:
-            idle *= 1 - rate
-        best, best_speed = now.k, self._speed(now.k, total, idle, batch, cache_len) * HYSTERESIS
-        for k in self._lengths:
-            speed = self._speed(k, total, idle, batch, cache_len)
-            if speed > best_speed:
-                best, best_speed = k, speed
-        if best == 0 and now.k > 0:
-            for track in now.tracks:
-                track.wait = track.pause
-        now.k = best
+        longest = min(2 * self._reach + 1, self.max_k)
+        expected = [OPTIMISM] * longest
+        total, idle = [0.0] * (longest + 1), 1.0  # idle: chance that no request has a draft, and the pass is a plain one
+        for track in self._batch:
+            made = track.made_rate()
+            idle *= 1 - made
+            total = [so_far + made * gain for so_far, gain in zip(total, track.gains(expected), strict=True)]
+        tokens = batch * min(HORIZON, 1 + sum(context.limits) / batch)
+        catch_up = self.costs.catch_up(self._num_unseen()) / tokens
+        lengths = [k for k in self._lengths if k <= longest]
+        speeds = self._speeds(lengths, total, idle, cache_len, catch_up)
+        best = max(range(len(lengths)), key=speeds.__getitem__)
+        if self._k in lengths and speeds[best] < HYSTERESIS * speeds[lengths.index(self._k)]:
+            best = lengths.index(self._k)
+        if lengths[best] == 0 and self._k > 0:
+            self._wait = self._pause
+        self._k, self._edge = lengths[best], speeds[best] / speeds[0]
 
-    def _speed(self, k: int, total: list[float], idle: float, batch: int, cache_len: int) -> float:
-        """Expected tokens a second at K = k."""
-        assert self._now.plain_round is not None
-        if k == 0:
-            return batch / self._now.plain_round
-        draft, score = self.costs.drafted_round(k, batch, cache_len)
-        return (batch + total[k]) / (draft + (1 - idle) * score + idle * self._now.plain_round)
+    def _speeds(
+        self, lengths: Sequence[int], total: Sequence[float], idle: float, cache_len: int, catch_up: float
+    ) -> list[float]:
+        """Expected tokens a second at each K. ``total``: accepted drafts of the batch at K = 0, 1, ...
+
+        ``catch_up``: seconds for each token that it takes the proposer to read what it has not seen.
+        """
+        assert self._plain is not None
+        batch, speeds = len(self._batch), []
+        for k, (draft, score) in zip(lengths, self.costs.drafted_rounds(lengths, batch, cache_len), strict=True):
+            tokens = batch + total[k]
+            seconds = draft + (1 - idle) * score + idle * self._plain + catch_up * tokens
+            speeds.append(tokens / seconds if k else batch / self._plain)
+        return speeds
 
     def _probe(self, context: Context) -> int:
         """After a pause, a few drafts: has the text become predictable?"""
-        now = self._now
-        if all([track.wait > 0 for track in now.tracks]):
-            return 0
-        catch_up = self.costs.catch_up(sum([track.behind for track in now.tracks]))
-        if catch_up * len(now.tracks) > self._budget():
-            return 0
-        now.is_probe = True
-        batch, cache_len = len(now.tracks), len(context.requests[0].token_ids)
+        assert self._plain is not None
+        batch, cache_len = len(self._batch), len(context.requests[0].token_ids)
         total = [0.0]
         for k in range(1, min(MAX_PROBE, self.max_k) + 1):
             total.append(total[-1] + batch * PROBE_RATE**k)
-        return max(range(1, len(total)), key=lambda k: self._speed(k, total, 0.0, batch, cache_len))
+        speeds = self._speeds(range(len(total)), total, 0.0, cache_len, 0.0)
+        k = max(range(1, len(total)), key=speeds.__getitem__)
+        seconds = self.costs.round(k, k, batch, cache_len) + self.costs.catch_up(self._num_unseen())
+        if seconds / self._plain - 1 > self._purse:
+            self._wait = RETRY
+            return 0
+        self._is_probe = True
+        return k
 
     def _judge_probe(self, round_: Round, context: Context) -> None:
-        """A probe that failed doubles the pause; one that held goes on, until the estimate says so or the budget ends it."""
+        """A probe that failed doubles the pause; one that held goes on, until the estimate says so or the purse is empty."""
         self._decide(context)
-        for track, num_drafts, num_accepted in zip(self._now.tracks, round_.lens, round_.num_accepted, strict=True):
-            if self._now.k:
-                track.pause = FIRST_PAUSE
-            elif num_drafts and num_accepted == num_drafts:
-                track.wait = 0
-            elif num_drafts:
-                track.pause = min(2 * track.pause, LONGEST_PAUSE)
-                track.wait = track.pause
+        made = [(drafts, accepted) for drafts, accepted in zip(round_.lens, round_.num_accepted, strict=True) if drafts]
+        if self._k:
+            self._pause = FIRST_PAUSE
+        elif made and all([drafts == accepted for drafts, accepted in made]):
+            self._wait = 0
+        else:
+            if made:
+                self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            self._wait = self._pause

@@ -1,0 +1,72 @@
+"""What drafting has brought so far: decaying counts by position, and the rates of acceptance they make likely."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+OPTIMISM = 0.8  # acceptance before anything was seen: high, so that a method is tried until it is known
+WEIGHT = 3.0  # of what is expected of a position before it was seen, in drafts
+HEIRLOOM = 4.0  # rounds' worth of counts that one temperature passes on to a new one
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Decaying counts by position: drafts that were reached, and accepted; rounds asked, and with a draft made.
+
+    Instead of every count shrinking, the unit in which new ones are counted grows.
+    """
+
+    reached: list[float]
+    accepted: list[float]
+    asked: float = 0.0
+    made: float = 0.0
+    unit: float = 1.0
+
+    @classmethod
+    def empty(cls, max_k: int) -> Acceptance:
+        return cls([0.0] * max_k, [0.0] * max_k)
+
+    def heir(self) -> Acceptance:
+        """The same rates on less evidence."""
+        scale = min(HEIRLOOM / max(self.asked, self.unit), 1 / self.unit)
+        reached, accepted = ([count * scale for count in counts] for counts in (self.reached, self.accepted))
+        return Acceptance(reached, accepted, self.asked * scale, self.made * scale)
+
+    def fade(self, memory: float) -> None:
+        """What was counted so far weighs less from now on."""
+        self.unit /= memory
+        if self.unit > 1e9:
+            self.reached = [count / self.unit for count in self.reached]
+            self.accepted = [count / self.unit for count in self.accepted]
+            self.asked, self.made, self.unit = self.asked / self.unit, self.made / self.unit, 1.0
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        """Counts a round."""
+        unit = self.unit
+        self.asked += unit
+        if num_drafts:
+            self.made += unit
+        for i in range(min(num_accepted + 1, num_drafts, len(self.reached))):
+            self.reached[i] += unit
+        for i in range(min(num_accepted, len(self.reached))):
+            self.accepted[i] += unit
+
+    def rates(self, expected: Sequence[float]) -> list[float]:
+        """Acceptance by position given that it was reached, as far as ``expected`` goes.
+
+        A position rarely reached follows the one before, as ``expected`` says it does.
+        """
+        rates = []
+        rate = before = expected[0]
+        weight = WEIGHT * self.unit
+        for other, reached, accepted in zip(expected, self.reached, self.accepted, strict=False):
+            rate = (weight * min(rate * other / before, 1.0) + accepted) / (weight + reached)
+            before = other
+            rates.append(rate)
+        return rates
+
+    def made_rate(self, expected: float) -> float:
+        """The part of the rounds in which the proposer had a draft."""
+        weight = WEIGHT * self.unit
+        return (weight * expected + self.made) / (weight + self.asked)

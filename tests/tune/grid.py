@@ -1,0 +1,69 @@
+"""The cells that the draft-length policy is held to: families of machine and method, each with its texts.
+
+``python -m tests.tune.grid`` weighs all of them, which takes a minute or two, and prints a line for each family and batch size.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+from tests.tune.simulation import Cell, Machine, Text, weigh
+
+DRAFTED = {
+    **{f"rate {rate}": Text((rate,)) for rate in (0.05, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95)},
+    "falling": Text((0.8,), decay=0.9),
+    "steeply falling": Text((0.9,), decay=0.7),
+    "by turns": Text((0.2, 0.95)),
+    "by long turns": Text((0.95, 0.1), stretch=100),
+    "by short turns": Text((0.3, 0.9), stretch=12),
+}
+LOOKED_UP = {
+    **{f"{made} made, rate {rate}": Text((rate,), (made,)) for made in (0.05, 0.3, 0.9) for rate in (0.1, 0.5, 0.9)},
+    "a rare copy": Text((0.2, 0.2, 0.97), (0.1, 0.1, 1.0), stretch=40),
+    "mostly copies": Text((0.98, 0.3), (1.0, 0.2), stretch=64),
+}
+FAMILIES = {
+    "embedded, draft": (Machine(1.4, 0.08, 0.4, 0.33, 0.042, 0.36, crowd=0.15), DRAFTED),
+    "embedded, cheaper draft": (Machine(1.4, 0.05, 0.15, 0.25, 0.042, 0.3, crowd=0.1), DRAFTED),
+    "embedded, lookup": (Machine(1.4, 0.05, 0.11, 0.002, 0.003, 0.36, crowd=0.5), LOOKED_UP),
+    "1B, draft": (Machine(98, 0.035, 0.6, 0.4, 0.042, 0.6, crowd=0.1), DRAFTED),
+    "1B, lookup": (Machine(98, 0.035, 0.11, 0.002, 0.003, 0.6, crowd=0.5), LOOKED_UP),
+    "steep rows, draft": (Machine(20, 0.3, 1.0, 1.0, 0.05, 0.5, crowd=0.1), DRAFTED),
+    "draft as slow as the target": (Machine(10, 0.05, 0.0, 10.0, 0.3, 0.3, crowd=0.1), DRAFTED),
+}
+BATCHES = (1, 4, 8)
+Key = tuple[str, str, int]  # family, text, batch
+
+
+def cells(seed: int = 0) -> dict[Key, Cell]:
+    return {
+        (family, text, batch): Cell(machine, texts[text], batch, seed=seed)
+        for family, (machine, texts) in FAMILIES.items()
+        for text, batch in product(texts, BATCHES)
+    }
+
+
+def sample(seed: int = 0) -> dict[Key, Cell]:
+    """A third of the cells: each text of each family, at one batch size."""
+    every = cells(seed)
+    return {key: every[key] for at, key in enumerate(every) if (at // len(BATCHES) + at) % len(BATCHES) == 0}
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def report(weighed: dict[Key, tuple[float, float]]) -> str:
+    """One line for each family and batch size, the worst cell against plain decoding and the mean against the best K."""
+    lines = []
+    for family, batch in dict.fromkeys((family, batch) for family, _, batch in weighed):
+        group = {text: weighed[f, text, b] for f, text, b in weighed if (f, b) == (family, batch)}
+        worst = min(group, key=lambda text: group[text][0])
+        against_best = mean([best for _, best in group.values()])
+        lines.append(f"{family}, batch {batch}: worst {group[worst][0]:.3f} ({worst}), against best {against_best:.3f}")
+    worst_of_all, best_of_all = min(plain for plain, _ in weighed.values()), mean([best for _, best in weighed.values()])
+    return "\n".join([*lines, f"all: worst {worst_of_all:.3f}, against best {best_of_all:.3f}"])
+
+
+if __name__ == "__main__":
+    print(report({key: weigh(cell) for key, cell in cells().items()}))

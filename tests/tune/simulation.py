@@ -1,0 +1,179 @@
+"""A machine, a text and a drafting method made of numbers: what a draft-length policy decides on, without a model or a clock.
+
+Whether a draft of a token is accepted hangs on the token, so that every policy meets the same text. Times that the policy is
+shown have noise and hiccups; its result is weighed without them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.engine.costs import PassCosts
+from outrider.engine.policy import FixedLength, LengthPolicy
+from outrider.engine.stats import PhaseTimes, Round
+from outrider.tune import DraftLengthPolicy
+from outrider.types import Context, Request, SamplingParams
+
+MAX_K = 15
+FIXED = (1, 2, 4, 8, 12)
+LENGTHS = (64, 32, 128, 48, 256, 64)  # tokens of each request, one after the other
+NUM_PROMPT_TOKENS = 120
+NOISE, HICCUP_RATE, HICCUP = 0.05, 0.01, 3.0  # of a pass: relative deviation; how often it takes how many times longer more
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Milliseconds of a target's pass and of a method's drafting on it."""
+
+    plain: float  # a pass of one row
+    row: float  # each further row, drafted or of another request, as a part of it
+    base: float  # drafting at all
+    step: float  # each draft
+    read: float  # each token of text that the proposer had not seen
+    outside: float  # verifier and host
+    overhead: float = 0.0  # of a policy that adapts, each round
+    crowd: float = 0.0  # growth of a draft step with each further request
+    prompt: float = 0.16  # a token of the prompt, as a part of a plain pass
+
+    def times(self, k: int, longest: int, batch: int, behind: int) -> PhaseTimes:
+        score = self.plain * (1 + self.row * (batch * (1 + longest) - 1))
+        draft = (self.base + self.step * k) * (1 + self.crowd * (batch - 1)) + self.read * behind if k else 0.0
+        return PhaseTimes(draft / 1e3, score / 1e3, 0.5 * self.outside / 1e3, 0.5 * self.outside / 1e3)
+
+
+@dataclass(frozen=True)
+class Text:
+    """How well one workload is drafted: stretches of ``stretch`` tokens take turns in rate and in having a draft at all."""
+
+    rates: tuple[float, ...]  # acceptance given that the drafts before survived, of each kind of stretch
+    made: tuple[float, ...] = (1.0,)  # how often there is a draft
+    decay: float = 1.0  # of the rate, per position in the draft
+    stretch: int = 48
+
+    def at(self, values: tuple[float, ...], position: int) -> float:
+        return values[position // self.stretch % len(values)]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One condition of the grid."""
+
+    machine: Machine
+    text: Text
+    batch: int = 1
+    lengths: tuple[int, ...] = LENGTHS
+    seed: int = 0
+
+
+class _Row:
+    """A request and the luck of each of its tokens."""
+
+    def __init__(self, name: str, length: int, luck: random.Random, text: Text) -> None:
+        params = SamplingParams(max_tokens=length)
+        self.request = Request(name, [0] * NUM_PROMPT_TOKENS, NUM_PROMPT_TOKENS, params, 0, torch.Generator())
+        self.length, self.text = length, text
+        self.accepts = [luck.random() for _ in range(length + 1)]
+        self.makes = [luck.random() for _ in range(length + 1)]
+
+    @property
+    def left(self) -> int:
+        return self.length - self.request.num_output_tokens
+
+    def draft(self, k: int) -> tuple[int, int]:
+        """(drafts made, accepted) of a round that asks for k."""
+        text, at = self.text, self.request.num_output_tokens
+        num_drafts = min(k, self.left - 1)
+        if num_drafts <= 0 or self.makes[at] >= text.at(text.made, at):
+            return 0, 0
+        count = 0
+        while count < num_drafts and self.accepts[at + count] < text.at(text.rates, at + count) * text.decay**count:
+            count += 1
+        return num_drafts, count
+
+
+def simulate(policy: LengthPolicy, cell: Cell, passes: PassCosts | None = None) -> float:
+    """Tokens a second over all requests of the cell, batch after batch; a batch shrinks as its requests end."""
+    noise, luck = random.Random(cell.seed + 1), random.Random(cell.seed)
+    seconds, num_tokens = 0.0, 0
+    for number, length in enumerate(cell.lengths):
+        rows = [_Row(f"{number}.{b}", length, luck, cell.text) for b in range(cell.batch)]
+        requests = tuple(row.request for row in rows)
+        seen, is_prefill = dict.fromkeys(rows, 0), True
+        num_tokens += length * cell.batch
+        while rows:
+            context = Context(requests, tuple(row.left - 1 for row in rows), None)  # type: ignore[arg-type]
+            k = policy.next_k(context)
+            drafts = [row.draft(k) for row in rows]
+            lens, accepted = [made for made, _ in drafts], [count for _, count in drafts]
+            behind = sum(len(row.request.token_ids) - seen[row] for row in rows)
+            times = cell.machine.times(k, max(lens), len(rows), behind)
+            seconds += times.total + (cell.machine.overhead / 1e3 if passes is not None else 0.0)
+            if is_prefill:
+                prompt = cell.machine.prompt * cell.machine.plain * NUM_PROMPT_TOKENS * len(rows) / 1e3
+                times.score += prompt
+                seconds += prompt
+            times.score *= noise.gauss(1, NOISE) + (HICCUP if noise.random() < HICCUP_RATE else 0)
+            times.draft *= noise.gauss(1, NOISE) + (HICCUP if noise.random() < HICCUP_RATE else 0)
+            for row, count in zip(rows, accepted, strict=True):
+                row.request.token_ids.extend([0] * (count + 1))
+                if k:
+                    seen[row] = len(row.request.token_ids)
+            if passes is not None and not is_prefill:
+                passes.observe(1 + max(lens), len(rows), NUM_PROMPT_TOKENS, times.score)
+            policy.observe(context, Round(k, lens, accepted, times), is_prefill)
+            is_prefill = False
+            ended = [row.request.request_id for row in rows if row.left <= 0]
+            if ended:
+                policy.release(ended)
+                rows = [row for row in rows if row.left > 0]
+                requests = tuple(row.request for row in rows)
+    return num_tokens / seconds
+
+
+def automatic(cell: Cell) -> float:
+    """Tokens a second of a fresh policy."""
+    passes = PassCosts()
+    return simulate(DraftLengthPolicy(MAX_K, passes), cell, passes)
+
+
+def plain(cell: Cell) -> float:
+    return simulate(FixedLength(0), cell)
+
+
+def best_fixed(cell: Cell) -> float:
+    """Tokens a second of the best fixed K, zero included."""
+    return max(simulate(FixedLength(k), cell) for k in (0, *FIXED))
+
+
+def weigh(cell: Cell) -> tuple[float, float]:
+    """(auto / plain, auto / best fixed K)."""
+    auto = automatic(cell)
+    return auto / plain(cell), auto / best_fixed(cell)
+
+
+class Recorded:
+    """Another policy, and what it asked for. ``first_draft``: seconds more that it is shown of the first drafts."""
+
+    def __init__(self, inner: LengthPolicy, first_draft: float = 0.0) -> None:
+        self.inner, self.first_draft = inner, first_draft
+        self.asked: list[int] = []
+        self.starts: list[int] = []  # rounds in which a prompt was read
+
+    def next_k(self, context: Context) -> int:
+        self.asked.append(self.inner.next_k(context))
+        return self.asked[-1]
+
+    def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
+        if is_prefill:
+            self.starts.append(len(self.asked) - 1)
+        if round_.k:
+            round_.times.draft += self.first_draft
+            self.first_draft = 0.0
+        self.inner.observe(context, round_, is_prefill)
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        self.inner.release(request_ids)

@@ -1,0 +1,115 @@
+"""What passes and drafts cost: learned from readings, some of which lie."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.engine.costs import PassCosts
+from outrider.engine.stats import PhaseTimes, expected_speedup
+from outrider.tune import CostModel
+
+
+def test_a_hiccup_in_the_first_pass_is_forgotten():
+    passes = PassCosts()
+    passes.observe(1, 1, 0, 30.0)  # it held a compilation
+    passes.observe(1, 1, 0, 0.1)
+    assert passes.seconds(1, 1, 0) == 0.1
+    passes.observe(1, 1, 0, 30.0)
+    assert passes.seconds(1, 1, 0) < 0.13
+
+
+def test_when_one_pass_becomes_faster_the_others_do_not_keep_their_old_price():
+    passes = PassCosts()
+    for width in (1, 5, 5, 5):
+        passes.observe(width, 1, 0, 1.0)
+    passes.observe(5, 1, 0, 0.5)
+    assert passes.seconds(1, 1, 0) == passes.seconds(5, 1, 0) == 0.5
+
+
+def test_unmeasured_passes_are_interpolated():
+    passes = PassCosts()
+    assert passes.seconds(1, 1, 0) is None
+    passes.observe(1, 1, 0, 1.0)
+    passes.observe(5, 1, 0, 1.8)
+    assert passes.seconds(3, 1, 0) == pytest.approx(1.4)
+    assert passes.seconds(9, 1, 0) > 1.8
+    assert passes.seconds(1, 1, 10_000) == 1.0
+    assert passes.seconds(1, 2, 0) is None
+
+
+def test_a_width_seen_once_is_not_believed_to_cost_many_times_its_neighbours():
+    passes = PassCosts()
+    passes.observe(1, 1, 0, 1.0)
+    passes.observe(2, 1, 0, 9.0)
+    assert passes.seconds(2, 1, 0) < 2.5
+    for _ in range(9):
+        passes.observe(2, 1, 0, 4.0)
+    assert passes.seconds(2, 1, 0) > 3  # it really is that steep
+
+
+def test_wider_passes_than_any_measured_follow_the_slope_up_to_it():
+    passes = PassCosts()
+    passes.observe(1, 1, 0, 1.0)
+    passes.observe(3, 1, 0, 1.4)
+    assert passes.seconds(6, 1, 0) == pytest.approx(2.0)
+
+
+def test_a_longer_text_takes_over_prices_and_scales_them_by_its_first_pass():
+    passes = PassCosts()
+    passes.observe(1, 1, 0, 1.0)
+    passes.observe(5, 1, 0, 1.4)
+    passes.observe(5, 1, 1000, 2.8)
+    assert passes.seconds(1, 1, 1000) == pytest.approx(2.0)
+    assert passes.seconds(1, 1, 0) == 1.0
+    passes.observe(1, 4, 0, 3.0)
+    assert passes.seconds(5, 4, 0) == pytest.approx(4.2)
+
+
+def observe_draft(model: CostModel, k: int, seconds: float, is_catch_up: bool = False, batch: int = 1) -> None:
+    model.observe(k, batch, PhaseTimes(draft=seconds), is_catch_up, has_drafts=True)
+
+
+def test_an_unmeasured_draft_costs_a_part_of_a_plain_pass():
+    model = CostModel(PassCosts())
+    observe_draft(model, 4, 2.0, is_catch_up=True)
+    assert model.draft(4, 1, plain_pass=1.0) == pytest.approx(0.4)
+    assert model.draft(0, 1, plain_pass=1.0) == 0
+
+
+def test_draft_costs_lie_on_the_line_through_what_was_measured():
+    model = CostModel(PassCosts())
+    for _ in range(10):
+        for k in (2, 4, 8):
+            observe_draft(model, k, 0.5 + 0.3 * k)
+    assert [model.draft(k, 1, plain_pass=1.0) for k in (1, 3, 12)] == pytest.approx([0.8, 1.4, 4.1], rel=0.1)
+    assert model.draft(4, 8, plain_pass=1.0) == model.draft(4, 1, plain_pass=1.0)
+
+
+def test_drafts_that_cost_the_same_at_any_length_are_learned_as_such():
+    model = CostModel(PassCosts())
+    for k in (3, 7, 15, 15, 15):
+        observe_draft(model, k, 0.1)
+    assert model.draft(15, 1, plain_pass=1.0) == pytest.approx(0.1, rel=0.1)
+
+
+@pytest.mark.parametrize("at", [0, 5])
+def test_a_hiccup_in_a_draft_is_forgotten(at):
+    model = CostModel(PassCosts())
+    for number in range(10):
+        observe_draft(model, 4, 30.0 if number == at else 1.0)
+    assert model.draft(4, 1, plain_pass=1.0) == pytest.approx(1.0, rel=0.15)
+
+
+def test_a_hiccup_while_a_prompt_is_read_does_not_price_reading_out_of_reach():
+    model = CostModel(PassCosts())
+    model.observe_catch_up(30.0, 100, plain_round=1.0)
+    assert model.catch_up(100) == pytest.approx(5.0)
+    for _ in range(6):
+        model.observe_catch_up(1.0, 100, plain_round=1.0)
+    assert model.catch_up(100) == pytest.approx(1.0, rel=0.1)
+
+
+def test_the_expected_speedup_is_leviathans():
+    assert expected_speedup(0.0, 5, 0.1) == pytest.approx(1 / 1.5)
+    assert expected_speedup(1.0, 5, 0.0) == 6
+    assert expected_speedup(0.8, 5, 0.05) == pytest.approx((1 - 0.8**6) / (0.2 * 1.25))

@@ -1,0 +1,105 @@
+"""The draft-length policy in simulation: synthetic acceptance and costs, no model and no clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from outrider.engine.costs import PassCosts
+from outrider.engine.policy import FixedLength
+from outrider.tune import DraftLengthPolicy
+from tests.tune import grid
+from tests.tune.simulation import MAX_K, Cell, Machine, Recorded, Text, automatic, best_fixed, plain, simulate, weigh
+
+EMBEDDED, _ = grid.FAMILIES["embedded, draft"]
+LARGE, _ = grid.FAMILIES["1B, draft"]
+LOOKUP, _ = grid.FAMILIES["embedded, lookup"]
+
+
+@pytest.fixture(scope="module")
+def weighed():
+    return {key: weigh(cell) for key, cell in grid.sample().items()}
+
+
+def test_the_worst_cell_is_hardly_slower_than_plain_decoding(weighed):
+    worst = min(weighed, key=lambda key: weighed[key][0])
+    assert weighed[worst][0] >= 0.95, grid.report(weighed)
+
+
+def test_every_family_comes_close_to_the_best_fixed_length(weighed):
+    assert {family for family, _, _ in weighed} == set(grid.FAMILIES)
+    for family in grid.FAMILIES:
+        assert grid.mean([best for key, (_, best) in weighed.items() if key[0] == family]) >= 0.95, grid.report(weighed)
+
+
+def test_no_cell_is_far_from_the_best_fixed_length(weighed):
+    worst = min(weighed, key=lambda key: weighed[key][1])
+    assert weighed[worst][1] >= 0.85, (worst, weighed[worst])
+
+
+def recorded(cell: Cell) -> Recorded:
+    passes = PassCosts()
+    policy = Recorded(DraftLengthPolicy(MAX_K, passes))
+    simulate(policy, cell, passes)
+    return policy
+
+
+def test_a_good_draft_is_found_in_the_first_ten_rounds_even_of_a_small_target():
+    policy = recorded(Cell(EMBEDDED, Text((0.9,)), lengths=(64,)))
+    assert max(policy.asked[:3]) > 0
+    assert min(policy.asked[5:10]) >= 2
+
+
+def test_what_one_request_taught_serves_the_next_from_its_first_round():
+    policy = recorded(Cell(EMBEDDED, Text((0.9,)), lengths=(64, 64)))
+    assert policy.asked[policy.starts[1]] >= 2
+    policy = recorded(Cell(EMBEDDED, Text((0.05,)), lengths=(128, 32)))
+    assert sum(k > 0 for k in policy.asked[policy.starts[1] :]) <= 1
+
+
+def test_a_hopeless_draft_is_hardly_ever_asked():
+    policy = recorded(Cell(EMBEDDED, Text((0.02,)), lengths=(256, 256, 256)))
+    assert 1 <= sum(k > 0 for k in policy.asked) < 0.04 * len(policy.asked)
+
+
+def test_text_that_turns_predictable_is_found():
+    cell = Cell(LARGE, Text((0.1, 0.95), stretch=64), lengths=(192,) * 4)
+    assert automatic(cell) > 0.92 * best_fixed(cell) > 1.1 * plain(cell)
+
+
+def test_compiling_in_the_first_draft_is_not_held_against_drafting():
+    cell = Cell(EMBEDDED, Text((0.95,)))
+    assert simulate_cold(cell, 3.0) > 0.9 * best_fixed(cell)
+
+
+def simulate_cold(cell: Cell, seconds: float) -> float:
+    """Tokens a second, after a first draft that was shown to the policy as so many seconds longer."""
+    passes = PassCosts()
+    return simulate(Recorded(DraftLengthPolicy(MAX_K, passes), first_draft=seconds), cell, passes)
+
+
+def test_a_prompt_too_long_for_what_a_draft_can_win_is_not_read():
+    slow_reader = replace(EMBEDDED, read=2.0)
+    policy = recorded(Cell(slow_reader, Text((0.8,)), lengths=(32,) * 4))
+    assert sum(k > 0 for k in policy.asked[policy.starts[1] :]) == 0
+
+
+def test_a_longest_draft_below_the_usual_lengths_is_kept_to():
+    passes = PassCosts()
+    policy = Recorded(DraftLengthPolicy(2, passes))
+    simulate(policy, Cell(LOOKUP, Text((0.95,))), passes)
+    assert max(policy.asked) == 2
+
+
+def test_the_same_rounds_lead_to_the_same_choices():
+    cell = Cell(EMBEDDED, Text((0.3, 0.9), stretch=20), batch=4)
+    assert recorded(cell).asked == recorded(cell).asked
+
+
+def test_the_simulation_knows_what_plain_decoding_costs():
+    machine = Machine(plain=10, row=0.1, base=0, step=0, read=0, outside=1, prompt=0)
+    cell = Cell(machine, Text((0.5,)), lengths=(20,))
+    assert simulate(FixedLength(0), cell) == pytest.approx(1000 / 11)
+    assert simulate(FixedLength(3), replace(cell, text=Text((0.0,)))) < simulate(FixedLength(0), cell)
+    assert simulate(FixedLength(3), replace(cell, text=Text((1.0,)))) == pytest.approx(20 / (5 * 14 / 1e3))
