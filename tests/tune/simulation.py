@@ -67,15 +67,16 @@ class Cell:
     batch: int = 1
     lengths: tuple[int, ...] = LENGTHS
     seed: int = 0
+    temperature: float = 0.0
 
 
 class _Row:
     """A request and the luck of each of its tokens."""
 
-    def __init__(self, name: str, length: int, luck: random.Random, text: Text) -> None:
-        params = SamplingParams(max_tokens=length)
+    def __init__(self, name: str, length: int, luck: random.Random, cell: Cell) -> None:
+        params = SamplingParams(max_tokens=length, temperature=cell.temperature)
         self.request = Request(name, [0] * NUM_PROMPT_TOKENS, NUM_PROMPT_TOKENS, params, 0, torch.Generator())
-        self.length, self.text = length, text
+        self.length, self.text = length, cell.text
         self.accepts = [luck.random() for _ in range(length + 1)]
         self.makes = [luck.random() for _ in range(length + 1)]
 
@@ -100,7 +101,7 @@ def simulate(policy: LengthPolicy, cell: Cell, passes: PassCosts | None = None) 
     noise, luck = random.Random(cell.seed + 1), random.Random(cell.seed)
     seconds, num_tokens = 0.0, 0
     for number, length in enumerate(cell.lengths):
-        rows = [_Row(f"{number}.{b}", length, luck, cell.text) for b in range(cell.batch)]
+        rows = [_Row(f"{number}.{b}", length, luck, cell) for b in range(cell.batch)]
         requests = tuple(row.request for row in rows)
         seen, is_prefill = dict.fromkeys(rows, 0), True
         num_tokens += length * cell.batch

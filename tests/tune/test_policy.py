@@ -85,6 +85,16 @@ def test_a_prompt_too_long_for_what_a_draft_can_win_is_not_read():
     assert sum(k > 0 for k in policy.asked[policy.starts[1] :]) == 0
 
 
+def test_what_sampling_costs_is_not_held_against_drafts_that_are_sampled():
+    """Greedy first, then sampled on a machine where drawing makes every round slower, plain ones too."""
+    passes = PassCosts()
+    policy = Recorded(DraftLengthPolicy(MAX_K, passes))
+    text, drawing = Text((0.8,)), replace(LARGE, outside=60.0)
+    simulate(policy, Cell(LARGE, text), passes)
+    sampled = Cell(drawing, text, temperature=0.8)
+    assert simulate(policy, sampled, passes) > 0.95 * best_fixed(sampled)
+
+
 def test_a_longest_draft_below_the_usual_lengths_is_kept_to():
     passes = PassCosts()
     policy = Recorded(DraftLengthPolicy(2, passes))

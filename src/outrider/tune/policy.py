@@ -65,7 +65,8 @@ class DraftLengthPolicy:
 
     def __init__(self, max_k: int, passes: PassCosts) -> None:
         self.max_k = max_k
-        self.costs = CostModel(passes)
+        self._costs = {is_greedy: CostModel(passes) for is_greedy in (True, False)}  # drawing takes longer than an argmax
+        self.costs = self._costs[True]
         self._lengths = [k for k in LENGTHS if k < max_k] + [max_k]
         self._tracks: dict[str, Track] = {}
         self._shared: dict[float, Acceptance] = {}  # by temperature: it moves acceptance more than anything else
@@ -139,6 +140,7 @@ class DraftLengthPolicy:
         if any([request.request_id not in self._tracks for request in context.requests]):
             self._wait, self._pause = min(self._wait, NEW_REQUEST_WAIT), min(self._pause, NEW_REQUEST_PAUSE)
         self._batch = [self._track(request) for request in context.requests]
+        self.costs = self._costs[all([request.params.is_greedy for request in context.requests])]
         self._decide(context)
 
     def _track(self, request: Request) -> Track:
