@@ -61,8 +61,14 @@ def test_a_longer_text_takes_over_prices_and_scales_them_by_its_first_pass():
     passes.observe(5, 1, 1000, 2.8)
     assert passes.seconds(1, 1, 1000) == pytest.approx(2.0)
     assert passes.seconds(1, 1, 0) == 1.0
+
+
+def test_a_row_costs_what_it_does_in_other_batches_until_it_was_measured():
+    passes = PassCosts()
+    passes.observe(1, 1, 0, 1.0)
+    passes.observe(5, 1, 0, 1.4)
     passes.observe(1, 4, 0, 3.0)
-    assert passes.seconds(5, 4, 0) == pytest.approx(4.2)
+    assert passes.seconds(5, 4, 0) == pytest.approx(3.0 + 4 * 0.4)
 
 
 def observe_draft(model: CostModel, k: int, seconds: float, is_catch_up: bool = False, batch: int = 1) -> None:

@@ -16,7 +16,7 @@ WEIGHT = 0.1  # of a new observation in the running mean
 SPIKE = 1.25  # what lies higher above the mean is mostly a hiccup (compiling, another process) and is cut to it
 FIRST_SPIKE = 2.0  # the same for a width's first values; the very first is held against the widths around it
 JUMP = 0.7  # an observation below this part of the mean: the machine or the pass has become faster
-STEP_SLOPE = 0.05  # assumed growth of an unmeasured pass per extra row, until one of that width has been run
+STEP_SLOPE = 0.05  # assumed growth of a pass per extra row, until two widths have been run
 
 
 class PassCosts:
@@ -36,7 +36,7 @@ class PassCosts:
         mean = table.get(width)
         if mean is None:
             # One reading alone, far above what its neighbours say, is rather a hiccup than the price.
-            table[width] = min(seconds, FIRST_SPIKE * (self._at(table, width) or seconds))
+            table[width] = min(seconds, FIRST_SPIKE * (self._at(table, width, batch) or seconds))
         elif count == 0:
             self._adopt(key, table, seconds / mean)
         elif seconds >= JUMP * mean:
@@ -53,9 +53,7 @@ class PassCosts:
         """Of a pass; None until one of this batch size has been seen."""
         bucket = cache_len // CACHE_BUCKET
         table = self._tables.get((batch, bucket))
-        if table is None:
-            table = self._nearest(batch, bucket) if any(key[0] == batch for key in self._tables) else {}
-        return self._at(table, width)
+        return self._at(self._nearest(batch, bucket) if table is None else table, width, batch)
 
     def _adopt(self, key: tuple[int, int], table: dict[int, float], factor: float) -> None:
         """The first pass run at a price taken over from a neighbour: by what it differs, all that was not run here does."""
@@ -70,8 +68,7 @@ class PassCosts:
                 table[width] *= factor
         self._counts = dict.fromkeys(self._counts, 1)
 
-    @staticmethod
-    def _at(table: dict[int, float], width: int) -> float | None:
+    def _at(self, table: dict[int, float], width: int, batch: int) -> float | None:
         """The price of a width, between those of its neighbours and beyond the widest as the slope up to it has it."""
         if width in table or not table:
             return table.get(width)
@@ -81,16 +78,29 @@ class PassCosts:
             assert above is not None  # the table has an entry
             return table[above]
         if above is None:
-            least = min(table)
-            slope = max((table[below] - table[least]) / (below - least), 0.0) if least < below else STEP_SLOPE * table[below]
+            slope = _slope(table) if len(table) > 1 else self._slope_of_others(batch, table[below])
             return table[below] + slope * (width - below)
         part = (width - below) / (above - below)
         return table[below] + part * (table[above] - table[below])
 
+    def _slope_of_others(self, batch: int, seconds: float) -> float:
+        """Seconds a width where only one was measured: a row costs what it does in the nearest batch size where more were."""
+        known = [key for key, table in self._tables.items() if len(table) > 1]
+        if not known:
+            return STEP_SLOPE * batch * seconds
+        nearest = min(known, key=lambda key: abs(key[0] - batch))
+        return _slope(self._tables[nearest]) * batch / nearest[0]
+
     def _nearest(self, batch: int, bucket: int) -> dict[int, float]:
-        """The entries of the nearest batch size, and of its nearest bucket."""
-        nearest = min(self._tables, key=lambda key: (abs(key[0] - batch), abs(key[1] - bucket)), default=None)
+        """The entries of the nearest bucket of this batch size."""
+        nearest = min((key for key in self._tables if key[0] == batch), key=lambda key: abs(key[1] - bucket), default=None)
         return self._tables[nearest] if nearest is not None else {}
+
+
+def _slope(table: dict[int, float]) -> float:
+    """Seconds a width from the narrowest to the widest."""
+    narrow, wide = min(table), max(table)
+    return max((table[wide] - table[narrow]) / (wide - narrow), 0.0)
 
 
 _of_runners: WeakKeyDictionary[ModelRunner, PassCosts] = WeakKeyDictionary()

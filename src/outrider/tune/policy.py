@@ -31,10 +31,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # rounds without drafts before the next pro
 NEW_REQUEST_WAIT, NEW_REQUEST_PAUSE = 4, 16  # at most, when a request joins: its text may be another
 PROBE_RATE = 0.8  # a probe drafts as many tokens as would pay at this acceptance, at most MAX_PROBE
 MAX_PROBE = 4
-RETRY = 4  # rounds until a probe that could not be paid is considered again
+RETRY = 4  # rounds, beside those in which the purse fills, until a probe that could not be paid is considered again
 
-INCOME = 0.025  # of all time, may be lost
-FIRST_PURSE, FULL_PURSE, DEBT = 4.0, 8.0, 4.0  # in plain rounds: to begin with, at most, and owed at most
+INCOME = 0.02  # of all time, may be lost
+FIRST_PURSE, FULL_PURSE, DEBT = 4.0, 6.0, 4.0  # in plain rounds: to begin with, at most, and owed at most
 
 RECHECK = 48  # drafted rounds after which a plain one is run, if drafting wins no more than THIN
 THIN = 1.3
@@ -88,9 +88,9 @@ class DraftLengthPolicy:
         self._is_probe = False
         if context.requests is not self._requests:
             self._enter(context)
-        elif self._k == 0 and self._wait > 0:
+        elif self._wait > 0:
             return 0
-        elif self._k == 0 or self._age >= PERIOD or self._num_drafted < FRESH:
+        elif self._plain is None or (self._k and (self._age >= PERIOD or self._num_drafted < FRESH)):
             self._decide(context)
         self._age += 1
         if self._plain is None:
@@ -98,8 +98,9 @@ class DraftLengthPolicy:
         if self._k == 0:
             return self._probe(context) if self._wait <= 0 else 0
         if self._purse < 0:
-            self._k, self._wait = 0, self._pause
-        elif self._num_unchecked >= RECHECK and self._edge < THIN:
+            self._wait = self._pause
+            return 0
+        if self._num_unchecked >= RECHECK and self._edge < THIN:
             return 0
         return self._k
 
@@ -216,7 +217,9 @@ class DraftLengthPolicy:
         best = max(range(len(lengths)), key=speeds.__getitem__)
         if self._k in lengths and speeds[best] < HYSTERESIS * speeds[lengths.index(self._k)]:
             best = lengths.index(self._k)
-        if lengths[best] == 0 and self._k > 0:
+        if lengths[best] > 0:
+            self._wait = 0
+        elif self._k > 0:
             self._wait = self._pause
         self._k, self._edge = lengths[best], speeds[best] / speeds[0]
 
@@ -245,8 +248,9 @@ class DraftLengthPolicy:
         speeds = self._speeds(range(len(total)), total, 0.0, cache_len, 0.0)
         k = max(range(1, len(total)), key=speeds.__getitem__)
         seconds = self.costs.round(k, k, batch, cache_len) + self.costs.catch_up(self._num_unseen())
-        if seconds / self._plain - 1 > self._purse:
-            self._wait = RETRY
+        lacking = seconds / self._plain - 1 - self._purse
+        if lacking > 0:
+            self._wait = RETRY + int(lacking / INCOME)
             return 0
         self._is_probe = True
         return k
