@@ -65,12 +65,13 @@ def _check_shapes(proposal: object, batch: int, vocab_size: int) -> Proposal:
 
 
 def _check_probs(probs: Tensor, lens: list[int]) -> dict[int, str]:
-    """Rows with a NaN, a negative entry or a sum other than 1 among their valid drafts; one pass where all is well."""
-    sound = ((probs.sum(-1) - 1).abs() <= PROBS_TOLERANCE) & (probs.amin(-1) >= 0)  # [B, N]; NaN compares false
+    """Rows with a NaN, a negative entry or a sum other than 1 among their valid drafts; two passes over the whole."""
+    sums, lowest = torch.stack((probs.sum(-1), probs.amin(-1))).tolist()  # [B, N] each
     return {
         row: "draft probabilities that are NaN, negative or do not sum to 1"
-        for row, (flags, n) in enumerate(zip(sound.tolist(), lens, strict=True))
-        if not all(flags[:n])
+        for row, n in enumerate(lens)
+        # NaN compares false
+        if not all(abs(sums[row][i] - 1) <= PROBS_TOLERANCE and lowest[row][i] >= 0 for i in range(min(n, len(sums[row]))))
     }
 
 

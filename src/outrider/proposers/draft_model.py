@@ -59,11 +59,11 @@ class DraftModelProposer(Proposer):
         def pick(logits: Tensor, step: int) -> Tensor:
             logits = self._spread(logits, able, len(requests))
             if sampler.is_deterministic:
-                token = sampler.tokens(logits[:, None], drafts[:, :step], start=step)[:, 0]
+                token = sampler.tokens(logits, drafts, start=step)  # [B, 1]
             else:
-                probs.append(sampler.probs(logits[:, None], drafts[:, :step], start=step))
-                token = sampler.draw(probs[-1][:, 0], step)
-            drafts[:, step] = token
+                probs.append(sampler.probs(logits, drafts, start=step))
+                token = sampler.draw(probs[-1][:, 0], step).unsqueeze(1)
+            drafts[:, step : step + 1] = token
             return token if len(able) == len(requests) else token[able]
 
         self.draft.rollout(ids, logits, k, pick)
@@ -71,15 +71,15 @@ class DraftModelProposer(Proposer):
         return Proposal(drafts, lens, torch.cat(probs, 1) if probs else None)
 
     def _spread(self, logits: Tensor, able: list[int], batch: int) -> Tensor:
-        """[A, Vd] logits of the requests that can draft -> [B, V]: rows of the others are zero and their drafts unused."""
-        missing = self._vocab_size - logits.shape[1]
+        """[A, 1, Vd] logits of the requests that can draft -> [B, 1, V]: the others' rows are zero, their drafts unused."""
+        missing = self._vocab_size - logits.shape[2]
         if missing > 0:
             logits = functional.pad(logits, (0, missing), value=float("-inf"))
         elif missing < 0:
-            logits = logits[:, :missing]
+            logits = logits[:, :, :missing]
         if len(able) == batch:
             return logits
-        full = logits.new_zeros(batch, self._vocab_size)
+        full = logits.new_zeros(batch, 1, self._vocab_size)
         full[able] = logits
         return full
 

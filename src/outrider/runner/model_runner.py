@@ -173,31 +173,24 @@ class ModelRunner:
         return _rows_from(logits, [at - start for at in first], 1)[:, 0].float()
 
     def rollout(self, request_ids: Sequence[str], logits: Tensor, steps: int, pick: Callable[[Tensor, int], Tensor]) -> None:
-        """Feeds token after token behind what is cached: ``pick(logits [B, V], step)`` chooses each step's tokens, [B] int64.
+        """Feeds token after token behind what is cached: ``pick(logits [B, 1, V], step)`` chooses a step's tokens: [B, 1].
 
-        ``logits`` are those that ``extend`` gave. The last step's tokens are picked and not fed.
+        ``logits`` [B, V] are those that ``extend`` gave. The last step's tokens are picked and not fed.
         """
         rows = [self.cache.row(request_id) for request_id in request_ids]
         bases = [self.cache.cached_lens[row] for row in rows]
         self.cache.reserve(max(bases) + steps)
-        start = torch.tensor(bases, device=self.device)
-        row_ids, visible, first = torch.tensor(rows, device=self.device), self._causal(len(rows), 1), self._arange(0, 1)
-        run = self.passes.runner_of()
-        for step in range(steps):
-            token_ids = pick(logits, step)
-            if step + 1 < steps:
-                inputs = [
-                    token_ids[:, None],
-                    start[:, None],
-                    row_ids,
-                    start,
-                    visible,
-                    first,
-                    self.cache.keys,
-                    self.cache.values,
-                ]
-                logits = run(inputs)[0][:, 0].float()
-                start = start + 1
+        run, batch = self.passes.runner_of(), len(rows)
+        # One set of inputs for all steps, written in place: a step that made its own would take half as long as its pass.
+        start, token_ids = torch.tensor(bases, device=self.device), torch.empty(batch, 1, dtype=torch.long, device=self.device)
+        layout = [start.unsqueeze(1), torch.tensor(rows, device=self.device), start, self._causal(batch, 1), self._arange(0, 1)]
+        inputs = [token_ids, *layout, self.cache.keys, self.cache.values]
+        logits = logits.unsqueeze(1)
+        for step in range(steps - 1):
+            token_ids.copy_(pick(logits, step))
+            logits = run(inputs.copy())[0].float()
+            start.add_(1)
+        pick(logits, steps - 1)
         for row in rows:
             self.cache.cached_lens[row] += steps - 1
 
