@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from outrider.sampling import InvalidLogits, Sampler, _gumbel, _mix, _signed, path_mask, raw_logprobs, top_logprobs, top_p_mask
+from outrider.sampling import InvalidLogits, Sampler, raw_logprobs, top_logprobs
+from outrider.sampling.penalties import path_mask
+from outrider.sampling.randomness import first_above, gumbel, mix, reference_first_above, signed
 from outrider.types import OutriderError, Request, SamplingParams
 
 VOCAB = 40
@@ -61,6 +64,16 @@ def test_probs_follow_the_documented_order(params: SamplingParams) -> None:
     in_float32 = Sampler([request_of(params)], VOCAB).probs(logits.float())
     assert in_float32.dtype == torch.float32
     assert in_float32[0, 0].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("parents", [None, torch.tensor([[-1, -1, 0, 2, 3]] * len(SETTINGS))])
+def test_without_the_c_plus_plus_the_law_is_the_same(parents: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = random_logits(len(SETTINGS), 6)
+    drafts = torch.tensor([[7, 8, 8, 3, 7]] * len(SETTINGS))
+    requests = [request_of(params) for params in SETTINGS]
+    native = Sampler(requests, VOCAB).probs(logits, drafts, parents)
+    monkeypatch.setattr("outrider.sampling.native.load", lambda: None)
+    torch.testing.assert_close(Sampler(requests, VOCAB).probs(logits, drafts, parents), native, rtol=1e-12, atol=1e-14)
 
 
 def test_a_row_is_the_same_in_any_batch() -> None:
@@ -146,20 +159,6 @@ def test_greedy_takes_the_first_of_equal_maxima() -> None:
     assert sampler.probs(logits)[0, 0].nonzero().tolist() == [[4]]
 
 
-def test_top_p_keeps_the_smallest_set_and_lowest_ids_of_a_tie() -> None:
-    probs = torch.tensor([[[0.1, 0.2, 0.2, 0.3, 0.2]]])
-    assert top_p_mask(probs, 0.45)[0, 0].tolist() == [False, True, False, True, False]
-    assert top_p_mask(probs, 0.65)[0, 0].tolist() == [False, True, True, True, False]
-    assert top_p_mask(probs, 1e-9)[0, 0].tolist() == [False, False, False, True, False]
-    assert top_p_mask(probs, torch.tensor([[[1.0]]])).all()
-
-
-def test_top_k_keeps_ties_with_the_last() -> None:
-    logits = torch.tensor([[[1.0, 3.0, 2.0, 2.0] + [0.0] * (VOCAB - 4)]])
-    probs = Sampler([request_of(SamplingParams(temperature=1.0, top_k=2))], VOCAB).probs(logits)
-    assert probs[0, 0].nonzero().flatten().tolist() == [1, 2, 3]
-
-
 def test_inputs_are_not_written_to() -> None:
     logits = random_logits(len(SETTINGS), 2, dtype=torch.float32)
     before = logits.clone()
@@ -243,12 +242,29 @@ def test_draws_follow_the_probabilities_and_never_take_an_impossible_token() -> 
         assert chi_square(draws, LAW) < LIMIT
 
 
-def test_extreme_uniforms_stay_within_the_possible_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = Sampler(many(SamplingParams(temperature=1.0), 1), 9)
-    for uniform, expected in ((0.0, 1), (1 - 2.0**-53, 7)):
-        monkeypatch.setattr(sampler, "_uniforms", lambda *args, value=uniform: torch.tensor([[value]], dtype=torch.float64))
-        assert sampler.draw(LAW[None], 0).item() == expected
-        assert sampler.draw(LAW[None].double() * 0.7, 0).item() == expected
+@pytest.mark.parametrize("search", [first_above, reference_first_above])
+@pytest.mark.parametrize("probs", [LAW, LAW.double() * 0.7, torch.cat([LAW.expand(40, -1).flatten(), torch.zeros(70)]) / 40])
+def test_extreme_heights_stay_within_the_possible_tokens(
+    search: Callable[[Tensor, list[float]], Tensor], probs: Tensor
+) -> None:
+    possible = probs.nonzero().flatten().tolist()
+    for height, expected in ((0.0, possible[0]), (1 - 2.0**-53, possible[-1])):
+        assert search(probs[None], [height]).tolist() == [expected]
+
+
+def test_a_height_takes_the_token_of_the_plain_cumulative_sum() -> None:
+    """The search over blocks against one sum in float64; heights at which rounding decides are left out."""
+    generator = torch.Generator().manual_seed(0)
+    for vocab in (1, 63, 64, 65, 500, 4096):
+        probs = torch.softmax(4 * torch.randn(50, vocab, generator=generator), dim=-1)
+        probs[:, ::3] *= vocab == 1
+        heights = torch.rand(50, 1, dtype=torch.float64, generator=generator)
+        cumulative = probs.double().cumsum(-1) / probs.double().sum(-1, keepdim=True)
+        sure = ((cumulative - heights).abs() > 1e-9).all(-1)
+        assert sure.sum() > 40
+        given = heights.flatten().tolist()
+        assert torch.equal(first_above(probs, given)[sure], (cumulative <= heights).sum(-1)[sure])
+        assert torch.equal(first_above(probs, given)[sure], reference_first_above(probs, given)[sure])
 
 
 def test_coins_fall_with_their_probability_and_never_against_a_certainty() -> None:
@@ -312,10 +328,10 @@ def test_uncoupled_tokens_are_draws_from_the_probs() -> None:
 
 
 def test_mix_is_splitmix64_and_the_noise_is_its_vectorised_form() -> None:
-    assert _mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF  # first output of splitmix64 seeded with 0
-    steps = torch.tensor([_signed(0x9E3779B97F4A7C15), 5])
-    uniforms = [((_mix(12345 + step) >> 12) + 0.5) * 2.0**-52 for step in (0x9E3779B97F4A7C15, 5)]
-    assert _gumbel(12345, steps).tolist() == pytest.approx([-math.log(-math.log(uniform)) for uniform in uniforms], rel=1e-6)
+    assert mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF  # first output of splitmix64 seeded with 0
+    steps = torch.tensor([signed(0x9E3779B97F4A7C15), 5])
+    uniforms = [((mix(12345 + step) >> 12) + 0.5) * 2.0**-52 for step in (0x9E3779B97F4A7C15, 5)]
+    assert gumbel(12345, steps).tolist() == pytest.approx([-math.log(-math.log(uniform)) for uniform in uniforms], rel=1e-6)
 
 
 # coupled noise

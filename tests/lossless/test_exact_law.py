@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 from toy import reference_probs
 
 import outrider.verifiers.block
@@ -265,13 +266,25 @@ def test_the_sampler_scores_every_node_as_if_its_path_were_committed(setting: st
                 assert probs[b, i].tolist() == pytest.approx(expected, abs=EXACT)
 
 
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("draft", [likeliest, chain])
+def test_without_the_c_plus_plus_rounds_are_lossless_too(
+    draft: Callable[[Text, SamplingParams], Drafts], setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.sampling.native.load", lambda: None)
+    assert loss(RejectionVerifier(), SETTINGS[setting], OUTPUTS[1], draft) < EXACT
+
+
 # controls: the harness must notice a broken verifier and a dishonest proposer
 
 
-@pytest.mark.parametrize("module", [outrider.verifiers.rejection, outrider.verifiers.block])
-def test_harness_notices_a_missing_residual(module: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "residual", lambda target_probs, draft_probs: target_probs / target_probs.sum(-1, keepdim=True))
-    verifier = RejectionVerifier() if module is outrider.verifiers.rejection else BlockVerifier()
+@pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])
+def test_harness_notices_a_missing_residual(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing_taken_away(proposal: Proposal, target_probs: Tensor, num_accepted: Tensor) -> Tensor:
+        return target_probs[torch.arange(len(target_probs)), num_accepted]
+
+    monkeypatch.setattr(outrider.verifiers.rejection, "left_over", nothing_taken_away)
+    monkeypatch.setattr(outrider.verifiers.block, "residual", lambda target, draft: target / target.sum(-1, keepdim=True))
     assert loss(verifier, SETTINGS["warm"], (), chain) > 1e-3
     assert loss(verifier, SETTINGS["warm"], (), likeliest) > 1e-3
 

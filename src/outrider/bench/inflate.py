@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.bench.shapes import Shape, count_params, head_dim, num_params, shape_for, source_shape
-from outrider.runner.disk_cache import cache_dir
+from outrider.disk_cache import cache_dir
 from outrider.types import OutriderError
 
 FORMAT = 2  # part of the cache key: raise it when the same source and size give other weights

@@ -22,7 +22,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outrider.runner.disk_cache import cache_dir
+from outrider.disk_cache import cache_dir
 from outrider.runner.linear import is_packed
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from outrider.sampling.native import rows_for
 from outrider.types import OutriderError, Proposal, Randomness, Verdict
 
 _TINY = 1e-30
@@ -42,6 +43,30 @@ def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     mass = excess.sum(dim=-1, keepdim=True)
     is_empty = (mass <= 0).to(mass.dtype)
     return torch.addcmul(excess, target_probs, is_empty).div_(mass + is_empty)
+
+
+def left_over(proposal: Proposal, target_probs: Tensor, num_accepted: Tensor) -> Tensor:
+    """What a chain's last token is drawn from: [B, V], the target's row after the accepted drafts, less the rejected one's."""
+    width, device = proposal.num_nodes, target_probs.device
+    tokens, lens, draft_probs = proposal.token_ids.to(device), proposal.lens.to(device), proposal.probs
+    native = rows_for(device)
+    if native is not None:
+        return native.left_over(target_probs, draft_probs, tokens, num_accepted, lens)
+    rejected = num_accepted < lens
+    left = _rows(target_probs, num_accepted)  # without a rejection nothing is subtracted from it
+    first = num_accepted.clamp_max(width - 1)
+    if draft_probs is None:
+        mass = rejected.to(left.dtype).unsqueeze(-1)
+        subtracted = torch.zeros_like(left).scatter_(-1, tokens.gather(-1, first.unsqueeze(-1)), mass)
+    else:
+        subtracted = torch.where(rejected.unsqueeze(-1), _rows(draft_probs, first), 0.0)
+    return residual(left, subtracted)
+
+
+def _rows(values: Tensor, index: Tensor) -> Tensor:
+    """values[b, index[b]]: [B, N, V], [B] -> [B, V]."""
+    offsets = torch.arange(0, values.shape[0] * values.shape[1], values.shape[1], device=values.device)
+    return values.flatten(0, 1).index_select(0, index + offsets)
 
 
 def within(values: Tensor, lens: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.types import Proposal, Randomness, Verdict
-from outrider.verifiers.base import Verifier, accept_prob, chain_verdict, residual, within
+from outrider.verifiers.base import Verifier, accept_prob, chain_verdict, left_over, residual, within
 
 
 class RejectionVerifier(Verifier):
@@ -33,28 +33,13 @@ def _verify_chain(proposal: Proposal, target_probs: Tensor, random: Randomness) 
     width = proposal.num_nodes
     if width == 0:
         return chain_verdict(torch.zeros_like(proposal.lens), random.categorical(target_probs[:, 0]).cpu(), 0)
-    drafts = proposal.token_ids.to(target_probs.device)  # [B, N]
-    lens = proposal.lens.to(target_probs.device)
-    chances = target_probs[:, :-1].gather(-1, drafts.unsqueeze(-1))  # of a point mass
+    drafts = proposal.token_ids.to(target_probs.device).unsqueeze(-1)  # [B, N, 1]
+    chances = target_probs.gather(-1, drafts)  # of a point mass
     if proposal.probs is not None:
-        chances = accept_prob(chances, proposal.probs.gather(-1, drafts.unsqueeze(-1)))
+        chances = accept_prob(chances, proposal.probs.gather(-1, drafts))
     survives = random.bernoulli(within(chances.squeeze(-1), proposal.lens))
-    num_accepted = survives.long().cumprod(dim=-1).sum(dim=-1)  # [B]
-    rejected = num_accepted < lens
-    left = _rows(target_probs, num_accepted)  # without a rejection nothing is subtracted from it
-    first = num_accepted.clamp_max(width - 1)
-    if proposal.probs is None:
-        mass = rejected.to(left.dtype).unsqueeze(-1)
-        subtracted = torch.zeros_like(left).scatter_(-1, drafts.gather(-1, first.unsqueeze(-1)), mass)
-    else:
-        subtracted = torch.where(rejected.unsqueeze(-1), _rows(proposal.probs, first), 0.0)
-    return chain_verdict(num_accepted, random.categorical(residual(left, subtracted)), width)
-
-
-def _rows(values: Tensor, index: Tensor) -> Tensor:
-    """values[b, index[b]]: [B, N, V], [B] -> [B, V]."""
-    offsets = torch.arange(0, values.shape[0] * values.shape[1], values.shape[1], device=values.device)
-    return values.flatten(0, 1).index_select(0, index + offsets)
+    num_accepted = survives.cumprod(dim=-1).sum(dim=-1)  # [B]
+    return chain_verdict(num_accepted, random.categorical(left_over(proposal, target_probs, num_accepted)), width)
 
 
 def _verify_tree(proposal: Proposal, parents: Tensor, target_probs: Tensor, random: Randomness) -> Verdict:

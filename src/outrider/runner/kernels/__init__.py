@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from outrider.disk_cache import cache_dir
 from outrider.runner import huge_pages
-from outrider.runner.disk_cache import cache_dir
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,110 @@
+"""Repetition, presence and frequency penalties: what the tokens before a row, committed or drafted, do to its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.sampling.native import rows_for
+from outrider.types import Request
+
+
+@dataclass(slots=True)
+class _Counted:
+    """The committed text of one request: what of it occurs how often."""
+
+    row: int
+    request: Request
+    factors: tuple[float, float, float]  # repetition, presence, frequency
+    ids: Tensor  # int64 [V], of which the first num_ids are the distinct tokens
+    seen: Tensor  # uint8 [V]
+    counts: Tensor  # float32 [V], in the output
+    num_ids: int = 0
+    num_tokens: int = 0  # counted so far
+
+
+class Penalties:
+    """Token counts of the requests that have penalties, kept up with the committed text at O(new tokens) a call."""
+
+    def __init__(self, requests: Sequence[Request], vocab_size: int, device: torch.device) -> None:
+        self._native = rows_for(device)
+        self._counted = [
+            _Counted(
+                row,
+                request,
+                (request.params.repetition_penalty, request.params.presence_penalty, request.params.frequency_penalty),
+                torch.empty(vocab_size if self._native else 0, dtype=torch.long),
+                torch.zeros(vocab_size, dtype=torch.uint8, device=device),
+                torch.zeros(vocab_size, device=device),
+            )
+            for row, request in enumerate(requests)
+            if request.params.has_penalties
+        ]
+        self.is_empty = not self._counted
+
+    def apply_(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int) -> None:
+        """Changes logits [B, M, V], contiguous, in place."""
+        if start + logits.shape[1] - 1 > (0 if drafts is None else drafts.shape[1]):
+            raise ValueError("penalties need the drafts that come before a row of logits")
+        for one in self._counted:
+            self._count(one)
+            of_row = [None if tensor is None else tensor[one.row].contiguous() for tensor in (drafts, parents)]
+            if self._native is not None:
+                self._native.penalise_(logits[one.row], one.ids, one.num_ids, one.counts, *of_row, start, one.factors)
+            else:
+                reference_penalise_(logits[one.row], one.seen, one.counts, *of_row, start, one.factors)
+
+    def _count(self, one: _Counted) -> None:
+        text, first = one.request.token_ids, one.num_tokens
+        if first == len(text):
+            return
+        num_prompt = max(one.request.num_prompt_tokens - first, 0)
+        one.num_tokens = len(text)
+        fresh = torch.tensor(text[first:], device=one.seen.device)
+        if self._native is not None:
+            one.num_ids = self._native.count_tokens(fresh, num_prompt, one.ids, one.num_ids, one.seen, one.counts)
+            return
+        one.seen[fresh] = 1
+        output = fresh[num_prompt:]
+        one.counts.index_add_(0, output, torch.ones_like(output, dtype=one.counts.dtype))
+
+
+def reference_penalise_(
+    logits: Tensor,  # [M, V]
+    seen: Tensor,  # [V]
+    counts: Tensor,  # [V]
+    drafts: Tensor | None,  # [N]
+    parents: Tensor | None,
+    start: int,
+    factors: tuple[float, float, float],
+) -> None:
+    """Penalties of one request, in place: what ``Rows.penalise_`` computes, over all tokens."""
+    width = logits.shape[0]
+    occurs, times = seen.float().unsqueeze(0), counts.unsqueeze(0)  # [1, V]
+    if drafts is not None and start + width > 1:
+        if parents is None:
+            mask = torch.ones(width, len(drafts), device=drafts.device).tril(start - 1)
+        else:
+            mask = path_mask(parents.unsqueeze(0), start, width)[0].float()
+        drafted = torch.zeros(width, logits.shape[1], device=logits.device)
+        drafted.scatter_add_(-1, drafts.expand(width, -1), mask)
+        occurs, times = occurs + drafted, times + drafted
+    repetition, presence, frequency = factors
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    scores = torch.where(occurs > 0, repeated, logits) - presence * (times > 0).to(logits.dtype)
+    logits.copy_(scores - frequency * times.to(logits.dtype))
+
+
+def path_mask(parents: Tensor, start: int, width: int) -> Tensor:
+    """[B, N] parents -> bool [B, width, N]: whether node n lies on the path from the root to node ``start + j - 1``."""
+    batch, num_nodes = parents.shape
+    reach = torch.zeros(batch, num_nodes, num_nodes + 1, device=parents.device)
+    reach.scatter_(-1, (parents + 1).unsqueeze(-1), 1.0)  # column 0 is the root
+    reach = reach[..., 1:] + torch.eye(num_nodes, device=parents.device)
+    for _ in range(max(num_nodes - 1, 0).bit_length()):
+        reach = (reach @ reach).clamp(max=1.0)
+    reach = torch.cat((reach.new_zeros(batch, 1, num_nodes), reach), dim=1)
+    return reach[:, start : start + width] > 0

@@ -1,0 +1,338 @@
+// What a CPU does with single rows of logits or probabilities, one pass or two over each where tensor operations take dozens.
+//
+// Plain C functions on plain memory: no header of torch, so it compiles in seconds. Each computes what its reference in Python
+// does (penalties.py, truncation.py, randomness.py); `f32` and `f64` are the types of the rows.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+namespace {
+
+// The k-th highest of the maxima of interleaved classes: k values are at least that high, so nothing below it is in the top k.
+template <typename T>
+T top_k_bound(const T* row, int64_t size, int64_t top_k, std::vector<T>& maxima) {
+  int64_t classes = 16;
+  while (classes < 3 * top_k) classes *= 2;
+  if (4 * classes > size) return 0;
+  maxima.assign(row, row + classes);
+  for (int64_t begin = classes; begin + classes <= size; begin += classes)
+    for (int64_t i = 0; i < classes; ++i) maxima[i] = row[begin + i] > maxima[i] ? row[begin + i] : maxima[i];
+  std::nth_element(maxima.begin(), maxima.begin() + top_k - 1, maxima.end(), std::greater<T>());
+  return maxima[top_k - 1];
+}
+
+// Where a row is cut: values above `border` are kept, and `level` of those equal to it, `total` in all.
+template <typename T>
+struct Cut {
+  T border;
+  double total;
+  int64_t level;
+};
+
+// The cut that keeps the highest values until they reach `target`. Sorts nothing but the few of the same size as the last one.
+template <typename T>
+Cut<T> reach(const T* values, int64_t count, double target, std::vector<T>& bucket) {
+  constexpr int kBuckets = 2048;  // by exponent and the first four bits behind the point, of values from 0 to 2
+  const auto bucket_of = [](T value) {
+    const float single = static_cast<float>(value);
+    int32_t bits;
+    std::memcpy(&bits, &single, 4);
+    return std::min(bits >> 19, kBuckets - 1);
+  };
+  double mass[kBuckets] = {}, total = 0;
+  int lowest = kBuckets - 1;
+  for (int64_t i = 0; i < count; ++i) {
+    const int at = bucket_of(values[i]);
+    mass[at] += values[i];
+    lowest = std::min(lowest, at);
+  }
+  int last = kBuckets - 1;
+  while (last > lowest && total + mass[last] < target) total += mass[last--];
+  bucket.clear();
+  for (int64_t i = 0; i < count; ++i)
+    if (bucket_of(values[i]) == last) bucket.push_back(values[i]);
+  std::sort(bucket.begin(), bucket.end(), std::greater<T>());
+  Cut<T> cut{bucket[0], total, 0};
+  for (const T value : bucket) {
+    cut.level = value == cut.border ? cut.level + 1 : 1;
+    cut.border = value;
+    if (!((cut.total += value) < target)) break;
+  }
+  return cut;
+}
+
+constexpr int64_t kLanes = 16;  // independent sums and maxima, so that the compiler may use vectors of them
+
+inline double exp_of(double x) { return std::exp(x); }
+
+// e^x for x <= 0 in float32 to 2 units in the last place (Cephes' polynomial), without branches.
+inline float exp_of(float x) {
+  x = x < -104.0f ? -104.0f : x;
+  const float n = std::nearbyint(x * 1.44269504f);
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float y = 1.9875691500e-4f;
+  y = y * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * r * r + r + 1.0f;
+  const int32_t power = static_cast<int32_t>(n), half = power / 2;  // 2^n in two factors: the smallest results are denormal
+  const int32_t low = (half + 127) << 23, high = (power - half + 127) << 23;
+  float first, second;
+  std::memcpy(&first, &low, 4);
+  std::memcpy(&second, &high, 4);
+  return y * first * second;
+}
+
+template <typename T>
+T peak_of(const T* row, int64_t size) {
+  T lanes[kLanes];
+  std::fill(lanes, lanes + kLanes, -std::numeric_limits<T>::infinity());
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes)
+    for (int64_t j = 0; j < kLanes; ++j) lanes[j] = row[i + j] > lanes[j] ? row[i + j] : lanes[j];
+  for (; i < size; ++i) lanes[0] = row[i] > lanes[0] ? row[i] : lanes[0];
+  return *std::max_element(lanes, lanes + kLanes);
+}
+
+// out = softmax(row / temperature). False for a row with NaN, +inf or nothing but -inf.
+template <typename T>
+bool softmax_row(const T* row, T* out, int64_t size, T temperature) {
+  const T scale = 1 / temperature, peak = peak_of(row, size) * scale;
+  if (!std::isfinite(peak)) return false;
+  T lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes)
+    for (int64_t j = 0; j < kLanes; ++j) {
+      out[i + j] = exp_of(row[i + j] * scale - peak);
+      lanes[j] += out[i + j];
+    }
+  for (; i < size; ++i) lanes[0] += out[i] = exp_of(row[i] * scale - peak);
+  const T total = std::accumulate(lanes, lanes + kLanes, T(0));
+  if (!std::isfinite(total)) return false;
+  for (i = 0; i < size; ++i) out[i] /= total;
+  return true;
+}
+
+template <typename T>
+void truncate_row(T* row, int64_t size, int64_t top_k, double top_p, double min_p, std::vector<T>& found, std::vector<T>& maxima) {
+  const T least = static_cast<T>(min_p) * peak_of(row, size);
+  // Tokens below (1 - top_p) / size together do not make up what top-p leaves out; half of that leaves room for rounding.
+  const T bound = top_k ? top_k_bound(row, size, top_k, maxima) : std::max(least, static_cast<T>((1 - top_p) / (2 * size)));
+  int64_t count = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    found[count] = row[i];
+    count += row[i] >= bound;
+  }
+  if (count == 0) return;  // NaN
+  T* const values = found.data();
+  double target = top_p;
+  if (top_k && top_k < count) {
+    std::nth_element(values, values + top_k - 1, values + count, std::greater<T>());
+    const T last = values[top_k - 1];
+    count = std::partition(values, values + count, [last](T value) { return value >= last; }) - values;
+  }
+  if (top_k && top_p < 1) target *= std::accumulate(values, values + count, 0.0);
+  count = std::partition(values, values + count, [least](T value) { return value >= least; }) - values;
+  Cut<T> cut{*std::min_element(values, values + count), 0, size};
+  if (top_p < 1)
+    cut = reach(values, count, target, maxima);
+  else
+    cut.total = std::accumulate(values, values + count, 0.0);
+  const T border = cut.border, scale = static_cast<T>(cut.total);
+  if (std::count(values, values + count, border) <= cut.level) {
+    for (int64_t i = 0; i < size; ++i) row[i] = row[i] >= border ? row[i] / scale : 0;
+    return;
+  }
+  for (int64_t i = 0; i < size; ++i) row[i] = row[i] > border || (row[i] == border && cut.level-- > 0) ? row[i] / scale : 0;
+}
+
+// Row r has the settings r / rows_per_setting: temperature (0: the argmax), top_k, top_p, min_p. Sets `invalid` for rows of NaN.
+template <typename T>
+int64_t probs(const T* logits, T* out, int64_t num_rows, int64_t size, const double* settings, int64_t rows_per_setting,
+              uint8_t* invalid) {
+  std::vector<T> found(size + 1), maxima;
+  int64_t num_invalid = 0;
+  for (int64_t r = 0; r < num_rows; ++r) {
+    const double* setting = settings + r / rows_per_setting * 4;
+    const T* row = logits + r * size;
+    T* result = out + r * size;
+    const bool is_greedy = setting[0] == 0;
+    invalid[r] = !softmax_row(row, result, size, is_greedy ? T(1) : static_cast<T>(setting[0]));
+    num_invalid += invalid[r];
+    if (invalid[r]) {
+      std::fill(result, result + size, std::numeric_limits<T>::quiet_NaN());
+    } else if (is_greedy) {
+      std::fill(result, result + size, T(0));
+      result[std::find(row, row + size, peak_of(row, size)) - row] = 1;
+    } else if (setting[1] > 0 || setting[2] < 1 || setting[3] > 0) {
+      truncate_row(result, size, static_cast<int64_t>(setting[1]), setting[2], setting[3], found, maxima);
+    }
+  }
+  return num_invalid;
+}
+
+// What is left of a target's row when a rejected draft's is taken away: norm(max(0, target - draft)), the target where that is 0
+// (nothing was rejected: num_accepted[b] = lens[b], or rounding). target [B, width + 1, size], draft [B, width, size] or null for
+// point masses at `tokens` [B, width].
+template <typename T>
+void left_over(const T* target, const T* draft, const int64_t* tokens, const int64_t* num_accepted, const int64_t* lens,
+               int64_t batch, int64_t width, int64_t size, T* out) {
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t accepted = num_accepted[b], node = b * width + accepted;
+    const T* row = target + (b * (width + 1) + accepted) * size;
+    T* left = out + b * size;
+    std::copy(row, row + size, left);
+    if (accepted >= lens[b]) continue;
+    T lanes[kLanes] = {};
+    if (draft) {
+      const T* taken = draft + node * size;
+      int64_t i = 0;
+      for (; i + kLanes <= size; i += kLanes)
+        for (int64_t j = 0; j < kLanes; ++j) {
+          const T excess = row[i + j] - taken[i + j];
+          lanes[j] += left[i + j] = excess > 0 ? excess : 0;
+        }
+      for (; i < size; ++i) lanes[0] += left[i] = row[i] > taken[i] ? row[i] - taken[i] : 0;
+    } else {
+      left[tokens[node]] = 0;
+      for (int64_t i = 0; i < size; ++i) lanes[i % kLanes] += left[i];
+    }
+    const T total = std::accumulate(lanes, lanes + kLanes, T(0));
+    if (!(total > 0)) std::copy(row, row + size, left);
+    const T scale = total > 0 ? total : T(1);
+    for (int64_t i = 0; i < size; ++i) left[i] /= scale;
+  }
+}
+
+template <typename T>
+void first_above(const T* rows, int64_t num_rows, int64_t size, int64_t stride, const double* heights, int64_t* token_ids) {
+  constexpr int64_t kBlock = 64;
+  std::vector<double> sums((size + kBlock - 1) / kBlock);
+  for (int64_t r = 0; r < num_rows; ++r) {
+    const T* row = rows + r * stride;
+    double total = 0;
+    for (size_t b = 0; b < sums.size(); ++b) {
+      const int64_t begin = b * kBlock, end = std::min(size, begin + kBlock);
+      double lanes[8] = {};
+      int64_t i = begin;
+      for (; i + 8 <= end; i += 8)
+        for (int64_t j = 0; j < 8; ++j) lanes[j] += row[i + j];
+      for (; i < end; ++i) lanes[0] += row[i];
+      sums[b] = ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
+      total += sums[b];
+    }
+    const double height = heights[r] * total;
+    double reached = 0;
+    size_t block = 0;
+    while (block + 1 < sums.size() && !(reached + sums[block] > height)) reached += sums[block++];
+    int64_t taken = size - 1;
+    const int64_t end = std::min<int64_t>(size, (block + 1) * kBlock);
+    for (int64_t i = block * kBlock; i < end; ++i) {
+      if (!(row[i] > 0)) continue;  // a token of probability 0 is never taken, also where rounding leaves a rest
+      taken = i;
+      if ((reached += row[i]) > height) break;
+    }
+    token_ids[r] = taken;
+  }
+}
+
+struct Factors {
+  double repetition, presence, frequency;
+};
+
+template <typename T>
+T penalised(T score, float count, const Factors& factors) {
+  const T repetition = static_cast<T>(factors.repetition);
+  score = score > 0 ? score / repetition : score * repetition;
+  return score - static_cast<T>(factors.presence) * (count > 0) - static_cast<T>(factors.frequency) * static_cast<T>(count);
+}
+
+// rows [width, size], of which row j follows draft start + j - 1: what stands before it is the text, whose distinct tokens are
+// `ids` and `counts` [size] how often they stand in the output, and the drafts on its path (`parents` null: a chain).
+template <typename T>
+void penalise(T* rows, int64_t width, int64_t size, const int64_t* ids, int64_t num_ids, const float* counts,
+              const int64_t* drafts, const int64_t* parents, int64_t start, const Factors& factors) {
+  struct Drafted {
+    int64_t token;
+    T score;
+    float count;
+  };
+  std::vector<Drafted> path;
+  for (int64_t j = 0; j < width; ++j) {
+    T* row = rows + j * size;
+    path.clear();
+    for (int64_t node = start + j - 1; node >= 0; node = parents ? std::min(parents[node], node - 1) : node - 1) {
+      const int64_t token = drafts[node];
+      if (token < 0 || token >= size) continue;  // padding
+      const auto same = std::find_if(path.begin(), path.end(), [token](const Drafted& d) { return d.token == token; });
+      if (same != path.end())
+        same->count += 1;
+      else
+        path.push_back({token, row[token], counts[token] + 1});
+    }
+    for (int64_t i = 0; i < num_ids; ++i) row[ids[i]] = penalised(row[ids[i]], counts[ids[i]], factors);
+    for (const Drafted& d : path) row[d.token] = penalised(d.score, d.count, factors);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t probs_f32(const float* logits, float* out, int64_t num_rows, int64_t size, const double* settings, int64_t rows_per_setting,
+                  uint8_t* invalid) {
+  return probs(logits, out, num_rows, size, settings, rows_per_setting, invalid);
+}
+int64_t probs_f64(const double* logits, double* out, int64_t num_rows, int64_t size, const double* settings,
+                  int64_t rows_per_setting, uint8_t* invalid) {
+  return probs(logits, out, num_rows, size, settings, rows_per_setting, invalid);
+}
+
+void left_over_f32(const float* target, const float* draft, const int64_t* tokens, const int64_t* num_accepted, const int64_t* lens,
+                   int64_t batch, int64_t width, int64_t size, float* out) {
+  left_over(target, draft, tokens, num_accepted, lens, batch, width, size, out);
+}
+void left_over_f64(const double* target, const double* draft, const int64_t* tokens, const int64_t* num_accepted,
+                   const int64_t* lens, int64_t batch, int64_t width, int64_t size, double* out) {
+  left_over(target, draft, tokens, num_accepted, lens, batch, width, size, out);
+}
+
+void first_above_f32(const float* rows, int64_t num_rows, int64_t size, int64_t stride, const double* heights, int64_t* token_ids) {
+  first_above(rows, num_rows, size, stride, heights, token_ids);
+}
+void first_above_f64(const double* rows, int64_t num_rows, int64_t size, int64_t stride, const double* heights, int64_t* token_ids) {
+  first_above(rows, num_rows, size, stride, heights, token_ids);
+}
+
+void penalise_f32(float* rows, int64_t width, int64_t size, const int64_t* ids, int64_t num_ids, const float* counts,
+                  const int64_t* drafts, const int64_t* parents, int64_t start, double repetition,
+                  double presence, double frequency) {
+  penalise(rows, width, size, ids, num_ids, counts, drafts, parents, start, {repetition, presence, frequency});
+}
+void penalise_f64(double* rows, int64_t width, int64_t size, const int64_t* ids, int64_t num_ids, const float* counts,
+                  const int64_t* drafts, const int64_t* parents, int64_t start, double repetition,
+                  double presence, double frequency) {
+  penalise(rows, width, size, ids, num_ids, counts, drafts, parents, start, {repetition, presence, frequency});
+}
+
+// Takes committed tokens into `ids` (the distinct ones), `seen` and, from `num_prompt` on, `counts`. Returns the new number of ids.
+int64_t count_tokens(const int64_t* tokens, int64_t num_tokens, int64_t num_prompt, int64_t* ids, int64_t num_ids, uint8_t* seen,
+                     float* counts) {
+  for (int64_t i = 0; i < num_tokens; ++i) {
+    const int64_t token = tokens[i];
+    if (!seen[token]) ids[num_ids++] = token;
+    seen[token] = 1;
+    if (i >= num_prompt) counts[token] += 1;
+  }
+  return num_ids;
+}
+
+}

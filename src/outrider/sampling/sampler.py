@@ -1,0 +1,223 @@
+"""The sampler set of a batch of requests, and their random numbers.
+
+A request's draws depend neither on its batch nor on padding: coins and drafts are hashes of (seed, committed length, purpose,
+index), of which nothing is consumed, and a round's last token takes one number from the request's generator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.sampling.penalties import Penalties, path_mask
+from outrider.sampling.randomness import GOLDEN, first_above, gumbel, key_of, signed, uniforms
+from outrider.sampling.shaping import Shaping
+from outrider.types import OutriderError, Request
+
+_COIN, _DRAFT, _NOISE = range(3)  # purposes of a random number
+
+
+class InvalidLogits(OutriderError):
+    """Logits with NaN, +inf or nothing but -inf: ``rows`` of the batch, whose requests are ``request_ids``, cannot go on."""
+
+    def __init__(self, rows: Sequence[int], request_ids: Sequence[str]) -> None:
+        self.rows, self.request_ids = tuple(rows), tuple(request_ids)
+        named = ", ".join(map(repr, self.request_ids))
+        super().__init__(f"the model gave NaN, infinite or all-masked logits for request {named}; check its weights and dtype")
+
+
+class Sampler:
+    """The sampler set of B requests, built once per batch composition; also their ``types.Randomness``.
+
+    Order: logit bias and token masks, repetition penalty (prompt and output), presence and frequency penalties (output),
+    temperature, top-k, top-p, min-p. ``logits[:, j]`` follows draft ``start + j - 1`` (-1: the last committed token);
+    ``drafts`` [B, >= start + M - 1] are the round's so far, a chain or, with ``parents``, a tree; padding must be valid ids.
+    ``lens`` [B] says how many drafts of a row count: what is wrong beyond them is no error.
+    Raises ``OutriderError`` for a token id outside the vocabulary.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], vocab_size: int, device: torch.device | str = "cpu", coupled: bool = False
+    ) -> None:
+        self.requests, self.vocab_size, self.device, self.coupled = tuple(requests), vocab_size, torch.device(device), coupled
+        params = [request.params for request in self.requests]
+        self._shaping = Shaping(params, vocab_size, self.device)
+        self._all_greedy = all(self._shaping.is_greedy)
+        self._bias = _bias_of(self.requests, vocab_size, self.device)
+        self._penalties = Penalties(self.requests, vocab_size, self.device)
+        self._lens: list[int] = []
+        self._num_tosses = 0  # calls of bernoulli() in the round
+        self._prefixes: dict[int, list[int]] = {}  # purpose -> the part of each request's keys that the round has in common
+        self._noise: dict[tuple[int, int], Tensor] = {}  # (row, position) -> Gumbel noise [V]
+        self._steps: Tensor | None = None  # [V] counter of the noise
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Every row is greedy, or noise is coupled to (seed, position): ``tokens()`` says it all, no coin is needed."""
+        return self._all_greedy or self.coupled
+
+    def tokens(
+        self,
+        logits: Tensor,
+        drafts: Tensor | None = None,
+        parents: Tensor | None = None,
+        start: int = 0,
+        lens: Tensor | None = None,
+    ) -> Tensor:
+        """[B, M, V] -> int64 [B, M]: the argmax (greedy), with coupled noise, or a draw. Raises ``InvalidLogits``.
+
+        Coupled noise is Gumbel-max sampling with noise keyed by (seed, position): Daliri, Musco, Suresh, arXiv 2408.07978.
+        """
+        if not self.is_deterministic:
+            probs = self.probs(logits, drafts, parents, start, lens)
+            return torch.stack([self.draw(probs[:, j], start + j) for j in range(probs.shape[1])], dim=1)
+        scores = self._scores(logits, drafts, parents, start)
+        if not self._all_greedy:
+            kept = self._shaping.probs(scores)[0] > 0 if self._shaping.truncates else None
+            scores = scores / self._shaping.temperatures.to(scores.dtype) + self._coupled_noise(scores, parents, start)
+            scores = scores if kept is None else scores.masked_fill(~kept, -math.inf)
+        best, token_ids = _max(scores)
+        self._check(best, lens)
+        return token_ids
+
+    def probs(
+        self,
+        logits: Tensor,
+        drafts: Tensor | None = None,
+        parents: Tensor | None = None,
+        start: int = 0,
+        lens: Tensor | None = None,
+    ) -> Tensor:
+        """[B, M, V] -> float32 [B, M, V] (float64 stays so); greedy rows are one-hots. Raises ``InvalidLogits``."""
+        scores = self._scores(logits, drafts, parents, start)
+        if self._all_greedy:
+            best, token_ids = _max(scores)
+            self._check(best, lens)
+            return torch.zeros_like(scores).scatter_(-1, token_ids.unsqueeze(-1), 1.0)
+        probs, witness = self._shaping.probs(scores)
+        self._check(witness, lens)
+        return probs
+
+    def bernoulli(self, probs: Tensor) -> Tensor:
+        """Independent coins: float [B, N] in [0, 1] -> bool [B, N]; coin (b, i) is the same whatever B and N."""
+        self._sync_round()
+        self._num_tosses += 1
+        heights = self._uniforms(_COIN, self._num_tosses, probs.shape[1])
+        if probs.device.type != "cpu":
+            return torch.tensor(heights, dtype=torch.float64, device=probs.device).view(probs.shape) < probs
+        pairs = zip(heights, probs.tolist(), strict=True)
+        falls = [[height < prob for height, prob in zip(*pair, strict=True)] for pair in pairs]
+        return torch.tensor(falls, dtype=torch.bool).view(probs.shape)
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        """One draw a row, by each request's generator: float [B, V] -> int64 [B]; never a token of probability 0."""
+        heights = [torch.rand((), dtype=torch.float64, generator=request.generator).item() for request in self.requests]
+        return first_above(probs, heights)
+
+    def draw(self, probs: Tensor, index: int) -> Tensor:
+        """Draft ``index`` of the round: float [B, V] -> int64 [B], by a number that belongs to (seed, text length, index).
+
+        What proposers draw with: how far the other requests are drafted does not matter, as it does with ``categorical``.
+        """
+        self._sync_round()
+        return first_above(probs, [height for (height,) in self._uniforms(_DRAFT, index, 1)])
+
+    def _scores(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int) -> Tensor:
+        """Logits with bias and penalties: [B, M, V]. The caller's own where nothing changes them."""
+        if logits.shape[-1] != self.vocab_size:
+            raise ValueError(f"logits have {logits.shape[-1]} columns, the vocabulary has {self.vocab_size} tokens")
+        scores = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+        if self._bias is not None:
+            scores = scores + self._bias.to(scores.dtype)
+        if not self._penalties.is_empty:
+            scores = scores.clone() if scores is logits else scores
+            self._penalties.apply_(scores, drafts, parents, start)
+        return scores
+
+    def _check(self, witness: Tensor, lens: Tensor | None) -> None:
+        """Raises ``InvalidLogits`` unless all of ``witness`` [B, M], within ``lens``, is finite."""
+        if math.isfinite(witness.sum().item()):
+            return
+        invalid = ~witness.isfinite().cpu()
+        if lens is not None:
+            invalid &= torch.arange(witness.shape[1]) <= lens.cpu().unsqueeze(-1)
+        rows = invalid.any(dim=-1).nonzero().flatten().tolist()
+        if rows:
+            raise InvalidLogits(rows, [self.requests[b].request_id for b in rows])
+
+    def _sync_round(self) -> None:
+        """A round begins when the committed text has grown: tosses count anew and noise of the past is forgotten."""
+        lens = [len(request.token_ids) for request in self.requests]
+        if lens != self._lens:
+            self._lens, self._num_tosses = lens, 0
+            self._prefixes.clear()
+            self._noise = {key: noise for key, noise in self._noise.items() if key[1] >= lens[key[0]]}
+
+    def _uniforms(self, purpose: int, call: int, count: int) -> list[list[float]]:
+        """[B][count] numbers in [0, 1)."""
+        prefixes = self._prefixes.get(purpose)
+        if prefixes is None:
+            numbered = zip(self.requests, self._lens, strict=True)
+            prefixes = self._prefixes[purpose] = [key_of(request.seed, purpose, length) for request, length in numbered]
+        return [uniforms(key_of(call, prefix=prefix), count) for prefix in prefixes]
+
+    def _coupled_noise(self, scores: Tensor, parents: Tensor | None, start: int) -> Tensor:
+        """Gumbel noise [B, M, V] of the positions that the logits rows draw; 0 for greedy rows."""
+        self._sync_round()
+        width = scores.shape[1]
+        if parents is None:
+            depths = [list(range(start, start + width))] * len(self._lens)
+        else:
+            depths = path_mask(parents, start, width).sum(dim=-1).tolist()
+        rows = [self._noise_at(b, length + depth) for b, length in enumerate(self._lens) for depth in depths[b]]
+        return torch.stack(rows).view(scores.shape).to(scores.dtype)
+
+    def _noise_at(self, row: int, position: int) -> Tensor:
+        """[V], kept until the position is committed: drafts and target read the same numbers, computed once."""
+        noise = self._noise.get((row, position))
+        if noise is None:
+            if self._steps is None:
+                self._steps = torch.arange(1, self.vocab_size + 1, device=self.device) * signed(GOLDEN)
+            if self._shaping.is_greedy[row]:
+                noise = torch.zeros(self.vocab_size, device=self.device)
+            else:
+                noise = gumbel(key_of(self.requests[row].seed, _NOISE, position), self._steps)
+            self._noise[row, position] = noise
+        return noise
+
+
+def _max(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Maximum and its first index along the vocabulary: [B, M, V] -> [B, M] each."""
+    if scores.device.type != "cpu":
+        best, token_ids = scores.max(dim=-1)
+        return best, token_ids
+    # torch's CPU argmax is not vectorised: numpy's is 10 times as fast
+    rows = scores.detach().numpy()
+    found = rows.argmax(axis=-1)
+    best = rows.reshape(-1, rows.shape[-1])[np.arange(found.size), found.ravel()]
+    return torch.from_numpy(best.reshape(found.shape)), torch.from_numpy(found)
+
+
+def _bias_of(requests: Sequence[Request], vocab_size: int, device: torch.device) -> Tensor | None:
+    """Logit bias and token masks as one addend [B, 1, V]; None where there are none."""
+    if not any(r.params.logit_bias or r.params.banned_token_ids or r.params.allowed_token_ids is not None for r in requests):
+        return None
+    bias = torch.zeros(len(requests), 1, vocab_size, dtype=torch.float64)
+    for row, request in zip(bias[:, 0], requests, strict=True):
+        params = request.params
+        for token_id in (*params.logit_bias, *params.banned_token_ids, *(params.allowed_token_ids or ())):
+            if not 0 <= token_id < vocab_size:
+                raise OutriderError(f"token id {token_id} in the bias or mask is outside the vocabulary of {vocab_size}")
+        if params.allowed_token_ids is not None:
+            row.fill_(-math.inf)
+            row[list(params.allowed_token_ids)] = 0.0
+        for token_id, value in params.logit_bias.items():
+            row[token_id] += value
+        row[list(params.banned_token_ids)] = -math.inf
+        if not bool((row > -math.inf).any()):
+            raise OutriderError("the allowed and banned token ids leave no token to choose")
+    return bias.to(device)

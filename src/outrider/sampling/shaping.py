@@ -1,0 +1,72 @@
+"""Temperature, top-k, top-p and min-p: from scores to the distribution that tokens are drawn from.
+
+Top-k keeps ties with the k-th; top-p keeps the smallest set of what is left that reaches its part, of equally likely tokens at
+the border those of lowest id; min-p keeps what is at least that many times as likely as the likeliest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.sampling.native import rows_for
+from outrider.types import SamplingParams
+
+_COLDEST = 1e-30  # a temperature below it would overflow float32 scores
+
+
+class Shaping:
+    """The shapes that B requests give to their distributions."""
+
+    def __init__(self, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> None:
+        self.is_greedy = [param.is_greedy for param in params]
+        rows = [
+            (0.0, 0, 1.0, 0.0)
+            if param.is_greedy
+            else (max(param.temperature, _COLDEST), param.top_k if param.top_k < vocab_size else 0, param.top_p, param.min_p)
+            for param in params
+        ]
+        self._settings = torch.tensor(rows, dtype=torch.float64, device=device).view(-1, 4)
+        self.truncates = any(row[1:] != (0, 1.0, 0.0) for row in rows)
+        self._native = rows_for(device)
+
+    @property
+    def temperatures(self) -> Tensor:
+        """float64 [B, 1, 1], 1 for greedy rows."""
+        temperatures = self._settings[:, :1, None]
+        return torch.where(temperatures > 0, temperatures, 1.0)
+
+    def probs(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, M, V] -> new [B, M, V], one-hots for greedy rows, and [B, M] that is finite where scores were valid."""
+        if self._native is not None:
+            return self._native.probs(scores.contiguous(), self._settings)
+        probs = torch.softmax(scores / self.temperatures.to(scores.dtype), dim=-1)
+        witness = probs[..., 0]  # softmax spreads a NaN over its row
+        if self.truncates:
+            probs = reference_truncated(probs, self._settings[:, 1:])
+        if any(self.is_greedy):
+            rows = torch.tensor(self.is_greedy, device=scores.device)
+            best = scores[rows].argmax(dim=-1, keepdim=True)
+            probs[rows] = torch.zeros_like(probs[rows]).scatter_(-1, best, 1.0)
+        return probs, witness
+
+
+def reference_truncated(probs: Tensor, cuts: Tensor) -> Tensor:
+    """Truncates and renormalises [B, M, V] by sorting; ``cuts`` float64 [B, 3]: top_k (0 keeps all), top_p, min_p."""
+    top_k, top_p, min_p = cuts[:, None, :1].long(), cuts[:, None, 1:2], cuts[:, None, 2:].to(probs.dtype)  # [B, 1, 1]
+    ordered = probs.sort(dim=-1, descending=True).values
+    cumulative = ordered.cumsum(dim=-1, dtype=torch.float64)
+    everything = torch.full_like(top_k, probs.shape[-1]).expand(-1, probs.shape[1], -1)
+    last = ordered.gather(-1, (top_k - 1).clamp_min(0).expand_as(everything))
+    in_top_k = (ordered >= last).sum(dim=-1, keepdim=True).clamp_min(1)  # at least 1, also where NaN compares false
+    num_kept = torch.where(top_k > 0, in_top_k, everything)
+    mass = torch.where(top_k > 0, cumulative.gather(-1, num_kept - 1), 1.0)
+    in_top_p = (cumulative < top_p * mass).sum(dim=-1, keepdim=True) + 1
+    num_kept = num_kept.minimum(torch.where(top_p < 1, in_top_p, everything))
+    num_kept = num_kept.minimum((ordered >= min_p * ordered[..., :1]).sum(dim=-1, keepdim=True)).clamp_min(1)
+    border = ordered.gather(-1, num_kept - 1)
+    above, level = probs > border, probs == border
+    kept = above | (level & (level.cumsum(dim=-1) <= num_kept - above.sum(dim=-1, keepdim=True)))
+    return (probs * kept / cumulative.gather(-1, num_kept - 1)).to(probs.dtype)
