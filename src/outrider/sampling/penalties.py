@@ -51,11 +51,11 @@ class Penalties:
             raise ValueError("penalties need the drafts that come before a row of logits")
         for one in self._counted:
             self._count(one)
-            of_row = [None if tensor is None else tensor[one.row].contiguous() for tensor in (drafts, parents)]
+            own, tree = (None if tensor is None else tensor[one.row].contiguous() for tensor in (drafts, parents))
             if self._native is not None:
-                self._native.penalise_(logits[one.row], one.ids, one.num_ids, one.counts, *of_row, start, one.factors)
+                self._native.penalise_(logits[one.row], one.ids, one.num_ids, one.counts, own, tree, start, one.factors)
             else:
-                reference_penalise_(logits[one.row], one.seen, one.counts, *of_row, start, one.factors)
+                reference_penalise_(logits[one.row], one.seen, one.counts, own, tree, start, one.factors)
 
     def _count(self, one: _Counted) -> None:
         text, first = one.request.token_ids, one.num_tokens
