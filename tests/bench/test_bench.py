@@ -99,7 +99,7 @@ def test_k_zero_is_plain_decoding() -> None:
 
 
 def rounds(*accepted: int, lens: int = 4) -> list[Round]:
-    return [Round(lens, [lens], [n], PhaseTimes(0.1, 0.2, 0.05, 0.01)) for n in accepted]
+    return [Round(lens, [lens], [lens], [n], PhaseTimes(0.1, 0.2, 0.05, 0.01)) for n in accepted]
 
 
 def test_rates_are_those_of_the_glossary() -> None:

@@ -358,21 +358,109 @@ def test_logprobs_are_those_of_the_row_that_each_token_was_drawn_from(right):
             text.append(token)
 
 
+class Features(Proposer):
+    """Drafts what greedy decoding says and collects the features it is shown, by request."""
+
+    needs_hidden = (2,)
+
+    def __init__(self, runner):
+        self.runner, self.seen = runner, {}
+
+    def propose(self, context, k):
+        chains = []
+        for b, request in enumerate(context.requests):
+            self.seen.setdefault(request.request_id, []).append(context.hidden[2][b])
+            seen = torch.cat([rows for rows in self.seen[request.request_id] if rows.numel()] or [torch.empty(0, 3)])
+            wanted = [self.runner.logits_after(request.token_ids[: i + 1])[:3] + 2 for i in range(len(request.token_ids) - 1)]
+            if len(seen):  # from the second round on: all tokens but the last
+                torch.testing.assert_close(seen, torch.stack(wanted) if wanted else seen[:0])
+            chains.append(greedy_continuation(self.runner, request.token_ids, min(k, context.limits[b])))
+        return chain_proposal(chains)
+
+    def release(self, request_ids):
+        for request_id in request_ids:
+            self.seen.pop(request_id, None)
+
+
 def test_features_of_every_committed_token_reach_the_proposer_once():
     runner = TableRunner()
-    seen = []
+    engine = make_engine(Features(runner), 3, runner=runner)
+    assert outputs(run(engine, requests())) == plain()
+    assert engine.stats.faults == 0 and engine.stats.num_accepted > 20
 
-    class Features(Proposer):
-        needs_hidden = (2,)
 
+def test_features_come_in_rounds_without_drafts_too():
+    runner, lengths = TableRunner(), iter([3, 0, 0, 2, 0, 3] + [1] * 40)
+    policy = FixedLength(0)
+    policy.next_k = lambda context: next(lengths)
+    engine = make_engine(Features(runner), policy=policy, runner=runner)
+    assert outputs(run(engine, requests())) == plain()
+    assert engine.stats.faults == 0
+
+
+def test_features_of_a_prompt_reach_each_of_its_samples():
+    """The second sample is forked in time, the third when the first has ended: it reads the prompt again."""
+    runner = TableRunner(max_batch=2)
+    proposer = Features(runner)
+    engine = make_engine(proposer, 2, runner=runner)
+    wanted = outputs(run(make_engine(), [make_request("r0", PROMPTS[2], max_tokens=15)]))["r0"]
+    engine.add(make_request("r0", PROMPTS[2], max_tokens=15))
+    for name in ("r1", "r2"):
+        engine.add(make_request(name, PROMPTS[2], max_tokens=15), fork_of="r0")
+    found, scored_for_fork = {name: [] for name in ("r0", "r1", "r2")}, None
+    while engine.has_work:
+        for emission in engine.step():
+            found[emission.request_id].append(emission)
+        if scored_for_fork is None and "r1" in proposer.seen:
+            scored_for_fork = proposer.seen["r1"][0].shape[0]
+    assert scored_for_fork == len(PROMPTS[2]) - 1
+    assert all(each == wanted for each in outputs(found).values())
+    assert engine.stats.faults == 0
+
+
+def test_features_begin_again_when_a_round_is_interrupted():
+    runner = TableRunner()
+    engine = make_engine(Features(runner), 2, runner=runner)
+    engine.add(make_request("r0", PROMPTS[2], max_tokens=12))
+    first = engine.step()
+    runner.commit, commit = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt), runner.commit
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    runner.commit = commit
+    emissions = list(first)
+    while engine.has_work:
+        emissions += engine.step()
+    assert outputs({"r0": emissions}) == outputs(run(make_engine(), [make_request("r0", PROMPTS[2], max_tokens=12)]))
+    assert engine.stats.faults == 0
+
+
+def test_a_proposer_that_failed_is_kept_no_features_for():
+    runner = TableRunner()
+
+    class Failing(Features):
         def propose(self, context, k):
-            seen.append(context.hidden[2][0])
-            return chain_proposal([greedy_continuation(runner, context.requests[0].token_ids, min(k, context.limits[0]))])
+            raise ValueError("no")
 
-    engine = make_engine(Features(), 3, runner=runner)
-    request = make_request("r0", PROMPTS[0], max_tokens=12)
-    run(engine, [request])
-    committed = request.token_ids
-    rows = torch.cat([features for features in seen if features.numel()])
-    wanted = [runner.logits_after(committed[: i + 1])[:3] + 2 for i in range(2, 2 + len(rows))]
-    assert len(rows) == 8 and torch.equal(rows, torch.stack(wanted))
+    engine = make_engine(Failing(runner), 2, runner=runner)
+    engine.add(make_request("r0", PROMPTS[0], max_tokens=8))
+    for _ in range(3):
+        engine.step()
+    assert not engine._guarded._features._unseen
+
+
+def test_a_tree_counts_by_its_depth_and_costs_by_its_nodes():
+    runner = TableRunner()
+
+    def wide(context, k):
+        """Two children of the root, the right one with a child of its own."""
+        right = greedy_continuation(runner, context.requests[0].token_ids, 2)
+        wrong = 1 + right[0] % (VOCAB - 1)
+        return Proposal(torch.tensor([[wrong, *right]]), torch.tensor([3]), None, torch.tensor([[-1, -1, 1]]))
+
+    rounds = []
+    policy = FixedLength(2)
+    policy.observe = lambda context, round_, is_prefill: rounds.append(round_)
+    engine = make_engine(ScriptedProposer(wide), policy=policy, runner=runner)
+    emissions = run(engine, requests(1, max_tokens=9))["r0"]
+    assert {(tuple(r.lens), tuple(r.depths)) for r in rounds} == {((3,), (2,))}
+    assert emissions[0].stats.acceptance_rate == 1.0 and emissions[0].stats.draft_acceptance_rate == pytest.approx(2 / 3)

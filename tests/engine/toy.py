@@ -41,11 +41,13 @@ class TableRunner:
         self.num_scores += 1
         width = proposal.num_nodes + 1
         logits = torch.full((len(context.requests), width, VOCAB), float("nan"))  # rows beyond lens are undefined
+        before = []  # text of each request that this call reads, up to the root
         for b, request in enumerate(context.requests):
             if request.request_id in self.fails_for:
                 raise RuntimeError("out of memory")
             known = self.cached.setdefault(request.request_id, [])
             assert known == request.token_ids[: len(known)], "the cache is not a prefix of the committed text"
+            before.append([request.token_ids[: i + 1] for i in range(len(known), len(request.token_ids) - 1)])
             paths = {-1: request.token_ids}
             logits[b, 0] = self.logits_after(request.token_ids)
             for i in range(int(proposal.lens[b])):
@@ -56,7 +58,11 @@ class TableRunner:
                 logits[b] = float("nan")
         self._proposal = proposal
         hidden = {layer: logits[..., : self.hidden_size] + layer for layer in self.needs_hidden}
-        return Scores(logits, hidden)
+        return Scores(logits, hidden, {layer: [self._past(row, layer) for row in before] for layer in self.needs_hidden})
+
+    def _past(self, texts: list[list[int]], layer: int) -> torch.Tensor:
+        rows = [self.logits_after(text) for text in texts]
+        return torch.stack(rows)[:, : self.hidden_size] + layer if rows else torch.empty(0, self.hidden_size)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         for b, request in enumerate(context.requests):

@@ -7,9 +7,19 @@ import torch
 from transformers import AutoConfig
 
 from outrider.runner import ModelRunner, RunnerConfig
-from outrider.types import Context
+from outrider.types import Context, OutriderError
 
-from .rounds import Rounds, force_reference, make_model, make_text, plain_logits, proposal_of, untouched
+from .rounds import (
+    Rounds,
+    force_reference,
+    make_model,
+    make_request,
+    make_text,
+    plain_logits,
+    proposal_of,
+    untouched,
+    verdict_of,
+)
 
 SMALL = {
     "vocab_size": 67,
@@ -115,19 +125,34 @@ def test_prompts_read_in_chunks_of_any_size_score_the_same(chunk):
     rounds.step([[1, 2], [3], [], [4, 5, 6], [7]], [[0], [], [], [0, 1], [0]], [8, 9, 10, 11, 12])
 
 
-def test_hidden_states_are_those_of_the_layers_asked_for():
-    rounds = start("llama")
-    runner, text = rounds.runner, rounds.requests[1].token_ids
-    runner.needs_hidden = (0, 1)
-    seen = {}
-    layers = rounds.model.model.layers
-    hooks = [layer.register_forward_hook(lambda m, a, out, at=at: seen.__setitem__(at, out)) for at, layer in enumerate(layers)]
-    scores = runner.score(Context(tuple(rounds.requests), (2, 2, 2), None), proposal_of([[1], [5, 6], []]))
-    plain_logits(rounds.model, [*text, 5, 6])
-    for hook in hooks:
-        hook.remove()
-    for layer in (0, 1):
-        torch.testing.assert_close(scores.hidden[layer][1], seen[layer][0, -3:], rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize("chunk", [5, 256])
+def test_hidden_states_are_transformers_own_of_the_whole_text(model_type, chunk):
+    """Prompts that are read in chunks or with the drafts, text a round adds, the drafts themselves: embedding to final norm."""
+    model = make_model(small_config(model_type))
+    runner = ModelRunner.load(untouched(model), RunnerConfig(compile="never", prefill_chunk=chunk))
+    layers = runner.needs_hidden = tuple(range(runner.num_layers + 1))
+    rounds = Rounds(runner, model, [make_text(40, 1), make_text(3, 2), make_text(21, 3)])
+    requests, read = rounds.requests, {layer: [[], [], []] for layer in layers}
+    for chains in ([[1], [5, 6], []], [[7, 8, 9], [5, 6], [4]]):
+        scores = runner.score(Context(tuple(requests), (3, 3, 3), None), proposal_of(chains))
+        for b, (request, chain) in enumerate(zip(requests, chains, strict=True)):
+            wanted = model(torch.tensor([request.token_ids + chain]), output_hidden_states=True).hidden_states
+            for layer in layers:
+                rows = read[layer][b]
+                rows += [scores.past_hidden[layer][b], scores.hidden[layer][b, :1]]
+                everything = torch.cat([*rows, scores.hidden[layer][b, 1 : len(chain) + 1]])
+                torch.testing.assert_close(everything, wanted[layer][0], rtol=2e-4, atol=2e-4)
+        runner.commit(Context(tuple(requests), (3, 3, 3), None), verdict_of([[], [], []], [11, 12, 13]))
+        for request, token in zip(requests, (11, 12, 13), strict=True):
+            request.token_ids.append(token)
+
+
+def test_a_hidden_state_that_the_model_does_not_have_is_refused():
+    runner = start("llama").runner
+    runner.needs_hidden = (runner.num_layers + 1,)
+    with pytest.raises(OutriderError, match=r"has the hidden states 0 to \d+, not all of"):
+        runner.score(Context((make_request("x", [1, 2]),), (0,), None), proposal_of([[]]))
 
 
 @pytest.mark.parametrize("asked", [None, 60])

@@ -84,6 +84,27 @@ def test_compiled_rounds_equal_the_plain_forward(runner, model):
     runner.release([request.request_id for request in rounds.requests])
 
 
+def test_compiled_hidden_states_equal_eager_ones(runner, model):
+    """Embedding, a layer between and the final norm; a long prompt is read in chunks. Another kind of pass, compiled too."""
+    texts = [make_text(length, length) for length in (3, 40)]
+
+    def states(made):
+        made.needs_hidden = (0, 1, 2)
+        requests = tuple(make_request(f"h{index}", text) for index, text in enumerate(texts))
+        scores = made.score(Context(requests, (9, 9), None), proposal_of([[1, 2], [3]]))
+        made.release([request.request_id for request in requests])
+        made.needs_hidden = ()
+        return scores
+
+    got, expected = states(runner), states(load(model, "never"))
+    assert runner.passes.is_compiled
+    for layer in (0, 1, 2):
+        for b, length in enumerate((2, 39)):
+            assert got.past_hidden[layer][b].shape == (length, 32)
+            torch.testing.assert_close(got.past_hidden[layer][b], expected.past_hidden[layer][b], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(got.hidden[layer][b, :2], expected.hidden[layer][b, :2], rtol=1e-4, atol=1e-4)
+
+
 def test_a_requests_logits_are_the_same_bits_in_any_batch_and_with_any_drafts(runner):
     texts = [make_text(length, length) for length in (12, 20, 45)]
     together = scored(runner, texts, [[1, 2, 3], [4, 5], []])

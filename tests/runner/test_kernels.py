@@ -202,6 +202,20 @@ def test_a_token_scored_as_a_draft_and_fed_after_it_was_committed_gets_the_same_
         assert torch.equal(out, together[:, at : at + 1]), at
 
 
+@pytest.mark.parametrize("which", [CPU, "reference"])
+@pytest.mark.parametrize("window", [0, 30])
+def test_a_tree_fed_in_parts_attends_as_one_fed_at_once(which, window):
+    """Visibility may reach back over slots that earlier passes wrote: that is how a tree is drafted level by level."""
+    whole = Pass([21, 5], 9).branch()
+    together, parts = whole.run(which, window=window), Pass([21, 5], 9).branch()
+    stores, done = (parts.keys, parts.values), []
+    for first, last in ((0, 1), (1, 4), (4, 9)):
+        inputs = [x[:, :, first:last] for x in (whole.query, whole.key, whole.value)]
+        where = [parts.cache_rows, torch.tensor([21, 5]) + first, whole.positions[:, first:last]]
+        done.append(attend(which, *inputs, *stores, 1, *where, whole.visible[:, first:last, :last], 0.3, 0.0, window))
+    torch.testing.assert_close(torch.cat(done, 1), together, rtol=1e-5, atol=1e-6)
+
+
 @needs_kernels
 def test_attend_refuses_a_pass_beyond_the_cache():
     with pytest.raises(RuntimeError, match="does not fit the cache"):

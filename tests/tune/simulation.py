@@ -125,7 +125,7 @@ def simulate(policy: LengthPolicy, cell: Cell, passes: PassCosts | None = None) 
                     seen[row] = len(row.request.token_ids)
             if passes is not None and not is_prefill:
                 passes.observe(1 + max(lens), len(rows), NUM_PROMPT_TOKENS, times.score)
-            policy.observe(context, Round(k, lens, accepted, times), is_prefill)
+            policy.observe(context, Round(k, lens, lens, accepted, times), is_prefill)
             is_prefill = False
             ended = [row.request.request_id for row in rows if row.left <= 0]
             if ended:

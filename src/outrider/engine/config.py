@@ -102,5 +102,5 @@ def build_policy(speculation: Speculation, runner: ModelRunner, proposer: Propos
         return k
     if isinstance(k, int):
         return FixedLength(min(k, proposer.max_drafts))
-    policy: LengthPolicy = POLICIES.get(k)(max_k, pass_costs(runner)) if max_k else FixedLength(0)
+    policy: LengthPolicy = POLICIES.get(k)(max_k, pass_costs(runner), proposer.num_nodes) if max_k else FixedLength(0)
     return policy

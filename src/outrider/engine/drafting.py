@@ -33,6 +33,7 @@ class Drafts:
     proposal: Proposal
     token_ids: list[list[int]]
     lens: list[int]
+    depths: list[int]  # of each request's longest path: lens, unless it is a tree
     k: int  # drafts asked for
     rows: list[int]  # requests that the proposer drafted for, and is told the verdict of
     seconds: float  # of drafting
@@ -47,7 +48,7 @@ class Drafts:
             None if proposal.parents is None else proposal.parents[b : b + 1, :n],
         )
         rows = [0] if b in self.rows else []
-        return Drafts(alone, [self.token_ids[b]], [n], self.k, rows, self.seconds / len(self.lens))
+        return Drafts(alone, [self.token_ids[b]], [n], [self.depths[b]], self.k, rows, self.seconds / len(self.lens))
 
 
 class GuardedProposer:
@@ -85,14 +86,15 @@ class GuardedProposer:
             self._fail([entries[b] for b in rows], f"{type(error).__name__}: {error}")
             return self._none(batch, k, perf_counter() - start)
         if self._features.layers:
-            self._features.release(view.request_ids)
+            self._features.seen(view.request_ids)
         for i, reason in checked.faults.items():
             self._fail([entries[rows[i]]], reason)
         if len(rows) < batch:
             checked = _scattered(checked, rows, batch)
         if checked.faults:
             rows = [b for b in rows if entries[b].is_speculating]
-        return Drafts(checked.proposal, checked.token_ids, checked.lens, k, rows, perf_counter() - start)
+        depths = path_depths(checked.proposal, checked.lens)
+        return Drafts(checked.proposal, checked.token_ids, checked.lens, depths, k, rows, perf_counter() - start)
 
     def commit(self, entries: Sequence[Entry], context: Context, drafts: Drafts, verdict: Verdict) -> None:
         """Tells the proposer what was kept of its drafts; in a round for which it was not asked there is nothing to tell."""
@@ -107,10 +109,21 @@ class GuardedProposer:
         except Exception as error:
             self._fail([entries[b] for b in rows], f"{type(error).__name__}: {error}")
 
-    def keep_features(self, context: Context, scores: Scores, verdict: Verdict) -> None:
+    def keep_features(self, entries: Sequence[Entry], scores: Scores, verdict: Verdict) -> None:
         """Remembers the target features that the proposer asked for, until it sees them."""
         if self._features.layers:
-            self._features.keep(context, scores, verdict)
+            for b, entry in enumerate(entries):
+                if entry.is_speculating:
+                    self._features.keep(entry.request, b, scores, verdict)
+
+    def share(self, request_id: str) -> None:
+        """Announces that other requests will be forked from this one."""
+        if self._features.layers:
+            self._features.share(request_id)
+
+    def fork(self, source_id: str, new_id: str) -> bool:
+        """Whether a request can start from another's prompt as far as the proposer is concerned."""
+        return self._features.fork(source_id, new_id)
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Lets the proposer forget requests."""
@@ -124,7 +137,7 @@ class GuardedProposer:
         """A round without drafts."""
         if self._empty.lens.shape[0] != batch:
             self._empty = Proposal.empty(batch)
-        return Drafts(self._empty, [[]] * batch, [0] * batch, k, [], seconds)
+        return Drafts(self._empty, [[]] * batch, [0] * batch, [0] * batch, k, [], seconds)
 
     def _view(self, context: Context, rows: list[int]) -> Context:
         """The context of some of its requests. All of them: itself."""
@@ -144,6 +157,19 @@ class GuardedProposer:
         ids = [entry.request.request_id for entry in entries]
         logger.warning("the proposer %r failed, %s go on without drafts: %s", self._proposer.name, ", ".join(ids), reason)
         self.release(ids)
+
+
+def path_depths(proposal: Proposal, lens: list[int]) -> list[int]:
+    """The longest path of each request's drafts."""
+    if proposal.parents is None:
+        return lens
+    longest = []
+    for parents, length in zip(proposal.parents.tolist(), lens, strict=True):
+        depths: list[int] = []
+        for parent in parents[:length]:
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        longest.append(max(depths, default=0))
+    return longest
 
 
 def _scattered(checked: Checked, rows: list[int], batch: int) -> Checked:

@@ -83,6 +83,8 @@ class Engine:
     def add(self, request: Request, fork_of: str | None = None) -> None:
         """Queues a request; ``fork_of`` names one with the same prompt. Raises ``OutriderError`` if it can never run."""
         self.scheduler.add(request, fork_of)
+        if fork_of is not None:
+            self._guarded.share(fork_of)
 
     def abort(self, request_id: str) -> str:
         """Ends a request at once. Returns the text that was still held back."""
@@ -130,7 +132,7 @@ class Engine:
 
         self.runner.commit(context, verdict)
         self._guarded.commit(entries, context, drafts, verdict)
-        self._guarded.keep_features(context, scores, verdict)
+        self._guarded.keep_features(entries, scores, verdict)
         emissions = [
             self._emit(entry, b, drafts, paths[b][: counts[b]], next_tokens[b], scores) for b, entry in enumerate(entries)
         ]
@@ -139,7 +141,7 @@ class Engine:
             self._forget(ended)
         measured = perf_counter()
         times.host = measured - started - times.total + self._unbooked
-        self._account(entries, context, drafts, Round(drafts.k, drafts.lens, counts, times), emissions)
+        self._account(entries, context, drafts, Round(drafts.k, drafts.lens, drafts.depths, counts, times), emissions)
         if ended:
             self.policy.release(ended)
         self._unbooked = perf_counter() - measured
@@ -154,9 +156,10 @@ class Engine:
         last = "plain"
         if num_drafts:
             last = "bonus" if _is_leaf(drafts.proposal, b, num_drafts, path) else "corrected"
+        num_judged = num_accepted + (last == "corrected")
         origins = (["accepted"] * num_accepted + [last])[: len(kept)]
-        entry.stats.count(num_drafts, num_accepted, len(kept))
-        self.stats.count(num_drafts, num_accepted, len(kept))
+        entry.stats.count(num_drafts, num_judged, num_accepted, len(kept))
+        self.stats.count(num_drafts, num_judged, num_accepted, len(kept))
         request = entry.request
         logprobs = None
         if request.params.logprobs is not None:
@@ -186,7 +189,7 @@ class Engine:
     def _admit(self) -> None:
         """Takes waiting requests in; one whose prompt is cached already starts from a copy."""
         for entry in self.scheduler.admit():
-            if entry.fork_of is not None:
+            if entry.fork_of is not None and self._guarded.fork(entry.fork_of, entry.request.request_id):
                 self.runner.fork(entry.fork_of, [entry.request.request_id])
                 # The source may have gone on; and the last token of the prompt is scored again, for this sample's first token.
                 self.runner.keep_len(entry.request.request_id, entry.request.num_prompt_tokens - 1)

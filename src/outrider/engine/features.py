@@ -1,4 +1,4 @@
-"""Carries target features from the round that scored a token to the proposer that asked for them (``needs_hidden``)."""
+"""Carries target features from the rounds that read a token to the proposer that asked for them (``needs_hidden``)."""
 
 from __future__ import annotations
 
@@ -8,25 +8,30 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from outrider.types import Context, Scores, Verdict
+from outrider.types import Context, Request, Scores, Verdict
+
+Features = dict[int, list[Tensor]]  # hidden state -> chunks [T, H] in the order of the text
 
 
 class FeatureStore:
-    """layer -> features of each request's committed tokens that the proposer has not seen yet."""
+    """Features of each request's committed tokens, from the first on, that the proposer has not seen yet."""
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = tuple(layers)
-        self._unseen: dict[str, dict[int, list[Tensor]]] = {}
+        self._unseen: dict[str, Features] = {}
+        self._prompts: dict[str, Features] = {}  # of requests that others will start from; empty until the prompt is read
 
-    def keep(self, context: Context, scores: Scores, verdict: Verdict) -> None:
-        """Remembers the rows of the root and of the accepted drafts: the tokens that are committed now."""
-        for b, request_id in enumerate(context.request_ids):
-            path = verdict.path[b, : int(verdict.num_accepted[b])]
-            rows = torch.cat([torch.zeros(1, dtype=torch.long), path + 1])  # row i + 1 follows draft i
-            unseen = self._unseen.setdefault(request_id, {layer: [] for layer in self.layers})
-            for layer in self.layers:
-                hidden = scores.hidden[layer][b]  # [N + 1, H]
-                unseen[layer].append(hidden[rows.to(hidden.device)])
+    def keep(self, request: Request, b: int, scores: Scores, verdict: Verdict) -> None:
+        """Remembers what row b of a round read: text before the root, the root, and the accepted drafts."""
+        path = verdict.path[b, : int(verdict.num_accepted[b])]
+        rows = torch.cat([torch.zeros(1, dtype=torch.long), path + 1])  # row i + 1 follows draft i
+        unseen = self._unseen.setdefault(request.request_id, {layer: [] for layer in self.layers})
+        prompt = self._prompts.get(request.request_id)
+        for layer in self.layers:
+            past, hidden = scores.past_hidden[layer][b], scores.hidden[layer][b]  # [T, H], [N + 1, H]
+            unseen[layer] += [past, hidden[rows.to(hidden.device)]]
+            if prompt is not None and past.shape[0] == len(request.token_ids) - 1:  # read from the first token on
+                prompt[layer] = [past[: request.num_prompt_tokens - 1]]
 
     def attach(self, context: Context) -> Context:
         """The context with everything unseen. It stays unseen until ``seen``, so that a failed round loses nothing."""
@@ -36,7 +41,25 @@ class FeatureStore:
             hidden[layer] = [torch.cat(chunk) if chunk else torch.empty(0) for chunk in chunks]
         return replace(context, hidden=hidden)
 
-    def release(self, request_ids: Sequence[str]) -> None:
-        """Forgets requests, because the proposer has seen all or because they ended."""
+    def seen(self, request_ids: Sequence[str]) -> None:
+        """The proposer has seen all there was."""
         for request_id in request_ids:
             self._unseen.pop(request_id, None)
+
+    def share(self, request_id: str) -> None:
+        """Other requests will start from this one's prompt: its features are kept beside."""
+        self._prompts.setdefault(request_id, {})
+
+    def fork(self, source_id: str, new_id: str) -> bool:
+        """Gives a new request the features of all but the last token of the prompt. False where they are not at hand."""
+        prompt = self._prompts.get(source_id)
+        if not prompt:
+            return not self.layers
+        self._unseen[new_id] = {layer: list(chunks) for layer, chunks in prompt.items()}
+        return True
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Forgets requests that ended, or whose text the target will read again."""
+        self.seen(request_ids)
+        for request_id in request_ids:
+            self._prompts.pop(request_id, None)

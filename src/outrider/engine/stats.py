@@ -45,6 +45,7 @@ class Round:
 
     k: int  # drafts asked for
     lens: list[int]  # drafts proposed, per request
+    depths: list[int]  # the longest path among them: lens, unless they are trees
     num_accepted: list[int]
     times: PhaseTimes
 
@@ -56,29 +57,29 @@ class GenerationStats:
     acceptance_histogram: dict[int, int] = field(default_factory=dict)  # {num_accepted: rounds}
     num_tokens: int = 0  # emitted, after truncation at a stop
     num_drafts: int = 0  # drafted tokens
-    num_judged: int = 0  # drafts that were reached: all before them had been accepted
+    num_judged: int = 0  # steps of depth that were reached: all before them had been accepted
     num_steps: int = 0  # engine steps: a round of each request of the batch
-    num_draft_steps: int = 0  # the longest draft of each step, summed
+    num_draft_steps: int = 0  # the longest path of each step, summed
     faults: int = 0  # rounds in which the proposer failed
     times: PhaseTimes = field(default_factory=PhaseTimes)
     plain_seconds: float = 0.0  # what the same tokens would have cost without drafts; nan where a pass was never measured
     pass_seconds: float = 0.0  # plain passes, one a decoding round, for the cost ratio
     num_timed_rounds: int = 0
 
-    def count(self, num_drafts: int, num_accepted: int, num_emitted: int) -> None:
-        """Adds one request's part of a round."""
+    def count(self, num_drafts: int, num_judged: int, num_accepted: int, num_emitted: int) -> None:
+        """Adds one request's part of a round. ``num_judged``: accepted, and one more where all that came next was rejected."""
         histogram = self.acceptance_histogram
         histogram[num_accepted] = histogram.get(num_accepted, 0) + 1
         self.num_tokens += num_emitted
         self.num_drafts += num_drafts
-        self.num_judged += num_accepted + 1 if num_accepted < num_drafts else num_drafts
+        self.num_judged += num_judged
 
     def clock(self, round_: Round, is_prefill: bool, emitted_per_row: float, plain_pass: float | None) -> None:
         """Adds one round's seconds. ``plain_pass``: seconds of a decoding pass without drafts, None if unknown."""
         times = round_.times
         self.times.add(times)
         self.num_steps += 1
-        self.num_draft_steps += max(round_.lens, default=0)
+        self.num_draft_steps += max(round_.depths, default=0)
         outside = times.verify + times.host
         if is_prefill or not any(round_.lens):
             self.plain_seconds += times.score + outside  # plain decoding would have done just this
@@ -104,7 +105,7 @@ class GenerationStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """alpha: accepted drafts over drafts that were reached. 0 where nothing was drafted."""
+        """alpha: accepted drafts over steps of depth that were reached (in a tree: with any draft). 0 without drafts."""
         return self.num_accepted / self.num_judged if self.num_judged else 0.0
 
     @property

@@ -34,7 +34,7 @@ class Proposer(ABC):
     """Where drafts come from. One method = one subclass = one file."""
 
     name: str = "custom"
-    needs_hidden: tuple[int, ...] = ()  # target layers it wants to see: data, read generically by the runner
+    needs_hidden: tuple[int, ...] = ()  # target hidden states it wants to see, counted as types.Scores says: data
     drafts_trees: bool = False  # whether its proposals may have parents: then the verifier must handle trees
     max_drafts: int = 64  # the longest path it can draft
 
@@ -52,6 +52,10 @@ class Proposer(ABC):
 
     def release(self, request_ids: Sequence[str]) -> None:  # noqa: B027 - optional
         """Forgets requests that ended. Unknown ids are ignored."""
+
+    def num_nodes(self, k: int) -> int:
+        """Drafts in a full proposal whose longest path is k: what the target's pass over it is priced by."""
+        return k
 
     def warmup(self, k: int, batch: int) -> None:  # noqa: B027 - optional
         """Does now what would make the first rounds slow (compiling, measuring)."""

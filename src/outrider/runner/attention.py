@@ -33,7 +33,7 @@ class PassLayout:
     cache_rows: Tensor  # [B] int64
     bases: Tensor  # [B] int64: slot of the pass's first token; slots before it hold the committed text
     positions: Tensor  # [B, W] int64
-    visible: Tensor  # bool [B, W, W]: which tokens of the pass each token sees
+    visible: Tensor  # bool [B, W, M], M >= W: which of the last M slots, the pass's own at their end, each token sees
     layers_done: set[int] = field(default_factory=set)  # whose attention has run
 
 

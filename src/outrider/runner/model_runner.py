@@ -52,6 +52,28 @@ class _Round:
     is_tree: bool
 
 
+class _Read:
+    """Hidden states of the committed text that a call reads: index -> request -> chunks in order."""
+
+    def __init__(self, layers: tuple[int, ...], batch: int) -> None:
+        self.layers = layers
+        self._chunks: dict[int, list[list[Tensor]]] = {index: [[] for _ in range(batch)] for index in layers}
+
+    def add(self, hidden: dict[int, Tensor], lens: Sequence[tuple[int, int]]) -> None:
+        """Row i of hidden [R, W, H] begins with ``lens[i][1]`` tokens of request ``lens[i][0]``."""
+        for index, states in hidden.items():
+            for i, (b, length) in enumerate(lens):
+                if length:
+                    self._chunks[index][b].append(states[i, :length].clone())  # a captured graph writes there again
+
+    def joined(self, hidden: dict[int, Tensor]) -> dict[int, list[Tensor]]:
+        """One tensor [T_b, H] a request."""
+        return {
+            index: [torch.cat(chunks) if chunks else states.new_empty(0, states.shape[-1]) for chunks in self._chunks[index]]
+            for index, states in hidden.items()
+        }
+
+
 SHORT = 16  # uncached tokens up to which text is scored in the same pass as the drafts, not prefilled before
 
 
@@ -71,7 +93,7 @@ class ModelRunner:
         compute = torch.float32 if linear.is_packed(model) else model.dtype
         self.cache = KVCache(cache_shape(text), config.max_batch, self.max_len, compute, device)
         self.passes = PassRunner(model, self.cache, config.compile)
-        self.needs_hidden: tuple[int, ...] = ()
+        self.needs_hidden: tuple[int, ...] = ()  # hidden states that every score reports, counted as types.Scores says
         self._round: _Round | None = None
         self._numbers = torch.arange(0, device=device)
         self._masks: dict[tuple[int, int], Tensor] = {}
@@ -113,7 +135,8 @@ class ModelRunner:
         """One target pass over whatever is not cached yet and the drafts: logits [B, N + 1, V], row 0 after the root."""
         requests = context.requests
         rows = [self.cache.row(request.request_id) for request in requests]
-        self._prefill([request.token_ids for request in requests], rows, spare=proposal.num_nodes)
+        read = _Read(self.needs_hidden, len(rows))
+        self._prefill([request.token_ids for request in requests], rows, spare=proposal.num_nodes, read=read)
         pending = [r.token_ids[self.cache.cached_lens[row] :] for r, row in zip(requests, rows, strict=True)]
         bases = [self.cache.cached_lens[row] for row in rows]
         drafts = proposal.token_ids.tolist()
@@ -126,7 +149,9 @@ class ModelRunner:
         logits, hidden = self.passes.run(ids, layout, self.needs_hidden, self._arange(start, ids.shape[1]))
         self._round = _Round(context.request_ids, [base + at for base, at in zip(bases, first, strict=True)], is_tree)
         logits = _rows_from(logits, [at - start for at in first], proposal.num_nodes + 1)
-        return Scores(logits.float(), {layer: _rows_from(h, first, proposal.num_nodes + 1) for layer, h in hidden.items()})
+        read.add(hidden, list(enumerate(first)))
+        rows_of = {index: _rows_from(states, first, proposal.num_nodes + 1) for index, states in hidden.items()}
+        return Scores(logits.float(), rows_of, read.joined(hidden))
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Keeps the accepted path of the round just scored; rejected drafts are simply overwritten by the next pass."""
@@ -161,7 +186,7 @@ class ModelRunner:
         rows = [self.cache.row(request_id) for request_id in request_ids]
         for row, text in zip(rows, texts, strict=True):  # the last token is always fed, for its logits
             self.cache.cached_lens[row] = min(self.cache.cached_lens[row], len(text) - 1)
-        self._prefill(texts, rows, spare=0)
+        self._prefill(texts, rows, spare=0, read=_Read((), len(rows)))
         bases = [self.cache.cached_lens[row] for row in rows]
         pending = [list(text[base:]) for text, base in zip(texts, bases, strict=True)]
         ids, layout = self._chain_layout(pending, rows, bases)
@@ -201,7 +226,7 @@ class ModelRunner:
 
     # -- passes -------------------------------------------------------------------------------------------------------------
 
-    def _prefill(self, texts: Sequence[Sequence[int]], rows: list[int], spare: int) -> None:
+    def _prefill(self, texts: Sequence[Sequence[int]], rows: list[int], spare: int, read: _Read) -> None:
         """Reads long uncached text in chunks, all requests together, up to but excluding each one's last token."""
         lens = self.cache.cached_lens
         longest = max(len(text) for text in texts)
@@ -211,13 +236,16 @@ class ModelRunner:
         if max(len(text) - lens[row] for text, row in zip(texts, rows, strict=True)) <= SHORT:
             return
         while True:
-            todo = [(text, row) for text, row in zip(texts, rows, strict=True) if len(text) - 1 > lens[row]]
-            if not todo:
+            left = [b for b, (text, row) in enumerate(zip(texts, rows, strict=True)) if len(text) - 1 > lens[row]]
+            if not left:
                 return
+            todo = [(texts[b], rows[b]) for b in left]
             chunks = [list(text[lens[row] : min(len(text) - 1, lens[row] + self.config.prefill_chunk)]) for text, row in todo]
             self.cache.reserve(max(lens[row] for _, row in todo) + max(map(len, chunks)))
             ids, layout = self._chain_layout(chunks, [row for _, row in todo], [lens[row] for _, row in todo])
-            self.passes.run(ids, layout, (), self._arange(0, 1))  # one logit row, since there must be one: none is wanted
+            # one logit row, since there must be one: none is wanted
+            _, hidden = self.passes.run(ids, layout, read.layers, self._arange(0, 1))
+            read.add(hidden, list(zip(left, map(len, chunks), strict=True)))
             for chunk, (_, row) in zip(chunks, todo, strict=True):
                 lens[row] += len(chunk)
 
@@ -276,7 +304,7 @@ class ModelRunner:
                 ids, layout = self._chain_layout([[0] * width] * batch, rows, [slots] * batch)
                 self._synchronize()
                 start = time.perf_counter()
-                self.passes.run(ids, layout, (), self._arange(0, width))
+                self.passes.run(ids, layout, self.needs_hidden, self._arange(0, width))
                 self._synchronize()
                 times.append(time.perf_counter() - start)
             return min(times[1:])

@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from outrider.runner import compiled
 from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.graphs import GraphRunner
 from outrider.runner.kv_cache import KVCache
 from outrider.runner.loading import decoder_layers
+from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,9 @@ class Pass(nn.Module):
         self._cache = [cache]  # in a list, so that a module does not look into it
         self.cache_shape, self.cache_dtype = cache.shape, cache.dtype
         self._stack = [decoder_layers(model)] if layers else []
+        last = cache.shape.num_layers
+        if layers and not 0 <= min(layers) <= max(layers) <= last:
+            raise OutriderError(f"a model of {last} layers has the hidden states 0 to {last}, not all of {layers}")
 
     def forward(  # noqa: PLR0913 - the inputs of a compiled function
         self,
@@ -65,11 +70,18 @@ class Pass(nn.Module):
                 handle.remove()
         return (logits, *(captured[layer] for layer in self.layers))
 
-    def _capture(self, layer: int, captured: dict[int, Tensor]) -> torch.utils.hooks.RemovableHandle:
-        def hook(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            captured[layer] = output if isinstance(output, Tensor) else output[0]
+    def _capture(self, index: int, captured: dict[int, Tensor]) -> torch.utils.hooks.RemovableHandle:
+        """Counted as transformers' ``hidden_states``: what goes into layer ``index``, or comes out after the final norm."""
 
-        return self._stack[0][layer].register_forward_hook(hook)
+        def before(module: nn.Module, args: tuple[Tensor, ...], options: dict[str, Tensor]) -> None:
+            captured[index] = args[0] if args else options["hidden_states"]
+
+        def after(module: nn.Module, args: object, output: ModelOutput) -> None:
+            captured[index] = output[0]
+
+        if index == len(self._stack[0]):
+            return self.model.base_model.register_forward_hook(after)
+        return self._stack[0][index].register_forward_pre_hook(before, with_kwargs=True)
 
 
 Run = Callable[[list[Tensor]], "Sequence[Tensor]"]
@@ -88,7 +100,7 @@ class PassRunner:
     def run(
         self, token_ids: Tensor, layout: PassLayout, layers: tuple[int, ...], logits_at: Tensor
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """[B, W] tokens -> logits [B, M, V] of the places ``logits_at`` [M], and {layer: [B, W, H]}."""
+        """[B, W] tokens -> logits [B, M, V] of the places ``logits_at`` [M], and {hidden state: [B, W, H]}."""
         run = self.runner_of(layers)
         started = time.perf_counter() if layers in self._eager else 0.0
         where = [layout.positions, layout.cache_rows, layout.bases, layout.visible, logits_at, layout.keys, layout.values]
@@ -105,11 +117,13 @@ class PassRunner:
             self._runs[layers] = self._prepare(layers)
         return self._runs[layers]
 
-    def compile_now(self) -> None:
-        """Compiles the passes in use (or loads them from the disk cache) instead of waiting for it to pay off."""
+    def compile_now(self, layers: tuple[int, ...] = ()) -> None:
+        """Compiles the passes in use and the one with these hidden states (or loads them from the disk cache), not later when
+        it pays off.
+        """
         if self._compile != "never":
-            for layers in [*self._runs] or [()]:
-                self._runs[layers] = self._prepare(layers, insist=True)
+            for kind in {*self._runs, layers}:
+                self._runs[kind] = self._prepare(kind, insist=True)
 
     @property
     def is_compiled(self) -> bool:

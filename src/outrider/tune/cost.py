@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from outrider.engine.costs import SPIKE, WEIGHT, PassCosts
 from outrider.engine.stats import PhaseTimes
@@ -17,8 +17,9 @@ HICCUP = 2.0  # a reading this far above what is expected is cut
 class CostModel:
     """Draft and overhead means beside the engine's table of target passes."""
 
-    def __init__(self, passes: PassCosts) -> None:
-        self.passes = passes
+    def __init__(self, passes: PassCosts, num_nodes: Callable[[int], int] = int) -> None:
+        """``num_nodes``: drafts of a proposal whose longest path is k; k itself for chains."""
+        self.passes, self._num_nodes = passes, num_nodes
         self._draft: dict[int, Line] = {}  # batch -> seconds of drafting
         self._catch_up: float | None = None  # seconds for each token that a proposer had not seen
         self._outside: dict[tuple[int, bool], float] = {}  # (batch, whether there were drafts) -> seconds of verifier and host
@@ -68,9 +69,9 @@ class CostModel:
         return num_tokens * (self._catch_up or 0.0)
 
     def round(self, k: int, longest: int, batch: int, cache_len: int) -> float:
-        """Seconds of a round that asked for k drafts and scored ``longest``."""
+        """Seconds of a round that asked for k drafts and scored a path of ``longest``."""
         plain_pass = self.passes.seconds(1, batch, cache_len) or 0.0
-        score = self.passes.seconds(1 + longest, batch, cache_len) or plain_pass
+        score = self.passes.seconds(1 + self._num_nodes(longest), batch, cache_len) or plain_pass
         return self.draft(longest or k, batch, plain_pass) + score + self.outside(batch, longest > 0)
 
     def plain_round(self, batch: int, cache_len: int) -> float | None:
@@ -84,7 +85,7 @@ class CostModel:
         outside = self.outside(batch, True)
         rounds = []
         for k in lengths:
-            score = self.passes.seconds(1 + k, batch, cache_len) or plain_pass
+            score = self.passes.seconds(1 + self._num_nodes(k), batch, cache_len) or plain_pass
             # A wider pass is never cheaper: where it measured so, that was noise.
             rounds.append((self.draft(k, batch, plain_pass), max(score, plain_pass) + outside))
         return rounds

@@ -8,7 +8,7 @@ which a small part of all time goes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from outrider.engine.costs import PassCosts
@@ -63,9 +63,10 @@ class Track:
 class DraftLengthPolicy:
     """``next_k`` for a batch: one K that is best for the sum of its requests."""
 
-    def __init__(self, max_k: int, passes: PassCosts) -> None:
+    def __init__(self, max_k: int, passes: PassCosts, num_nodes: Callable[[int], int] = int) -> None:
+        """``num_nodes``: drafts of a proposal whose longest path is k; k itself for chains."""
         self.max_k = max_k
-        self._costs = {is_greedy: CostModel(passes) for is_greedy in (True, False)}  # drawing takes longer than an argmax
+        self._costs = {is_greedy: CostModel(passes, num_nodes) for is_greedy in (True, False)}  # drawing takes longer than an argmax
         self.costs = self._costs[True]
         self._lengths = [k for k in LENGTHS if k < max_k] + [max_k]
         self._tracks: dict[str, Track] = {}
@@ -106,7 +107,7 @@ class DraftLengthPolicy:
 
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
         """Learns from a round: what was accepted, what it cost, and whether drafting won or lost time."""
-        batch, longest, times = len(round_.lens), max(round_.lens), round_.times
+        batch, longest, times = len(round_.depths), max(round_.depths), round_.times
         if round_.k == 0:
             if not is_prefill:
                 self.costs.observe(0, batch, times, False, False)
@@ -165,12 +166,12 @@ class DraftLengthPolicy:
         memory = PROBE_MEMORY if self._is_probe else MEMORY
         self._num_drafted += 1
         self._num_unchecked += 1
-        self._reach = max(self._reach, *round_.lens)
+        self._reach = max(self._reach, *round_.depths)
         for b, track in enumerate(self._batch):
             track.num_seen = len(self._requests[b].token_ids)
             if context.limits[b] <= 0:
                 continue  # no draft was of use
-            num_drafts, num_accepted = round_.lens[b], round_.num_accepted[b]
+            num_drafts, num_accepted = round_.depths[b], round_.num_accepted[b]
             if num_drafts:
                 track.own.fade(memory)
                 track.shared.fade(SHARED_MEMORY)
@@ -183,10 +184,10 @@ class DraftLengthPolicy:
         At usual prices: a hiccup is not the drafts' fault. A probe pays for the text that the proposer had to catch up with.
         Where drafting was decided on, that is paid once and for all that follows.
         """
-        plain, batch = self._plain, len(round_.lens)
+        plain, batch = self._plain, len(round_.depths)
         if plain is None:
             return
-        seconds = self.costs.round(round_.k, max(round_.lens), batch, len(self._requests[0].token_ids))
+        seconds = self.costs.round(round_.k, max(round_.depths), batch, len(self._requests[0].token_ids))
         if not is_prefill:
             seconds = min(round_.times.total, seconds)
         won = 1 + sum(round_.num_accepted) / batch - (seconds + catch_up) / plain
@@ -258,7 +259,7 @@ class DraftLengthPolicy:
     def _judge_probe(self, round_: Round, context: Context) -> None:
         """A probe that failed doubles the pause; one that held goes on, until the estimate says so or the purse is empty."""
         self._decide(context)
-        made = [(drafts, accepted) for drafts, accepted in zip(round_.lens, round_.num_accepted, strict=True) if drafts]
+        made = [(drafts, accepted) for drafts, accepted in zip(round_.depths, round_.num_accepted, strict=True) if drafts]
         if self._k:
             self._pause = FIRST_PAUSE
         elif made and all([drafts == accepted for drafts, accepted in made]):

@@ -82,7 +82,8 @@ def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C+
     """Writes this pass's keys and values to slots ``base .. base + W`` of the cache, then attends to all that is visible.
 
     query [B, H, W, D]; key, value [B, Hkv, W, D]; keys, values [L, R, Hkv, S, D], changed in place; cache_rows, bases [B];
-    positions [B, W]; visible bool [B, W, W]: which of the pass's tokens each one sees -> [B, W, H, D].
+    positions [B, W]; visible bool [B, W, M], M >= W: which of the last M slots, the pass's own W at their end, each token sees;
+    those before are seen by all -> [B, W, H, D].
     """
     width, capacity = query.shape[2], keys.shape[3]
     slots = bases[:, None] + torch.arange(width, device=bases.device)  # [B, W]
@@ -107,13 +108,16 @@ def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C+
 
 def _visible_slots(bases: Tensor, positions: Tensor, visible: Tensor, capacity: int, window: int) -> Tensor:
     """Which slots each query sees: bool [B, W, S]. Slot s < base holds position s; slot base + j holds positions[:, j]."""
-    width = positions.shape[1]
+    width, reach = visible.shape[1:]
     slot = torch.arange(capacity, device=positions.device)
     own = slot - bases[:, None]  # [B, S]: index within this pass, where 0 <= own < W
     in_pass = (own >= 0) & (own < width)
     index = own.clamp(0, width - 1)
+    told = own + reach - width  # index in visible, where 0 <= told < M
     seen = torch.where(
-        in_pass[:, None], visible.gather(2, index[:, None].expand(-1, width, -1)), (own < 0)[:, None].expand(-1, width, -1)
+        ((told >= 0) & (told < reach))[:, None],
+        visible.gather(2, told.clamp(0, reach - 1)[:, None].expand(-1, width, -1)),
+        (told < 0)[:, None].expand(-1, width, -1),
     )
     if window > 0:
         place = torch.where(in_pass, positions.gather(1, index), slot)  # [B, S]

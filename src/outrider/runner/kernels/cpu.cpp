@@ -267,10 +267,10 @@ at::Tensor embed(const at::Tensor& token_ids, const at::Tensor& packed) {
 // ---------------------------------------------------------------------------------------------------------------------------
 
 struct Pass {
-  int64_t rows, heads, kv_heads, width, key_dim, value_dim, capacity, window;
+  int64_t rows, heads, kv_heads, width, reach, key_dim, value_dim, capacity, window;
   float scale, softcap;
   const int64_t *cache_rows, *bases, *positions;
-  const bool* visible;  // [rows, width, width]: which of the pass's tokens each query sees
+  const bool* visible;  // [rows, width, reach]: which of the last `reach` slots, the pass's own at their end, each query sees
 };
 
 // Adds neighbouring runs of `half` lanes of two vectors: the first halves of the result come from a, the second from b.
@@ -334,11 +334,12 @@ void attend_one(const Pass& pass, int64_t b, int64_t w, const float* query, cons
                 float* out) {
   constexpr float kUnseen = -std::numeric_limits<float>::infinity();
   const int64_t base = pass.bases[b], position = pass.positions[b * pass.width + w];
-  const bool* row = pass.visible + (b * pass.width + w) * pass.width;
+  const int64_t open = base + pass.width - pass.reach;  // slots before it are seen by all
+  const bool* row = pass.visible + (b * pass.width + w) * pass.reach;
   const int64_t begin = pass.window > 0 ? std::max<int64_t>(0, position - pass.window + 1) : 0;
   int64_t last = base + pass.width;
-  while (last > base && !row[last - 1 - base]) --last;
-  const int64_t first = std::min(begin, base) / kLanes * kLanes;  // blocks start at the same slots whatever the pass
+  while (last > open && !row[last - 1 - open]) --last;
+  const int64_t first = std::min(begin, open) / kLanes * kLanes;  // blocks start at the same slots whatever the pass
   const int64_t count = last - first, padded = (count + kLanes - 1) / kLanes * kLanes;
   vec peak = splat(kUnseen);
   for (int64_t i = 0; i < padded; i += kLanes) {
@@ -358,10 +359,10 @@ void attend_one(const Pass& pass, int64_t b, int64_t w, const float* query, cons
       }
     }
     if (pass.softcap > 0) for (int j = 0; j < kLanes; ++j) score[j] = pass.softcap * std::tanh(score[j] / pass.softcap);
-    if (slot < begin || slot + kLanes > base) {
+    if (slot < begin || slot + kLanes > open) {
       for (int64_t j = 0; j < kLanes; ++j) {
         const int64_t at = slot + j;
-        bool seen = at >= last ? false : at < base ? at >= begin : row[at - base];
+        bool seen = at < last && (at < open || row[at - open]) && (at >= base || at >= begin);
         if (seen && at >= base && pass.window > 0) seen = position - pass.positions[b * pass.width + at - base] < pass.window;
         if (!seen) score[j] = kUnseen;
       }
@@ -428,14 +429,16 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
   const at::Tensor q = query.to(at::kFloat).contiguous(), k = key.to(at::kFloat).contiguous(), v = value.to(at::kFloat).contiguous();
   const at::Tensor seen = visible.contiguous();
   const at::Tensor rows = cache_rows.contiguous(), starts = bases.contiguous(), places = positions.contiguous();
-  Pass pass{q.size(0), q.size(1), k.size(1), q.size(2), k.size(3), v.size(3), keys.size(3), window, static_cast<float>(scale),
+  Pass pass{q.size(0), q.size(1), k.size(1), q.size(2), seen.size(2), k.size(3), v.size(3), keys.size(3), window, static_cast<float>(scale),
             static_cast<float>(softcap), rows.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>(),
             places.const_data_ptr<int64_t>(), seen.const_data_ptr<bool>()};
   TORCH_CHECK(pass.key_dim == keys.size(4) && pass.value_dim == values.size(4) && pass.kv_heads == keys.size(2) &&
                   q.size(3) == pass.key_dim && pass.heads % pass.kv_heads == 0 && layer < keys.size(0) && v.size(1) == pass.kv_heads,
               "attend: heads of query ", q.sizes(), ", key ", k.sizes(), " and value ", v.sizes(), " do not fit the cache ", keys.sizes());
   for (int64_t b = 0; b < pass.rows; ++b)
-    TORCH_CHECK(pass.bases[b] + pass.width <= pass.capacity && pass.cache_rows[b] < keys.size(1), "attend: the pass does not fit the cache");
+    TORCH_CHECK(pass.bases[b] + pass.width <= pass.capacity && pass.cache_rows[b] < keys.size(1) &&
+                    pass.reach >= pass.width && pass.bases[b] + pass.width >= pass.reach,
+                "attend: the pass does not fit the cache");
   at::Tensor out = at::empty({pass.rows, pass.width, pass.heads, pass.value_dim}, q.options());
   float* to = out.mutable_data_ptr<float>();
   const at::Tensor k_layer = keys.select(0, layer), v_layer = values.select(0, layer);
