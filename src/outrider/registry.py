@@ -45,6 +45,7 @@ PROPOSERS = Registry(
         "plain": "outrider.proposers.base:PlainProposer",
         "draft": "outrider.proposers.draft_model:DraftModelProposer",
         "ngram": "outrider.proposers.ngram:NgramProposer",
+        "eagle": "outrider.proposers.eagle:EagleProposer",
     },
 )
 

@@ -57,6 +57,14 @@ class PackedEmbedding(nn.Module):
         return rows if self._scale is None else rows * self._scale
 
 
+def weight_of(module: nn.Module) -> Tensor:
+    """[outputs, inputs] of a linear layer or an embedding, packed or not."""
+    packed = getattr(module, "packed", None)
+    if packed is None:
+        return module.weight  # type: ignore[no-any-return, union-attr]
+    return kernels.unpack_weight(packed, int(getattr(module, "out_features", None) or module.num_embeddings))  # type: ignore[arg-type]
+
+
 class FusedLinears(nn.Module):
     """Layers that read the same input, computed in one operation: one stream of weights instead of several short ones.
 

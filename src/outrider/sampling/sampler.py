@@ -75,12 +75,7 @@ class Sampler:
         if not self.is_deterministic:
             probs = self.probs(logits, drafts, parents, start, lens)
             return torch.stack([self.draw(probs[:, j], start + j) for j in range(probs.shape[1])], dim=1)
-        scores = self._scores(logits, drafts, parents, start)
-        if not self._all_greedy:
-            kept = self._shaping.probs(scores)[0] > 0 if self._shaping.truncates else None
-            scores = scores / self._shaping.temperatures.to(scores.dtype) + self._coupled_noise(scores, parents, start)
-            scores = scores if kept is None else scores.masked_fill(~kept, -math.inf)
-        best, token_ids = _max(scores)
+        best, token_ids = _max(self._decisive(logits, drafts, parents, start))
         self._check(best, lens)
         return token_ids
 
@@ -101,6 +96,24 @@ class Sampler:
         probs, witness = self._shaping.probs(scores)
         self._check(witness, lens)
         return probs
+
+    def confidences(
+        self, logits: Tensor, drafts: Tensor | None = None, parents: Tensor | None = None, start: int = 0
+    ) -> Tensor:
+        """[B, M, V] -> float [B, M, V]: how likely each token is to be the one that ``tokens`` says in a deterministic round.
+
+        What trees are grown by: greedy rows as at temperature 1; coupled noise, which the target will use too, is in it.
+        """
+        return torch.softmax(self._decisive(logits, drafts, parents, start), dim=-1)
+
+    def _decisive(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int) -> Tensor:
+        """Scores whose highest is the token of a deterministic round: [B, M, V]."""
+        scores = self._scores(logits, drafts, parents, start)
+        if self._all_greedy:
+            return scores
+        kept = self._shaping.probs(scores)[0] > 0 if self._shaping.truncates else None
+        scores = scores / self._shaping.temperatures.to(scores.dtype) + self._coupled_noise(scores, parents, start)
+        return scores if kept is None else scores.masked_fill(~kept, -math.inf)
 
     def bernoulli(self, probs: Tensor) -> Tensor:
         """Independent coins: float [B, N] in [0, 1] -> bool [B, N]; coin (b, i) is the same whatever B and N."""

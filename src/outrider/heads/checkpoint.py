@@ -1,0 +1,101 @@
+"""Reading and writing a head's folder: a config.json and tensors, in whatever file their makers put them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from outrider.types import OutriderError
+
+logger = logging.getLogger(__name__)
+
+FILES = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+def find_folder(source: str | Path) -> Path:
+    """A local folder, or the download of a hub id. Raises ``OutriderError`` where there is none."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or str(source).startswith((".", "/", "~")) or str(source).count("/") != 1:
+        raise OutriderError(f"no head at {source}: give the folder that holds its config.json and weights, or a hub id")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=["*.json", *FILES, "*.safetensors", "*.bin"]))
+    except Exception as error:  # the hub fails in more ways than can be listed
+        raise OutriderError(f"cannot get {source} from the hub: {_first_line(error)}") from error
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and all tensors, on the CPU. Raises ``OutriderError``: no such files, cut short, NaN or infinity in them."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except OSError:
+        raise OutriderError(f"{folder} holds no config.json: not a head's folder") from None
+    except ValueError as error:
+        raise OutriderError(f"{folder}/config.json is no JSON: {_first_line(error)}") from error
+    tensors: dict[str, Tensor] = {}
+    for file in _weight_files(folder):
+        try:
+            tensors |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        except Exception as error:  # a truncated file fails in many ways
+            raise OutriderError(f"{file} cannot be read, download or copy it again: {_first_line(error)}") from error
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float32)):
+            raise OutriderError(f"{folder}: the weights of {name} hold NaN or infinity")
+    return config, tensors
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    for name in INDEXES:
+        index = folder / name
+        if index.exists():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            missing = [name for name in names if not (folder / name).exists()]
+            if missing:
+                raise OutriderError(f"{folder} lacks {missing[0]}, which {index.name} names")
+            return [folder / name for name in names]
+    found = [folder / name for name in FILES if (folder / name).exists()]
+    if not found:
+        raise OutriderError(f"{folder} holds no weights: looked for {', '.join(FILES)}")
+    return found[:1]
+
+
+def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """A folder as ``read_folder`` reads it, the weights in safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, folder / "model.safetensors",
+              metadata={"format": "pt"})  # fmt: skip
+
+
+def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: object, ignored: Sequence[str] = ()) -> None:
+    """Loads every parameter and persistent buffer of a module. ``ignored``: patterns of names that may be left over.
+
+    Raises ``OutriderError`` naming the first tensor that is missing, unknown or of another shape.
+    """
+    wanted = module.state_dict()
+    missing = [name for name in wanted if name not in tensors]
+    if missing:
+        raise OutriderError(f"{source} lacks weights of the head: {len(missing)} tensors, the first {missing[0]}")
+    unknown = [name for name in tensors if name not in wanted and not any(re.search(pattern, name) for pattern in ignored)]
+    if unknown:
+        raise OutriderError(f"{source} holds {len(unknown)} tensors that this kind of head does not have, the first {unknown[0]}")
+    for name, there in wanted.items():
+        if there.shape != tensors[name].shape:
+            raise OutriderError(f"{source}: {name} is {list(tensors[name].shape)}, by its config it is {list(there.shape)}")
+    module.load_state_dict({name: tensors[name].to(there.dtype) for name, there in wanted.items()})
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

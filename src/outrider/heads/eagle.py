@@ -1,0 +1,183 @@
+"""The autoregressive head of EAGLE: one decoder layer over the target's features, run over its own small cache.
+
+EAGLE-1 and EAGLE-2 (Li et al. 2024, arXiv 2401.15077 and 2406.16858) share their weights: fc over the next token's embedding and
+the target's last feature, one decoder layer, the target's own output head. EAGLE-3 (arXiv 2503.01840) reads three layers of the
+target, has its own norm and output head over a part of the vocabulary, and feeds itself back without imitating features.
+
+Entry j of a text is the token j + 1 with feature j, at position j: what follows token j + 1 comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from outrider.runner import ModelRunner
+from outrider.runner.linear import weight_of
+from outrider.types import OutriderError
+
+
+@dataclass(frozen=True)
+class EagleShape:
+    """What a head is made of."""
+
+    generation: int  # 1 (EAGLE-1 and EAGLE-2) or 3
+    llama: LlamaConfig  # of its decoder layers; vocab_size is the target's
+    target_hidden_size: int
+    hidden_states: tuple[int, ...]  # of the target that it reads, counted as types.Scores says
+    draft_vocab_size: int
+    fc_bias: bool = False
+    norm_before_residual: bool = False  # generation 3: the residual is the normed feature
+    norm_before_fc: bool = False  # one norm over all features together
+    fc_norm: bool = False  # one norm each
+    norm_output: bool = False  # what is fed back has gone through the final norm (EAGLE-3.1)
+    first_layer_norm: bool = False  # generation 1: whether the first layer has an input norm
+    reduced: bool = False  # it drafts a part of the vocabulary
+    own_embedding: bool = False
+    own_output: bool = True  # generation 3: False where the target's output head serves
+
+
+class FusedLayer(LlamaDecoderLayer):  # type: ignore[misc]
+    """transformers' decoder layer whose attention reads the normed embedding and the normed feature side by side."""
+
+    def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
+        super().__init__(config, 0)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm_before_residual = norm_before_residual
+        attention = self.self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            outputs = getattr(attention, name).out_features
+            setattr(attention, name, nn.Linear(2 * config.hidden_size, outputs, bias=config.attention_bias))
+
+    def forward(self, embeds: Tensor, hidden: Tensor, **options: Any) -> Tensor:
+        """[B, W, H] embeddings and features -> [B, W, H]."""
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        attended, _ = self.self_attn(hidden_states=torch.cat((self.input_layernorm(embeds), normed), -1), **options)
+        hidden = residual + attended
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+class EagleHead(nn.Module):
+    """The head's modules. The target's embedding and output head, where it uses them, are lent by ``lend``."""
+
+    draft_ids: Tensor | None  # [Vd] the target's id of each draft id; None: the same
+
+    def __init__(self, shape: EagleShape) -> None:
+        super().__init__()
+        self.shape = shape
+        config, hidden, features = shape.llama, shape.llama.hidden_size, len(shape.hidden_states)
+        norm = lambda size: LlamaRMSNorm(size, eps=config.rms_norm_eps)  # noqa: E731
+        if shape.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        rest = [LlamaDecoderLayer(config, index) for index in range(1, config.num_hidden_layers)]
+        if shape.generation == 1:
+            self.fc = nn.Linear(2 * hidden, hidden, bias=shape.fc_bias)
+            first = LlamaDecoderLayer(config, 0)
+            if not shape.first_layer_norm:
+                first.input_layernorm = nn.Identity()
+        else:
+            self.fc = nn.Linear(features * shape.target_hidden_size, hidden, bias=shape.fc_bias)
+            if shape.norm_before_fc:
+                self.input_norm = norm(features * shape.target_hidden_size)
+            if shape.fc_norm:
+                self.fc_norm = nn.ModuleList([norm(shape.target_hidden_size) for _ in range(features)])
+            first = FusedLayer(config, shape.norm_before_residual)
+            self.norm = norm(hidden)
+            if shape.own_output:
+                self.lm_head = nn.Linear(hidden, shape.draft_vocab_size, bias=False)
+        self.layers = nn.ModuleList([first, *rest])
+        self.register_buffer("draft_ids", torch.arange(shape.draft_vocab_size) if shape.reduced else None)
+        self._lent: list[nn.Module] = []  # in a list: the target's modules are not the head's to save or to pack
+
+    def lend(self, embedding: nn.Module, output: nn.Module) -> None:
+        """Gives the head the target's embedding and output head."""
+        self._lent = [embedding, output]
+
+    def embedding_table(self) -> Tensor:
+        """[V, H]: its own or the target's, whatever form that is in."""
+        module = self.embed_tokens if self.shape.own_embedding else self._lent[0]
+        return weight_of(module)
+
+    def fuse(self, features: Sequence[Tensor]) -> Tensor:
+        """The target's features, each [..., Ht] -> what the first round feeds: [..., H]."""
+        if self.shape.generation == 1:
+            return features[0]
+        if self.shape.fc_norm:
+            features = [norm(feature) for norm, feature in zip(self.fc_norm, features, strict=True)]
+        joined = torch.cat(list(features), -1)
+        fused: Tensor = self.fc(self.input_norm(joined) if self.shape.norm_before_fc else joined)
+        return fused
+
+    def forward(self, token_ids: Tensor, hidden: Tensor, position_ids: Tensor) -> Tensor:
+        """Tokens [B, W] and the features before them [B, W, H] -> [B, W, H]: what ``logits`` reads and ``feedback`` returns."""
+        embedding = self.embed_tokens if self.shape.own_embedding else self._lent[0]
+        embeds = embedding(token_ids).to(hidden.dtype)
+        options = {"position_ids": position_ids, "position_embeddings": self.rotary_emb(hidden, position_ids)}
+        first, *rest = self.layers
+        if self.shape.generation == 1:
+            hidden = first(self.fc(torch.cat((embeds, hidden), -1)), **options)
+        else:
+            hidden = first(embeds, hidden, **options)
+        for layer in rest:
+            hidden = layer(hidden, **options)
+        return hidden
+
+    def feedback(self, out: Tensor) -> Tensor:
+        """What the next round reads in the place of a feature of the target."""
+        return self.norm(out) if self.shape.norm_output else out  # type: ignore[no-any-return]
+
+    def logits(self, out: Tensor) -> Tensor:
+        """[..., H] -> [..., Vd] over the head's own vocabulary."""
+        if self.shape.generation == 3:
+            out = self.norm(out)
+            if self.shape.own_output:
+                return self.lm_head(out)  # type: ignore[no-any-return]
+        return self._lent[1](out)  # type: ignore[no-any-return]
+
+    def spread(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """[..., Vd] -> float32 [..., V] over the target's vocabulary: -inf where the head has no such token."""
+        logits = logits.float()
+        ids = self.draft_ids
+        if ids is None and logits.shape[-1] >= vocab_size:
+            return logits[..., :vocab_size]
+        full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
+        if ids is None:
+            full[..., : logits.shape[-1]] = logits
+        else:
+            full[..., ids] = logits
+        return full
+
+
+def check_fit(head: EagleHead, target: ModelRunner) -> None:
+    """Raises ``OutriderError``, in one line, for a head that was not made for a target like this."""
+    shape, name = head.shape, target.name
+    if shape.target_hidden_size != target.hidden_size:
+        raise OutriderError(f"the head was made for hidden size {shape.target_hidden_size}, {name} has {target.hidden_size}")
+    lends = not shape.own_embedding or shape.generation == 1 or not shape.own_output
+    if lends and shape.llama.hidden_size != target.hidden_size:
+        raise OutriderError(f"the head has hidden size {shape.llama.hidden_size} and no embedding or output head of its own size")
+    if max(shape.hidden_states) > target.num_layers:
+        raise OutriderError(f"the head reads hidden states {shape.hidden_states}, {name} has {target.num_layers} layers")
+    if shape.own_embedding and shape.llama.vocab_size < target.vocab_size:
+        raise OutriderError(f"the head embeds {shape.llama.vocab_size} tokens, {name} has {target.vocab_size}")
+    if head.draft_ids is not None and int(head.draft_ids.max()) >= target.vocab_size:
+        raise OutriderError(f"the head's draft vocabulary names token {int(head.draft_ids.max())}, {name} has {target.vocab_size}")
+
+
+def default_hidden_states(num_layers: int) -> tuple[int, int, int]:
+    """The low, middle and high layer that EAGLE-3's authors read where a config does not say: 2, n // 2, n - 3.
+
+    Raises ``OutriderError`` for a target without such layers.
+    """
+    if num_layers < 6:
+        raise OutriderError(f"a target of {num_layers} layers has no low, middle and high layer by default: name three of them")
+    return 2, num_layers // 2, num_layers - 3

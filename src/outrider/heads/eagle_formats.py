@@ -1,0 +1,241 @@
+"""EAGLE heads on disk: EAGLE-1/2, EAGLE-3 native and speculators are read; EAGLE-1, native and speculators are written.
+
+The layers an EAGLE-3 head reads are counted in two ways. ``eagle_aux_hidden_state_layer_ids`` at the top of a config (vLLM,
+speculators) counts as transformers' ``hidden_states`` do; inside ``eagle_config`` (SGLang, SpecForge, ModelOpt) it counts layers
+from 0 and means what they put out, one less. Both are written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from outrider.heads.checkpoint import fill, find_folder, read_folder, write_folder
+from outrider.heads.eagle import EagleHead, EagleShape, default_hidden_states
+from outrider.types import OutriderError
+
+logger = logging.getLogger(__name__)
+
+IGNORED = (r"^t2d$", r"^verifier_", r"rotary_emb\.", r"^mask_hidden$")
+LAYER_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "max_position_embeddings",
+    "vocab_size",
+    "attention_bias",
+    "mlp_bias",
+    "hidden_act",
+)
+FORMATS = ("native", "speculators")
+
+
+def load(source: str | Path, num_layers: int, vocab_size: int, target_hidden_size: int) -> EagleHead:
+    """Reads a head for a target of these sizes, float32. Raises ``OutriderError`` for what is missing or does not fit."""
+    folder = find_folder(source)
+    config, tensors = read_folder(folder)
+    kind = config.get("speculators_model_type")
+    if kind not in (None, "eagle3"):
+        raise OutriderError(f"{source} is a speculators head of the kind {kind!r}: of these, eagle3 can be loaded")
+    tensors = {_plain_name(name): tensor for name, tensor in tensors.items()}
+    layer = config.get("transformer_layer_config") or config.get("model") or config
+    if "fc.weight" not in tensors:
+        raise OutriderError(f"{source} has no fc.weight: not an EAGLE head")
+    if layer.get("model_type", "llama") not in ("llama", "eagle"):
+        raise OutriderError(f"{source} is built from {layer['model_type']} layers: only heads with Llama layers can be loaded")
+    llama = _llama(layer, tensors, vocab_size)
+    if "layers.0.hidden_norm.weight" in tensors:
+        shape = _shape_of_generation_3(config, tensors, llama, num_layers, target_hidden_size, str(source))
+    else:
+        shape = _shape_of_generation_1(tensors, llama, num_layers)
+        # The output head is the target's; an embedding beside it is a copy of the target's.
+        tensors = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    head = EagleHead(shape)
+    offsets = tensors.pop("d2t", None)
+    if offsets is not None:
+        tensors["draft_ids"] = offsets.long() + torch.arange(len(offsets))
+    elif shape.draft_vocab_size < vocab_size:
+        raise OutriderError(f"{source} drafts {shape.draft_vocab_size} of {vocab_size} tokens and holds no d2t to tell which")
+    fill(head, tensors, source, IGNORED)
+    return head.eval().requires_grad_(False)
+
+
+def _plain_name(name: str) -> str:
+    """Our name of a tensor: without prefixes, ``midlayer`` and SGLang's ``additional_layers`` counted as layers."""
+    name = re.sub(r"^(model|eagle_module|draft_model)\.", "", name).replace("midlayer.", "layers.0.", 1)
+    return re.sub(r"^additional_layers\.(\d+)\.", lambda found: f"layers.{int(found[1]) + 1}.", name)
+
+
+def _llama(layer: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int) -> LlamaConfig:
+    """The config of the head's layers. Their number is counted in the weights: configs say that of the target now and then."""
+    given = {key: layer[key] for key in LAYER_KEYS if layer.get(key) is not None}
+    numbers = [int(found[1]) for found in (re.match(r"layers\.(\d+)\.", name) for name in tensors) if found]
+    if layer.get("qkv_bias") or "layers.0.self_attn.q_proj.bias" in tensors:
+        raise OutriderError("a head with biases in attention cannot be loaded")
+    try:
+        config = LlamaConfig(**given, num_hidden_layers=max(numbers, default=0) + 1, attention_dropout=0.0)
+    except Exception as error:  # transformers checks configs in many ways
+        raise OutriderError(f"the head's config makes no Llama layer: {str(error).splitlines()[0]}") from error
+    embedding = tensors.get("embed_tokens.weight")
+    config.vocab_size = vocab_size if embedding is None else embedding.shape[0]
+    config._attn_implementation = "outrider"
+    return config
+
+
+def _shape_of_generation_1(tensors: dict[str, Tensor], llama: LlamaConfig, num_layers: int) -> EagleShape:
+    return EagleShape(
+        1,
+        llama,
+        llama.hidden_size,
+        (num_layers,),
+        llama.vocab_size,
+        fc_bias="fc.bias" in tensors,
+        first_layer_norm="layers.0.input_layernorm.weight" in tensors,
+        own_embedding="embed_tokens.weight" in tensors,
+    )
+
+
+def _shape_of_generation_3(
+    config: dict[str, Any], tensors: dict[str, Tensor], llama: LlamaConfig, num_layers: int, hidden_size: int, source: str
+) -> EagleShape:
+    is_speculators = "speculators_model_type" in config
+    width = int(config.get("target_hidden_size") or llama.hidden_size)
+    num_features, rest = divmod(tensors["fc.weight"].shape[1], width)
+    if rest or not num_features:
+        raise OutriderError(f"{source}: fc reads {tensors['fc.weight'].shape[1]} numbers, not a multiple of {width}")
+    ids = layer_ids(config)
+    if ids is None:
+        ids = default_hidden_states(num_layers)
+        logger.warning("%s does not say which layers it reads: taken to be %s, which is a guess", source, ids)
+    if len(ids) != num_features:
+        raise OutriderError(f"{source} reads {num_features} features, its config names the layers {ids}")
+    output = tensors.get("lm_head.weight")
+    return EagleShape(
+        3,
+        llama,
+        width,
+        ids,
+        llama.vocab_size if output is None else output.shape[0],
+        reduced="d2t" in tensors,
+        fc_bias="fc.bias" in tensors,
+        norm_before_residual=bool(config.get("norm_before_residual", is_speculators)),
+        norm_before_fc="input_norm.weight" in tensors,
+        fc_norm="fc_norm.0.weight" in tensors,
+        norm_output=bool(config.get("norm_output", False)),
+        own_embedding="embed_tokens.weight" in tensors,
+        own_output=output is not None,
+    )
+
+
+def layer_ids(config: dict[str, Any]) -> tuple[int, ...] | None:
+    """The hidden states that a config names, in transformers' count; None where it is silent."""
+    outer = config.get("eagle_aux_hidden_state_layer_ids")
+    if outer:
+        return tuple(int(index) for index in outer)
+    inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return tuple(int(index) + 1 for index in inner) if inner else None
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------------
+
+
+def export(head: EagleHead, folder: Path, kind: str = "native", verifier: str = "", acceptance: list[float] | None = None) -> None:
+    """Writes a head. ``kind``: native or speculators (EAGLE-3 only); ``verifier``: the target's name, for the config.
+
+    ``acceptance``: measured acceptance of the first, second, ... sibling, by which Outrider shapes its trees.
+    """
+    shape = head.shape
+    if kind not in FORMATS:
+        raise OutriderError(f"unknown format {kind!r}; known: {', '.join(FORMATS)}")
+    if shape.generation == 1 and kind == "speculators":
+        raise OutriderError("an EAGLE-1 head is written in its native format: speculators has none that others load")
+    tensors = {name: tensor for name, tensor in head.state_dict().items() if name != "draft_ids"}
+    tensors.setdefault("embed_tokens.weight", head.embedding_table())
+    layer = _layer_config(head)
+    extra = {"outrider": {"acceptance_by_rank": acceptance}} if acceptance else {}
+    if shape.generation == 1:
+        config = layer | {"architectures": ["LlamaForCausalLM"], "bias": shape.fc_bias}
+        write_folder(folder, config | extra, tensors)
+        return
+    ids = torch.arange(shape.draft_vocab_size) if head.draft_ids is None else head.draft_ids
+    tensors["d2t"] = ids - torch.arange(len(ids), device=ids.device)
+    tensors["t2d"] = torch.zeros(shape.llama.vocab_size, dtype=torch.bool).index_fill_(0, ids.cpu(), True)
+    if not shape.own_output:
+        raise OutriderError("a head that uses the target's output head cannot be exported: train one with its own")
+    norms = {name: getattr(shape, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
+    common = {
+        **norms,
+        "draft_vocab_size": shape.draft_vocab_size,
+        "target_hidden_size": shape.target_hidden_size,
+        "eagle_aux_hidden_state_layer_ids": list(shape.hidden_states),
+    }
+    if kind == "native":
+        tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
+        if not shape.own_embedding:  # here, the target's is used
+            del tensors["embed_tokens.weight"]
+        config = layer | common | _native(shape)
+    else:
+        config = common | _speculators(layer, verifier)
+    write_folder(folder, config | extra, tensors)
+
+
+def _layer_config(head: EagleHead) -> dict[str, Any]:
+    config, dtype = head.shape.llama, head.fc.weight.dtype
+    keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+    more = ("max_position_embeddings", "vocab_size", "hidden_act", "attention_bias", "mlp_bias")
+    rope = {key: value for key, value in config.rope_parameters.items() if key not in ("rope_theta", "rope_type")}
+    scaling = {**rope, "rope_type": config.rope_parameters["rope_type"]} if rope else None
+    return {
+        "model_type": "llama",
+        "num_hidden_layers": config.num_hidden_layers,
+        **{key: getattr(config, key) for key in (*keys, *more)},
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "rope_scaling": scaling,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def _native(shape: EagleShape) -> dict[str, Any]:
+    inner = [index - 1 for index in shape.hidden_states]
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": inner, "use_aux_hidden_state": True},
+    }
+
+
+def _speculators(layer: dict[str, Any], verifier: str) -> dict[str, Any]:
+    method = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "transformer_layer_config": {**layer, "architectures": ["LlamaForCausalLM"]},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"name_or_path": verifier, "architectures": ["LlamaForCausalLM"]},
+        },
+        "torch_dtype": layer["torch_dtype"],
+    }
+
+
+def measured_acceptance(folder: Path) -> tuple[float, ...] | None:
+    """What ``export`` was told of the siblings' acceptance, if anything."""
+    config = json.loads((folder / "config.json").read_text())
+    values = (config.get("outrider") or {}).get("acceptance_by_rank")
+    return tuple(float(value) for value in values) if values else None

@@ -1,0 +1,116 @@
+"""Runs a head over its own KV cache: catches up with the target's features, and drafts a tree level by level behind them.
+
+Built from the runner's parts: the ragged cache, Outrider's attention and packed weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from outrider.heads.eagle import EagleHead
+from outrider.runner import ModelRunner, kernels, linear
+from outrider.runner.attention import PassLayout, active_pass
+from outrider.runner.kv_cache import CacheShape, KVCache
+
+CHUNK = 256  # entries of a request per pass while its prompt is read
+
+
+class HeadRunner:
+    """One head beside one target. An entry of its cache is made from the target's own feature; drafted ones are overwritten."""
+
+    def __init__(self, head: EagleHead, target: ModelRunner) -> None:
+        self.head = head.to(target.device)
+        embedding, output = target.model.get_input_embeddings(), target.model.get_output_embeddings()
+        head.lend(embedding, output)
+        packs = target.device.type == "cpu" and linear.is_packed(target.model)
+        weights = next((p.dtype for p in target.model.parameters() if p.is_floating_point()), torch.float32)
+        if packs:
+            weights = next(module.packed.dtype for module in target.model.modules() if hasattr(module, "packed"))
+        head.to(weights)
+        if packs and kernels.load_cpu_kernels():
+            linear.pack_model(head)  # type: ignore[arg-type] - it looks at the modules alone
+        self.dtype = torch.float32 if packs else weights
+        self.device, self._max_len, self._vocab_size = target.device, target.max_len, target.vocab_size
+        self.cache = KVCache(_cache_shape(head.shape.llama), target.max_batch, target.max_len, self.dtype, target.device)
+
+    def cached_len(self, request_id: str) -> int:
+        """Entries of a request made from the target's features."""
+        return self.cache.cached_len(request_id)
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Forgets requests."""
+        self.cache.release(request_ids)
+
+    @torch.inference_mode()
+    def extend(self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]], features: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Adds entries: of each request the tokens [n_b] and, by hidden state, the features [n_b, Ht] before them; n_b >= 1.
+
+        Returns what the head puts out at each request's last entry: [B, H].
+        """
+        rows = [self.cache.row(request_id) for request_id in request_ids]
+        fused = [self.head.fuse([each.to(self.device, self.dtype) for each in of_request]) for of_request in features]
+        last: list[Tensor | None] = [None] * len(rows)
+        longest = max(map(len, tokens))
+        for start in range(0, longest, CHUNK):
+            some = [b for b, ids in enumerate(tokens) if len(ids) > start]
+            ids = [list(tokens[b][start : start + CHUNK]) for b in some]
+            hidden = [fused[b][start : start + CHUNK] for b in some]
+            out = self._chain([rows[b] for b in some], ids, hidden)
+            for i, b in enumerate(some):
+                self.cache.cached_lens[rows[b]] += len(ids[i])
+                if len(tokens[b]) <= start + CHUNK:
+                    last[b] = out[i, len(ids[i]) - 1]
+        return torch.stack([each for each in last if each is not None])
+
+    def _chain(self, rows: list[int], ids: list[list[int]], hidden: list[Tensor]) -> Tensor:
+        width = max(map(len, ids))
+        token_ids = torch.tensor([each + [0] * (width - len(each)) for each in ids], device=self.device)
+        if len(hidden) == 1:
+            padded = hidden[0][None]
+        else:
+            padded = hidden[0].new_zeros(len(ids), width, hidden[0].shape[-1])
+            for i, each in enumerate(hidden):
+                padded[i, : len(each)] = each
+        bases = torch.tensor([self.cache.cached_lens[row] for row in rows], device=self.device)
+        positions = bases[:, None] + torch.arange(width, device=self.device)
+        visible = torch.ones(width, width, dtype=torch.bool, device=self.device).tril().expand(len(rows), -1, -1)
+        return self._run(rows, bases, token_ids, padded, positions, visible)
+
+    @torch.inference_mode()
+    def level(self, request_ids: Sequence[str], token_ids: Tensor, hidden: Tensor, depth: int, sees: Tensor) -> Tensor:
+        """Feeds drafts [B, W] of one depth (1: children of the root) with their parents' feedback [B, W, H] -> [B, W, H].
+
+        ``sees`` bool [B, W, M]: which of the M drafts fed in this round, these W at their end, each of them sees.
+        """
+        rows = [self.cache.row(request_id) for request_id in request_ids]
+        committed = torch.tensor([self.cache.cached_lens[row] for row in rows], device=self.device)
+        positions = (committed + depth - 1)[:, None].expand(-1, token_ids.shape[1])
+        return self._run(rows, committed + sees.shape[2] - token_ids.shape[1], token_ids, hidden, positions, sees)
+
+    def _run(self, rows: list[int], bases: Tensor, token_ids: Tensor, hidden: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        self.cache.reserve(int(bases.max()) + token_ids.shape[1])
+        layout = PassLayout(
+            self.cache.keys,
+            self.cache.values,
+            torch.tensor(rows, device=self.device),
+            bases,
+            positions.clamp(max=self._max_len - 1),
+            visible,
+        )
+        with active_pass(layout):
+            out: Tensor = self.head(token_ids, hidden, layout.positions)
+        return out
+
+    @torch.inference_mode()
+    def logits(self, out: Tensor) -> Tensor:
+        """[..., H] -> float32 [..., V] over the target's vocabulary."""
+        return self.head.spread(self.head.logits(out), self._vocab_size)
+
+
+def _cache_shape(config: LlamaConfig) -> CacheShape:
+    dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return CacheShape(int(config.num_hidden_layers), int(config.num_key_value_heads), dim, dim)

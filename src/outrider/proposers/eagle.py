@@ -1,0 +1,248 @@
+"""A head that goes on from the target's own features drafts a tree (Li et al.: EAGLE-1 arXiv 2401.15077, EAGLE-2 2406.16858,
+EAGLE-3 2503.01840).
+
+Greedy and coupled rounds: the dynamic tree of EAGLE-2, section 4: levels of the ``top_k`` most confident nodes are expanded, then
+all candidates are re-ranked and the best kept; its drafts are point masses. Sampled rounds: siblings are drawn one after the
+other without replacement, in a tree whose shape does not depend on what is drawn, and the proposal carries the distributions:
+multi-round rejection then has its full value, and the law of the output is the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.heads import eagle_formats
+from outrider.heads.eagle import EagleHead, check_fit
+from outrider.heads.head_runner import HeadRunner
+from outrider.proposers.base import Proposer, Setting
+from outrider.proposers.trees import TreeShape, best_tree, without
+from outrider.runner import ModelRunner
+from outrider.sampling import Sampler
+from outrider.types import Context, OutriderError, Proposal
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """The trees it drafts."""
+
+    top_k: int = 6  # children of a node, and nodes of a level that are expanded
+    max_depth: int = 8
+    max_nodes: int | None = None  # drafts in a proposal; None: 60 on a GPU, where they are nearly free, else 16
+    acceptance: tuple[float, ...] = (0.72, 0.13, 0.05, 0.025, 0.01)  # of the first, second, ... sibling when sampling
+    hidden_states: tuple[int, ...] | None = None  # of the target, in the place of those that the head names
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1 or self.max_depth < 1 or (self.max_nodes is not None and self.max_nodes < 1) or not self.acceptance:
+            raise OutriderError("top_k, max_depth and max_nodes must be at least 1, and acceptance must not be empty")
+
+
+class EagleProposer(Proposer):
+    """Drafts with a head over the target's features, which keeps its own cache of one layer."""
+
+    name = "eagle"
+    drafts_trees = True
+
+    def __init__(self, head: EagleHead, target: ModelRunner, config: EagleConfig = EagleConfig()) -> None:
+        """Raises ``OutriderError`` for a head that does not fit the target."""
+        check_fit(head, target)
+        self.needs_hidden = config.hidden_states or head.shape.hidden_states
+        if len(self.needs_hidden) != len(head.shape.hidden_states) or max(self.needs_hidden) > target.num_layers:
+            raise OutriderError(f"the head reads {len(head.shape.hidden_states)} hidden states, not {self.needs_hidden}")
+        self.head = HeadRunner(head, target)
+        self.max_drafts = config.max_depth
+        self._config, self._vocab_size = config, target.vocab_size
+        self._max_nodes = config.max_nodes or (60 if target.device.type == "cuda" else 16)
+        self._shapes: dict[int, TreeShape] = {}
+
+    @classmethod
+    def build(cls, setting: Setting) -> EagleProposer:
+        """Loads the head beside the target. Raises ``OutriderError`` where there is none or it does not fit."""
+        target, source = setting.target, setting.draft
+        if isinstance(source, EagleHead):
+            return cls(source, target)
+        if source is None or not (isinstance(source, str) or hasattr(source, "__fspath__")):
+            raise OutriderError("method 'eagle' needs a head: give draft=<folder or hub id of an EAGLE head>")
+        folder = eagle_formats.find_folder(str(source))
+        head = eagle_formats.load(folder, target.num_layers, target.vocab_size, target.hidden_size)
+        measured = eagle_formats.measured_acceptance(folder)
+        return cls(head, target, EagleConfig(acceptance=measured) if measured else EagleConfig())
+
+    def num_nodes(self, k: int) -> int:
+        return min(self._max_nodes, 2 * k) if k else 0
+
+    def propose(self, context: Context, k: int) -> Proposal:
+        # Before its prompt has been read by the target, a request has no features.
+        able = [b for b in range(len(context.requests)) if len(context.hidden[self.needs_hidden[0]][b])]
+        k = min(k, self.max_drafts, max((context.limits[b] for b in able), default=0))
+        if not able:
+            return Proposal.empty(len(context.requests))
+        out = self._read(context, able)
+        if k <= 0:
+            return Proposal.empty(len(context.requests))
+        round_ = _Round(context, able, k, self._vocab_size)
+        if context.sampler.is_deterministic:
+            return _confident_tree(self.head, round_, out, self._config.top_k, self.num_nodes(k))
+        return _drawn_tree(self.head, round_, out, self._shape(k))
+
+    def _read(self, context: Context, able: list[int]) -> Tensor:
+        """Catches up with the target's features: what the head puts out after each request's last token, [A, H]."""
+        ids = [context.requests[b].request_id for b in able]
+        tokens = [context.requests[b].token_ids[self.head.cached_len(name) + 1 :] for b, name in zip(able, ids, strict=True)]
+        features = [[context.hidden[index][b] for index in self.needs_hidden] for b in able]
+        if any(len(text) != len(new[0]) for text, new in zip(tokens, features, strict=True)):
+            raise RuntimeError("the features do not go on where the last ones ended")
+        out = self.head.extend(ids, tokens, features)
+        if not bool(torch.isfinite(out).all()):
+            raise RuntimeError("the head puts out NaN or infinity")
+        return out
+
+    def _shape(self, k: int) -> TreeShape:
+        if k not in self._shapes:
+            self._shapes[k] = best_tree([self._config.acceptance] * k, self.num_nodes(k))
+        return self._shapes[k]
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        self.head.release(request_ids)
+
+
+class _Round:
+    """The requests of a round that can be drafted for: A of the batch's B."""
+
+    def __init__(self, context: Context, able: list[int], k: int, vocab_size: int) -> None:
+        self.batch, self.able, self.k, self.vocab_size = len(context.requests), able, k, vocab_size
+        self.sampler: Sampler = context.sampler
+        self.ids = [context.requests[b].request_id for b in able]
+        self.limits = [min(k, context.limits[b]) for b in able]
+        self.is_whole = len(able) == self.batch
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[A, ...] -> [B, ...]: the sampler knows all requests. Rows of the others are zero and lead nowhere."""
+        if self.is_whole:
+            return values
+        return values.new_zeros(self.batch, *values.shape[1:]).index_copy_(0, torch.tensor(self.able), values)
+
+    def pick(self, values: Tensor) -> Tensor:
+        """[B, ...] -> [A, ...]."""
+        return values if self.is_whole else values[self.able]
+
+
+def _grown(sees: Tensor | None, parent: Tensor, width: int) -> Tensor:
+    """Which of the drafts fed so far the next level sees: bool [A, W, M] from the level before and each one's parent in it."""
+    own = torch.eye(width, dtype=torch.bool, device=parent.device).expand(parent.shape[0], -1, -1)
+    if sees is None:
+        return own
+    return torch.cat((sees.gather(1, parent[:, :, None].expand(-1, -1, sees.shape[2])), own), -1)
+
+
+def _children_of(values: Tensor, parent: Tensor) -> Tensor:
+    """values [A, P, H], parent [A, W] -> [A, W, H]."""
+    return values.gather(1, parent[:, :, None].expand(-1, -1, values.shape[2]))
+
+
+def _confident_tree(head: HeadRunner, round_: _Round, out: Tensor, top_k: int, num_nodes: int) -> Proposal:
+    """EAGLE-2, section 4.1 (expansion) and 4.2 (re-ranking)."""
+    found = _Candidates(num_nodes)
+    beam: Tensor | None = None  # [A, W]: index among the candidates of each node that is expanded
+    nodes = parents = torch.zeros(len(round_.able), 0, dtype=torch.long, device=out.device)  # expanded so far, as the sampler sees it
+    sees, at = None, torch.zeros(len(round_.able), 1, dtype=torch.float64, device=out.device)
+    hidden = out[:, None]  # [A, W, H]
+    for depth in range(1, round_.k + 1):
+        start = nodes.shape[1] - hidden.shape[1] + 1 if depth > 1 else 0
+        logits = round_.spread(head.logits(hidden))
+        whole = (round_.spread(nodes), round_.spread(parents)) if depth > 1 else (None, None)
+        logprobs = round_.pick(round_.sampler.confidences(logits, *whole, start=start)).double().log()  # [A, W, V]
+        best = logprobs.clamp_(max=-1e-9).topk(min(top_k, logprobs.shape[-1]), -1)  # a child is worth less than its parent
+        values = (at[:, :, None] + best.values).flatten(1)  # [A, W * top_k]
+        first = found.add(best.indices.flatten(1), values, beam, depth)
+        if depth == round_.k or not found.can_grow(values):
+            break
+        at, chosen = values.topk(min(top_k, values.shape[1]), -1)  # [A, W]
+        beam, in_level = first + chosen, chosen // best.values.shape[2]
+        token_ids = found.tokens.gather(1, beam)
+        sees = _grown(sees, in_level, token_ids.shape[1])
+        feedback = head.head.feedback(hidden)
+        level_start = nodes.shape[1] - hidden.shape[1] if depth > 1 else -1
+        parents = torch.cat((parents, in_level + level_start if depth > 1 else torch.full_like(in_level, -1)), 1)
+        nodes = torch.cat((nodes, token_ids), 1)
+        hidden = head.level(round_.ids, token_ids, _children_of(feedback, in_level), depth, sees)
+    return found.proposal(round_)
+
+
+class _Candidates:
+    """All nodes ever proposed, and the choice among them: [A, C] tensors that grow by a level at a time."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self.num_nodes = num_nodes
+        self.tokens = self.values = self.parents = torch.empty(0)
+        self.depths: list[int] = []
+
+    def add(self, token_ids: Tensor, values: Tensor, beam: Tensor | None, depth: int) -> int:
+        """Adds the children [A, W * top_k] of the nodes ``beam`` [A, W]. Returns the index of the first."""
+        first, count = len(self.depths), token_ids.shape[1]
+        if beam is None:
+            self.tokens, self.values, self.parents = token_ids, values, torch.full_like(token_ids, -1)
+        else:
+            parents = beam.repeat_interleave(count // beam.shape[1], 1)
+            self.tokens, self.values = torch.cat((self.tokens, token_ids), 1), torch.cat((self.values, values), 1)
+            self.parents = torch.cat((self.parents, parents), 1)
+        self.depths += [depth] * count
+        return first
+
+    def can_grow(self, values: Tensor) -> bool:
+        """Whether a child of the level just added could still be among the best."""
+        if len(self.depths) < self.num_nodes:
+            return True
+        worst = self.values.topk(self.num_nodes, -1).values[:, -1]
+        return bool((values.amax(-1) > worst).any())
+
+    def proposal(self, round_: _Round) -> Proposal:
+        """The most confident nodes of each request, parents first, siblings by confidence: point masses."""
+        is_beyond = torch.tensor(self.depths)[None] > torch.tensor(round_.limits)[:, None]
+        values = self.values.cpu().masked_fill(is_beyond, float("-inf"))
+        best = values.topk(min(self.num_nodes, values.shape[1]), -1)
+        tokens, above = self.tokens.tolist(), self.parents.tolist()
+        token_ids = torch.zeros(round_.batch, best.indices.shape[1], dtype=torch.long)
+        parents, lens = torch.full_like(token_ids, -1), torch.zeros(round_.batch, dtype=torch.long)
+        for a, b in enumerate(round_.able):
+            kept = [node for node, value in zip(best.indices[a].tolist(), best.values[a].tolist(), strict=True) if value > -1e30]
+            kept.sort(key=lambda node: self.depths[node])  # stable: by value within a depth
+            place = {node: index for index, node in enumerate(kept)} | {-1: -1}
+            lens[b] = len(kept)
+            if kept:
+                token_ids[b, : len(kept)] = torch.tensor([tokens[a][node] for node in kept])
+                parents[b, : len(kept)] = torch.tensor([place[above[a][node]] for node in kept])
+        return Proposal(token_ids, lens, None, parents)
+
+
+def _drawn_tree(head: HeadRunner, round_: _Round, out: Tensor, shape: TreeShape) -> Proposal:
+    """Siblings drawn without replacement; ``probs`` are the distributions each was drawn from, earlier siblings taken out."""
+    num_nodes, batch = len(shape.parents), round_.batch
+    token_ids = torch.zeros(batch, num_nodes, dtype=torch.long, device=out.device)
+    parents = torch.tensor(shape.parents, device=out.device).expand(batch, -1)
+    probs = torch.empty(batch, num_nodes, round_.vocab_size, device=out.device)
+    inner, hidden, sees = [-1], out[:, None], None
+    for depth in range(1, round_.k + 1):
+        logits = round_.spread(head.logits(hidden))  # [B, I, V] after each inner node
+        upto = inner[-1] + 1
+        base = round_.sampler.probs(logits, token_ids[:, :upto], parents[:, :upto], start=inner[0] + 1)
+        for i, node in enumerate(inner):
+            drawn = None
+            for child in shape.children(node):
+                probs[:, child] = without(base[:, i], drawn, logits[:, i])
+                token_ids[:, child] = round_.sampler.draw(probs[:, child], child)
+                drawn = token_ids[:, child : child + 1] if drawn is None else torch.cat((drawn, token_ids[:, child : child + 1]), 1)
+        before, inner = inner, [node for node in shape.nodes_at(depth) if shape.children(node)]
+        if not inner:
+            break
+        in_level = torch.tensor([before.index(shape.parents[node]) for node in inner], device=out.device)
+        in_level = in_level.expand(len(round_.able), -1)
+        sees = _grown(sees, in_level, len(inner))
+        feedback = head.head.feedback(hidden)
+        hidden = head.level(round_.ids, round_.pick(token_ids)[:, inner], _children_of(feedback, in_level), depth, sees)
+    lens = torch.zeros(batch, dtype=torch.long)
+    lens[round_.able] = torch.tensor([shape.cut(limit) for limit in round_.limits])
+    return Proposal(token_ids, lens, probs, parents.clone())

@@ -1,0 +1,81 @@
+"""What tree-drafting methods share: trees of fixed shape chosen by expected acceptance, and drawing siblings.
+
+Knows shapes, probabilities and tokens; no head and no model.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """N nodes in the order of a proposal: by depth, parents first, siblings by rank; of each depth inner nodes before leaves."""
+
+    parents: tuple[int, ...]  # -1: the root
+    ranks: tuple[int, ...]  # 0: the first sibling
+    depths: tuple[int, ...]  # 1: a child of the root
+
+    def cut(self, depth: int) -> int:
+        """How many nodes stand at most so deep: they come first."""
+        return sum(each <= depth for each in self.depths)
+
+    def nodes_at(self, depth: int) -> list[int]:
+        return [node for node, each in enumerate(self.depths) if each == depth]
+
+    def children(self, node: int) -> list[int]:
+        return [child for child, parent in enumerate(self.parents) if parent == node]
+
+
+def best_tree(acceptance: Sequence[Sequence[float]], num_nodes: int) -> TreeShape:
+    """The tree of ``num_nodes`` nodes with the most expected accepted drafts (Medusa, Cai et al. 2024, section 2.3.3, greedily).
+
+    ``acceptance[d][r]``: the chance that at depth d + 1 the draft of rank r is the one accepted, given that its parent was. A
+    node is worth the product along its path; the node that adds most is added until the tree is full.
+    """
+    best: list[tuple[int, ...]] = []  # nodes as the ranks along their paths
+    heap: list[tuple[float, tuple[int, ...]]] = []
+
+    def offer(path: tuple[int, ...], value: float) -> None:
+        depth, rank = len(path), path[-1]
+        if depth <= len(acceptance) and rank < len(acceptance[depth - 1]):
+            heapq.heappush(heap, (-value * acceptance[depth - 1][rank], path))
+
+    worth: dict[tuple[int, ...], float] = {(): 1.0}
+    offer((0,), 1.0)
+    while heap and len(best) < num_nodes:
+        negative, path = heapq.heappop(heap)
+        worth[path] = -negative
+        best.append(path)
+        offer((*path[:-1], path[-1] + 1), worth[path[:-1]])
+        offer((*path, 0), worth[path])
+    inner = {path[:-1] for path in best}
+    best.sort(key=lambda path: (len(path), path not in inner, path))
+    place = {path: index for index, path in enumerate(best)} | {(): -1}
+    return TreeShape(
+        tuple(place[path[:-1]] for path in best), tuple(path[-1] for path in best), tuple(len(path) for path in best)
+    )
+
+
+def without(probs: Tensor, drawn: Tensor | None, logits: Tensor) -> Tensor:
+    """The distribution of the next sibling: [B, V] with the tokens of earlier ones [B, R] taken out, renormalised.
+
+    Where nothing is left to draw (greedy rows after their first child, a truncation that leaves fewer tokens than siblings) it
+    is a point mass at the likeliest token by ``logits`` [B, V] that no sibling has.
+    """
+    if drawn is None or drawn.shape[1] == 0:
+        return probs
+    left = probs.scatter(-1, drawn, 0.0)
+    mass = left.sum(-1, keepdim=True)
+    is_over = mass <= 0
+    if bool(is_over.any()):
+        token = logits.scatter(-1, drawn, float("-inf")).argmax(-1, keepdim=True)
+        point = torch.zeros_like(left).scatter_(-1, token, 1.0)
+        left = torch.where(is_over, point, left)
+        mass = torch.where(is_over, 1.0, mass)
+    return left / mass

@@ -1,0 +1,234 @@
+"""Heads in every public format compute what their papers say: read over a cache, in chunks and level by level."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider.heads import eagle_formats
+from outrider.heads.eagle import check_fit, default_hidden_states
+from outrider.heads.head_runner import HeadRunner
+from outrider.runner import ModelRunner, RunnerConfig
+from outrider.types import OutriderError
+
+from . import reference
+from .writers import HIDDEN, write_eagle1, write_eagle3, write_medusa, write_speculators
+
+VOCAB, DRAFT_VOCAB, LAYERS = 40, 23, 4
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=700, tie_word_embeddings=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def target(model):
+    return ModelRunner.load(model, RunnerConfig(compile="never", max_batch=3))
+
+
+def load(folder):
+    return eagle_formats.load(folder, LAYERS, VOCAB, HIDDEN)
+
+
+KINDS = ["eagle1", "eagle1 without bias", "eagle1 of two layers", "native", "speculators", "norm_before_fc", "fc_norm", "3.1"]
+
+
+def write(kind, folder):
+    """The weights written, and how their reference is computed: entries -> out, out -> logits, out -> fed back."""
+    if kind.startswith("eagle1"):
+        return write_eagle1(folder, VOCAB, bias="without" not in kind, layers=2 if "two" in kind else 1)
+    if kind == "native":
+        return write_eagle3(folder, VOCAB, DRAFT_VOCAB)
+    extra = kind if kind in ("norm_before_fc", "fc_norm") else ""
+    return write_speculators(folder, VOCAB, DRAFT_VOCAB, extra=extra, norm_output=kind == "3.1")
+
+
+class Reference:
+    """The same head by its paper's formulas."""
+
+    def __init__(self, kind, weights, model):
+        self.kind, self.weights, self.model = kind, weights, model
+
+    def fuse(self, features):
+        return features[0] if self.kind.startswith("eagle1") else reference.eagle3_fuse(self.weights, *features)
+
+    def out(self, tokens, hidden, positions, sees):
+        if self.kind.startswith("eagle1"):
+            return reference.eagle1(self.weights, tokens, hidden, positions, sees)
+        table = self.weights.get("embed_tokens.weight", self.model.model.embed_tokens.weight)
+        is_normed = self.kind != "native"
+        return reference.eagle3(self.weights, table[tokens], hidden, positions, sees, is_normed)
+
+    def feedback(self, out):
+        return reference.rms_norm(out, self.weights["norm.weight"]) if self.kind == "3.1" else out
+
+    def logits(self, out):
+        if self.kind.startswith("eagle1"):
+            return self.model.lm_head(out)
+        return reference.eagle3_logits(self.weights, out, VOCAB)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_reads_a_text_in_parts_and_drafts_a_tree_behind_it(kind, tmp_path, model, target):
+    weights = write(kind, tmp_path)
+    by_paper, runner = Reference(kind, weights, model), HeadRunner(load(tmp_path), target)
+    count = len(runner.head.shape.hidden_states)
+    lengths, generator = (300, 6), torch.Generator().manual_seed(1)
+    tokens = [torch.randint(VOCAB, (length,), generator=generator) for length in lengths]
+    features = [[torch.randn(length, HIDDEN, generator=generator) for _ in range(count)] for length in lengths]
+    runner.extend(["a"], [tokens[0][:3].tolist()], [[each[:3] for each in features[0]]])
+    rest = [tokens[0][3:].tolist(), tokens[1].tolist()]
+    out = runner.extend(["a", "b"], rest, [[each[3:] for each in features[0]], features[1]])
+    level_1, level_2 = torch.tensor([[7, 8], [9, 10]]), torch.tensor([[11, 12, 13], [14, 15, 16]])
+    above = torch.tensor([0, 1, 0])  # parents of the second level
+    first = runner.level(["a", "b"], level_1, runner.head.feedback(out)[:, None].expand(-1, 2, -1), 1, torch.eye(2).bool().expand(2, -1, -1))
+    sees = torch.cat((torch.eye(2)[above], torch.eye(3)), 1).bool().expand(2, -1, -1)
+    second = runner.level(["a", "b"], level_2, runner.head.feedback(first)[:, above], 2, sees)
+    for b, length in enumerate(lengths):
+        hidden = by_paper.fuse(features[b])
+        causal = torch.ones(length, length).tril().bool()
+        own = by_paper.out(tokens[b], hidden, torch.arange(length), causal)
+        torch.testing.assert_close(out[b], own[-1], rtol=1e-4, atol=1e-4)
+        for node in range(3):  # each path of the tree as a text of its own
+            path = torch.stack((level_1[b, above[node]], level_2[b, node]))
+            longer = torch.cat((hidden, by_paper.feedback(own[-1:])))
+            upto = lambda n: torch.ones(n, n).tril().bool()  # noqa: E731
+            one = by_paper.out(torch.cat((tokens[b], path[:1])), longer, torch.arange(length + 1), upto(length + 1))
+            longer = torch.cat((longer, by_paper.feedback(one[-1:])))
+            two = by_paper.out(torch.cat((tokens[b], path)), longer, torch.arange(length + 2), upto(length + 2))
+            torch.testing.assert_close(first[b, above[node]], one[-1], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(second[b, node], two[-1], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(runner.logits(second[b, node]), by_paper.logits(two[-1:])[0], rtol=1e-3, atol=1e-3)
+
+
+def test_layer_ids_are_counted_as_each_place_in_the_config_counts_them(tmp_path):
+    """[0, 1, 2] inside eagle_config are what the layers 0, 1, 2 put out; at the top the same layers are [1, 2, 3]."""
+    write_eagle3(tmp_path / "inner", VOCAB, DRAFT_VOCAB)
+    assert load(tmp_path / "inner").shape.hidden_states == (1, 2, 3)
+    write_eagle3(tmp_path / "outer", VOCAB, DRAFT_VOCAB, config={"eagle_aux_hidden_state_layer_ids": [0, 2, 4]})
+    assert load(tmp_path / "outer").shape.hidden_states == (0, 2, 4)
+
+
+def test_a_config_that_is_silent_about_layers_is_guessed_with_a_warning(tmp_path, caplog):
+    write_eagle3(tmp_path, VOCAB, DRAFT_VOCAB, config={"eagle_config": None})
+    assert eagle_formats.load(tmp_path, 32, VOCAB, HIDDEN).shape.hidden_states == (2, 16, 29)
+    assert "which is a guess" in caplog.text
+    with pytest.raises(OutriderError, match="name three of them"):
+        load(tmp_path)
+    assert default_hidden_states(8) == (2, 4, 5)
+
+
+@pytest.mark.parametrize("kind", ["native", "speculators"])
+@pytest.mark.parametrize("source", ["native", "speculators", "norm_before_fc", "fc_norm", "3.1"])
+def test_an_exported_head_is_the_same_head(source, kind, tmp_path, target):
+    write(source, tmp_path / "in")
+    first = load(tmp_path / "in")
+    first.lend(target.model.get_input_embeddings(), target.model.get_output_embeddings())
+    eagle_formats.export(first, tmp_path / "out", kind, verifier="some/target", acceptance=[0.7, 0.1])
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    second = load(tmp_path / "out")
+    assert second.shape.hidden_states == first.shape.hidden_states
+    lent = kind == "speculators" and not first.shape.own_embedding
+    for name, tensor in second.state_dict().items():
+        wanted = target.model.get_input_embeddings() if lent and name == "embed_tokens.weight" else None
+        torch.testing.assert_close(tensor, first.embedding_table() if wanted is not None else first.state_dict()[name])
+    assert second.shape.llama.rope_parameters["rope_theta"] == 5000.0
+    assert eagle_formats.measured_acceptance(tmp_path / "out") == (0.7, 0.1)
+
+
+def test_the_native_export_has_the_names_and_shapes_of_the_format(tmp_path, target):
+    weights = write_speculators(tmp_path / "in", VOCAB, DRAFT_VOCAB)
+    head = load(tmp_path / "in")
+    eagle_formats.export(head, tmp_path / "out")
+    from safetensors.torch import load_file
+
+    tensors, config = load_file(tmp_path / "out" / "model.safetensors"), json.loads((tmp_path / "out" / "config.json").read_text())
+    renamed = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in weights.items()}
+    assert tensors.keys() == renamed.keys()
+    assert all(torch.equal(tensors[name], renamed[name]) for name in renamed)
+    assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["norm_before_residual"] is True
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    assert config["draft_vocab_size"] == DRAFT_VOCAB and config["vocab_size"] == VOCAB
+
+
+def test_an_eagle1_head_round_trips(tmp_path):
+    weights = write_eagle1(tmp_path / "in", VOCAB)
+    eagle_formats.export(load(tmp_path / "in"), tmp_path / "out")
+    assert all(torch.equal(load(tmp_path / "out").state_dict()[name], tensor) for name, tensor in weights.items())
+    with pytest.raises(OutriderError, match="speculators has none"):
+        eagle_formats.export(load(tmp_path / "in"), tmp_path / "out", "speculators")
+
+
+def break_config(folder, **change):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+
+def rewrite(folder, change):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+WRONG = {
+    "hidden state": (lambda folder: rewrite(folder, lambda t: t["fc.weight"].fill_(float("nan"))), "weights of fc.weight hold NaN"),
+    "missing": (lambda folder: rewrite(folder, lambda t: t.pop("norm.weight")), "lacks weights of the head: 1 tensors, the first norm"),
+    "unknown": (lambda folder: rewrite(folder, lambda t: t.update(odd=torch.zeros(1))), "does not have, the first odd"),
+    "no d2t": (lambda folder: rewrite(folder, lambda t: t.pop("d2t")), "drafts 23 of 40 tokens and holds no d2t"),
+    "no fc": (lambda folder: rewrite(folder, lambda t: t.pop("fc.weight")), "no fc.weight: not an EAGLE head"),
+    "shape": (lambda folder: break_config(folder, intermediate_size=64), r"is \[48, 32\], by its config it is \[64, 32\]"),
+    "layers": (lambda folder: break_config(folder, eagle_aux_hidden_state_layer_ids=[1, 2]), "reads 3 features, its config names"),
+    "other layers": (lambda folder: break_config(folder, model_type="qwen3"), "built from qwen3 layers"),
+    "other kind": (lambda folder: break_config(folder, speculators_model_type="dflash"), "of the kind 'dflash'"),
+    "cut short": (lambda folder: (folder / "model.safetensors").write_bytes(b"\\x10" * 40), "cannot be read"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds no weights"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
+    "no json": (lambda folder: (folder / "config.json").write_text("{"), "is no JSON"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_broken_head_is_an_error_of_one_clear_line(case, tmp_path):
+    write_eagle3(tmp_path, VOCAB, DRAFT_VOCAB)
+    damage, message = WRONG[case]
+    damage(tmp_path)
+    with pytest.raises(OutriderError, match=message) as error:
+        load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"hidden_size": 64}, "made for hidden size 32"),
+        ({"num_layers": 2}, r"reads hidden states \(1, 2, 3\), .* has 2 layers"),
+        ({"vocab_size": 20}, "draft vocabulary names token"),
+    ],
+)
+def test_a_head_for_another_target_is_refused(change, message, tmp_path, target):
+    write_eagle3(tmp_path, VOCAB, DRAFT_VOCAB)
+    head = load(tmp_path)
+    for name, value in change.items():
+        setattr(target, name, value)
+    with pytest.raises(OutriderError, match=message):
+        check_fit(head, target)
+
+
+def test_a_medusa_folder_is_not_taken_for_an_eagle_head(tmp_path):
+    write_medusa(tmp_path, VOCAB, 2)
+    with pytest.raises(OutriderError, match="not an EAGLE head"):
+        load(tmp_path)
