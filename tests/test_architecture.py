@@ -22,11 +22,12 @@ BELOW = {
     "sampling": {"types", "disk_cache"},
     "verifiers": {"types", "sampling"},
     "runner": {"types", "sampling", "registry", "disk_cache"},
-    "proposers": {"types", "sampling", "registry", "runner"},
+    "heads": {"types", "runner"},
+    "proposers": {"types", "sampling", "registry", "runner", "heads"},
     "family": set(),
     "engine": {"types", "sampling", "registry", "verifiers", "runner", "proposers", "family"},
     "tune": {"types", "sampling", "registry", "verifiers", "runner", "proposers", "engine"},
-    "train": {"types", "sampling", "registry", "runner", "proposers", "family"},
+    "train": {"types", "sampling", "registry", "runner", "heads", "proposers", "family"},
 }
 TOP = {"bench", "audit", "server", "cli", "__init__", "__main__"}  # may import everything below, and each other
 METHOD_BLIND = ("engine", "runner", "verifiers", "server", "tune")

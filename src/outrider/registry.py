@@ -45,6 +45,7 @@ PROPOSERS = Registry(
         "plain": "outrider.proposers.base:PlainProposer",
         "draft": "outrider.proposers.draft_model:DraftModelProposer",
         "ngram": "outrider.proposers.ngram:NgramProposer",
+        "medusa": "outrider.proposers.medusa:MedusaProposer",
         "eagle": "outrider.proposers.eagle:EagleProposer",
     },
 )
@@ -55,6 +56,7 @@ VERIFIERS = Registry(
         "rejection": "outrider.verifiers.rejection:RejectionVerifier",
         "block": "outrider.verifiers.block:BlockVerifier",
         "exact": "outrider.verifiers.exact:ExactMatchVerifier",
+        "typical": "outrider.verifiers.typical:TypicalVerifier",  # lossy
     },
 )
 

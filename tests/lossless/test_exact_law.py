@@ -17,6 +17,7 @@ from outrider.verifiers.base import Verifier
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.exact import ExactMatchVerifier
 from outrider.verifiers.rejection import RejectionVerifier
+from outrider.verifiers.typical import TypicalVerifier
 
 from .enumeration import (
     DRAFT,
@@ -273,6 +274,13 @@ def test_without_the_c_plus_plus_rounds_are_lossless_too(
 ) -> None:
     monkeypatch.setattr("outrider.sampling.native.load", lambda: None)
     assert loss(RejectionVerifier(), SETTINGS[setting], OUTPUTS[1], draft) < EXACT
+
+
+@pytest.mark.parametrize("draft", [likeliest, top_tree])
+def test_typical_acceptance_is_lossy_and_says_so(draft: Callable[[Text, SamplingParams], Drafts]) -> None:
+    assert TypicalVerifier.lossless is False
+    assert loss(TypicalVerifier(), SETTINGS["warm"], (), draft) > 1e-2
+    assert loss(TypicalVerifier(), SETTINGS["greedy"], (), draft) < EXACT
 
 
 # controls: the harness must notice a broken verifier and a dishonest proposer

@@ -23,6 +23,8 @@ from outrider.registry import PROPOSERS
 from outrider.types import Context, Proposal, Randomness, Verdict
 from outrider.verifiers.rejection import RejectionVerifier
 
+from .drafts import draft_for
+
 VOCAB, LENGTH, SAMPLES = 8, 3, 4096
 PROMPT = [1, 5, 2, 5]
 
@@ -142,14 +144,64 @@ def test_the_same_test_catches_untempered_draft_probabilities(monkeypatch: pytes
     assert excess(samples, exact_law(SETTINGS["temperature 1"])) > 2
 
 
-@pytest.mark.parametrize("verifier", ["rejection", "block"])
+METHODS = [(method, verifier) for method in PROPOSERS for verifier in ("rejection", "block")]
+TREES = [method for method in PROPOSERS if PROPOSERS.get(method).drafts_trees]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("method", TREES)
+def test_samples_of_trees_follow_the_targets_law(method: str, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature)
+    samples = sample(params, method=method, draft=draft_for(method, TARGET))
+    assert excess(samples, exact_law(params)) < 1
+
+
+@pytest.mark.parametrize("method", TREES)
+def test_trees_heed_truncation_and_penalties(method: str) -> None:
+    for name in ("top-k", "penalties"):
+        samples = sample(SETTINGS[name], method=method, draft=draft_for(method, TARGET))
+        assert excess(samples, exact_law(SETTINGS[name])) < 1
+
+
 @pytest.mark.parametrize("method", list(PROPOSERS))
+def test_coupled_noise_gives_the_same_text_with_every_method(method: str) -> None:
+    target, draft = tiny_model(3, 40, 20.0), tiny_model(4, 40, 20.0)
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [2, 7, 1, 8, 2, 8]]
+
+    def texts(name: str, batch: int) -> list[list[int]]:
+        options = {"method": name, "draft": draft_for(name, target, draft), "max_batch": batch}
+        llm = LLM(target, **options, num_draft_tokens=3, same_text=True, compile="never")
+        params = SamplingParams(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True)
+        completions = llm.generate(prompts, params)
+        assert llm.stats.faults == 0
+        return [completion.token_ids for completion in completions]
+
+    wanted = texts("plain", 1)
+    assert texts(method, 1) == wanted
+    assert texts(method, 3) == wanted
+
+
+@pytest.mark.parametrize("method", TREES)
+def test_a_batch_of_greedy_and_sampled_requests_keeps_the_greedy_text(method: str) -> None:
+    target = tiny_model(3, 40, 40.0)
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8]]
+    params = [SamplingParams(max_tokens=20, ignore_eos=True), SamplingParams(max_tokens=20, temperature=1.0, ignore_eos=True)]
+    llm = LLM(target, method=method, draft=draft_for(method, target), num_draft_tokens=3, compile="never")
+    first, second = llm.generate(prompts, params)
+    assert first.token_ids == greedy_text(target, prompts[0], 20)
+    assert len(second.token_ids) == 20 and llm.stats.faults == 0
+
+
+@pytest.mark.parametrize("method, verifier", METHODS)
 def test_greedy_text_is_that_of_plain_forwards(method: str, verifier: str) -> None:
+    if method in TREES and verifier == "block":
+        pytest.skip("block verification is for chains")
     target, draft = tiny_model(3, 40, 40.0), tiny_model(4, 40, 40.0)
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [2, 7, 1, 8, 2, 8]]
     expected = [greedy_text(target, prompt, 20) for prompt in prompts]
     for k, batch in itertools.product(range(9), (1, 3)):
-        llm = LLM(target, method=method, draft=draft, verifier=verifier, num_draft_tokens=k, max_batch=batch, compile="never")
+        options = {"draft": draft_for(method, target, draft), "verifier": verifier, "max_batch": batch}
+        llm = LLM(target, method=method, **options, num_draft_tokens=k, compile="never")
         completions = llm.generate(prompts[:batch], SamplingParams(max_tokens=20, ignore_eos=True))
         assert [completion.token_ids for completion in completions] == expected[:batch], (k, batch)
         assert llm.stats.faults == 0

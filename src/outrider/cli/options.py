@@ -32,11 +32,11 @@ class ModelOptions:
     ] = None
     draft: Annotated[
         str | None,
-        typer.Option(help="Folder or hub id of a small model with the same vocabulary.", rich_help_panel=MODEL),
+        typer.Option(help="Folder or hub id of what drafts: a small model with the same vocabulary, or heads.", rich_help_panel=MODEL),
     ] = None
     verifier: Annotated[
         str | None,
-        typer.Option(help="Acceptance rule: rejection, block, exact (default: rejection).", rich_help_panel=MODEL),
+        typer.Option(help="Acceptance rule: rejection, block, exact, or typical, which is lossy (default: rejection).", rich_help_panel=MODEL),
     ] = None
     same_text: Annotated[
         bool,
@@ -64,7 +64,7 @@ class MethodOptions:
     method: Annotated[
         str | None,
         typer.Option(
-            help="Where drafts come from: plain, draft or ngram (default: draft if there is one, else ngram).",
+            help="Where drafts come from: plain, draft, ngram, medusa or eagle (default: draft if there is one, else ngram).",
             rich_help_panel=METHOD,
         ),
     ] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from outrider.verifiers.base import Verifier
 
     ModelSource = str | Path | PreTrainedModel
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,9 @@ def build_verifiers(speculation: Speculation) -> tuple[Verifier, Verifier]:
     """The verifier for sampled rounds, and the one for rounds that leave nothing to chance."""
     verifier = speculation.verifier
     sampled: Verifier = VERIFIERS.get(verifier)() if isinstance(verifier, str) else verifier
+    if not sampled.lossless:
+        name = type(sampled).__name__
+        logger.warning("%s is lossy: faster, but the text does not follow the target's distribution", name)
     deterministic: Verifier = VERIFIERS.get("exact")()
     # A lossy verifier is a choice for greedy rounds too; a lossless one would only say the same more slowly.
     return sampled, deterministic if sampled.lossless else sampled

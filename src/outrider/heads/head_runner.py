@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from outrider.heads.eagle import EagleHead
-from outrider.runner import ModelRunner, kernels, linear
+from outrider.runner import ModelRunner, linear
 from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.kv_cache import CacheShape, KVCache
 
@@ -23,17 +23,8 @@ class HeadRunner:
     """One head beside one target. An entry of its cache is made from the target's own feature; drafted ones are overwritten."""
 
     def __init__(self, head: EagleHead, target: ModelRunner) -> None:
-        self.head = head.to(target.device)
-        embedding, output = target.model.get_input_embeddings(), target.model.get_output_embeddings()
-        head.lend(embedding, output)
-        packs = target.device.type == "cpu" and linear.is_packed(target.model)
-        weights = next((p.dtype for p in target.model.parameters() if p.is_floating_point()), torch.float32)
-        if packs:
-            weights = next(module.packed.dtype for module in target.model.modules() if hasattr(module, "packed"))
-        head.to(weights)
-        if packs and kernels.load_cpu_kernels():
-            linear.pack_model(head)  # type: ignore[arg-type] - it looks at the modules alone
-        self.dtype = torch.float32 if packs else weights
+        self.head, self.dtype = head, linear.place(head, target.model)
+        head.lend(target.model.get_input_embeddings(), target.model.get_output_embeddings())
         self.device, self._max_len, self._vocab_size = target.device, target.max_len, target.vocab_size
         self.cache = KVCache(_cache_shape(head.shape.llama), target.max_batch, target.max_len, self.dtype, target.device)
 

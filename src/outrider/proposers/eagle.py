@@ -223,12 +223,14 @@ def _drawn_tree(head: HeadRunner, round_: _Round, out: Tensor, shape: TreeShape)
     num_nodes, batch = len(shape.parents), round_.batch
     token_ids = torch.zeros(batch, num_nodes, dtype=torch.long, device=out.device)
     parents = torch.tensor(shape.parents, device=out.device).expand(batch, -1)
-    probs = torch.empty(batch, num_nodes, round_.vocab_size, device=out.device)
+    probs = torch.empty(0)
     inner, hidden, sees = [-1], out[:, None], None
     for depth in range(1, round_.k + 1):
         logits = round_.spread(head.logits(hidden))  # [B, I, V] after each inner node
         upto = inner[-1] + 1
         base = round_.sampler.probs(logits, token_ids[:, :upto], parents[:, :upto], start=inner[0] + 1)
+        if depth == 1:
+            probs = base.new_empty(batch, num_nodes, round_.vocab_size)
         for i, node in enumerate(inner):
             drawn = None
             for child in shape.children(node):

@@ -65,6 +65,17 @@ def weight_of(module: nn.Module) -> Tensor:
     return kernels.unpack_weight(packed, int(getattr(module, "out_features", None) or module.num_embeddings))  # type: ignore[arg-type]
 
 
+def place(head: nn.Module, model: PreTrainedModel) -> torch.dtype:
+    """Puts a head where its target is, with weights of the same kind, packed where the target's are. Its dtype of arithmetic."""
+    packed = next((module.packed for module in model.modules() if isinstance(module, (PackedLinear, FusedLinears))), None)
+    own = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
+    head.to(model.device, own if packed is None else packed.dtype).eval().requires_grad_(False)
+    if packed is None:
+        return own
+    pack_model(head)  # type: ignore[arg-type] - it looks at the modules alone
+    return torch.float32
+
+
 class FusedLinears(nn.Module):
     """Layers that read the same input, computed in one operation: one stream of weights instead of several short ones.
 

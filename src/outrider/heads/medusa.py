@@ -1,0 +1,148 @@
+"""Medusa's heads (Cai et al. 2024, arXiv 2401.10774): head i guesses the token i + 2 places on from the target's last hidden
+state, residual blocks and a linear layer each.
+
+Two formats are read, FasterDecoding's (medusa_lm_head.pt) and vLLM's; vLLM's is written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from outrider.heads.checkpoint import fill, find_folder, read_folder, write_folder
+from outrider.runner import ModelRunner
+from outrider.types import OutriderError
+
+Accuracies = tuple[tuple[float, ...], ...]  # [head][rank]: how often the head's candidate of that rank is the target's token
+
+
+@dataclass(frozen=True)
+class MedusaShape:
+    """What the heads are made of."""
+
+    num_heads: int
+    num_layers: int  # residual blocks of a head
+    hidden_size: int
+    vocab_size: int  # what the heads guess from: the target's, or the length of a token map
+    bias: bool = True
+    mapped: bool = False
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W x), once a layer."""
+
+    def __init__(self, shape: MedusaShape) -> None:
+        super().__init__()
+        size = shape.hidden_size
+        self.layers = nn.ModuleList([nn.Linear(size, size, bias=shape.bias) for _ in range(shape.num_layers)])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., H] -> [..., H]."""
+        for layer in self.layers:
+            hidden = hidden + silu(layer(hidden))
+        return hidden
+
+
+class MedusaHeads(nn.Module):
+    """All heads of a target. Names are vLLM's."""
+
+    token_map: Tensor | None  # [V'] the target's id of each of the heads'
+
+    def __init__(self, shape: MedusaShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.blocks = nn.ModuleList([ResidualBlock(shape) for _ in range(shape.num_heads)])
+        self.lm_heads = nn.ModuleList(
+            [nn.Linear(shape.hidden_size, shape.vocab_size, bias=False) for _ in range(shape.num_heads)]
+        )
+        self.register_buffer("token_map", torch.arange(shape.vocab_size) if shape.mapped else None)
+
+    def forward(self, hidden: Tensor, num_heads: int | None = None) -> Tensor:
+        """Hidden states [..., H] -> logits [heads, ..., V'] of the first ``num_heads`` heads (None: all)."""
+        pairs = list(zip(self.blocks, self.lm_heads, strict=True))[:num_heads]
+        return torch.stack([head(block(hidden)) for block, head in pairs])
+
+    def candidates(self, hidden: Tensor, num_heads: int, count: int) -> Tensor:
+        """Hidden states [B, H] -> the ``count`` likeliest tokens of each head, likeliest first: int64 [B, heads, count]."""
+        found = self(hidden, num_heads).float().topk(min(count, self.shape.vocab_size), -1).indices.transpose(0, 1)
+        return found if self.token_map is None else self.token_map[found]
+
+
+def load(source: str | Path, vocab_size: int) -> tuple[MedusaHeads, Accuracies | None]:
+    """Reads heads, float32, and their accuracies if Outrider measured them. Raises ``OutriderError`` for what does not fit."""
+    folder = find_folder(source)
+    config, tensors = read_folder(folder)
+    tensors = {re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in tensors.items()}
+    if any(re.match(r"\d+\.\d+\.", name) for name in tensors):
+        tensors = _from_original(tensors)
+    if not any(name.startswith("blocks.0.") for name in tensors):
+        raise OutriderError(f"{source} holds no Medusa heads: neither '0.0.linear.weight' nor 'blocks.0.layers.0.weight'")
+    # Configs say another number of heads than the file holds, so they are counted.
+    heads = 1 + max(int(found[1]) for found in (re.match(r"blocks\.(\d+)\.", name) for name in tensors) if found)
+    layers = 1 + max(int(found[1]) for found in (re.match(r"blocks\.0\.layers\.(\d+)\.", name) for name in tensors) if found)
+    shared = tensors.pop("lm_head.weight", None)
+    if shared is not None:  # vLLM's original_lm_head
+        tensors |= {f"lm_heads.{head}.weight": shared for head in range(heads) if f"lm_heads.{head}.weight" not in tensors}
+    first = tensors.get("lm_heads.0.weight")
+    if first is None:
+        raise OutriderError(f"{source} lacks lm_heads.0.weight")
+    mapped, size = "token_map" in tensors, first.shape[0]
+    if not mapped and size != vocab_size:
+        raise OutriderError(f"{source} guesses among {size} tokens, the target has {vocab_size}: made for another target")
+    if mapped and int(tensors["token_map"].max()) >= vocab_size:
+        raise OutriderError(f"{source}: its token map names token {int(tensors['token_map'].max())}, the target has {vocab_size}")
+    shape = MedusaShape(heads, layers, first.shape[1], size, "blocks.0.layers.0.bias" in tensors, mapped)
+    made = MedusaHeads(shape)
+    fill(made, tensors, source)
+    measured = (config.get("outrider") or {}).get("accuracies")
+    return made.eval().requires_grad_(False), tuple(tuple(map(float, row)) for row in measured) if measured else None
+
+
+def _from_original(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``{head}.{layer}.linear.weight`` and ``{head}.{layers}.weight`` -> vLLM's names."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        block, output = re.match(r"(\d+)\.(\d+)\.linear\.(\w+)$", name), re.match(r"(\d+)\.\d+\.weight$", name)
+        if block:
+            renamed[f"blocks.{block[1]}.layers.{block[2]}.{block[3]}"] = tensor
+        elif output:
+            renamed[f"lm_heads.{output[1]}.weight"] = tensor
+        else:
+            raise OutriderError(f"the tensor {name} belongs to no Medusa head")
+    return renamed
+
+
+def export(heads: MedusaHeads, folder: Path, vocab_size: int, accuracies: Sequence[Sequence[float]] | None = None) -> None:
+    """Writes heads in vLLM's format; ``accuracies`` are kept beside, for the tree."""
+    shape = heads.shape
+    config: dict[str, Any] = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "num_heads": shape.num_heads,
+        "num_hidden_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "vocab_size": vocab_size,
+        "truncated_vocab_size": shape.vocab_size,
+        "medusa_fc_bias": shape.bias,
+        "original_lm_head": False,
+        "torch_dtype": str(heads.lm_heads[0].weight.dtype).removeprefix("torch."),
+    }
+    if accuracies:
+        config["outrider"] = {"accuracies": [list(row) for row in accuracies]}
+    write_folder(folder, config, heads.state_dict())
+
+
+def check_fit(heads: MedusaHeads, target: ModelRunner) -> None:
+    """Raises ``OutriderError``, in one line, for heads that were not made for a target like this."""
+    shape = heads.shape
+    if shape.hidden_size != target.hidden_size:
+        raise OutriderError(f"the heads were made for hidden size {shape.hidden_size}, {target.name} has {target.hidden_size}")
+    if heads.token_map is None and shape.vocab_size != target.vocab_size:
+        raise OutriderError(f"the heads guess among {shape.vocab_size} tokens, {target.name} has {target.vocab_size}")

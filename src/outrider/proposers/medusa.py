@@ -1,0 +1,90 @@
+"""Heads on the target's last hidden state guess the next tokens all at once (Cai et al. 2024, Medusa, arXiv 2401.10774).
+
+The candidates of all heads form a tree of fixed shape, chosen from the heads' accuracies so that most drafts are expected to be
+accepted; the target scores it in one pass. Candidates are the heads' likeliest tokens, so they are point masses, and the text
+is the target's whatever they are worth. The paper's typical acceptance is a verifier of its own, and lossy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from outrider.heads.medusa import Accuracies, MedusaHeads, check_fit, load
+from outrider.proposers.base import Proposer, Setting
+from outrider.proposers.trees import TreeShape, best_tree
+from outrider.runner import ModelRunner
+from outrider.runner.linear import place
+from outrider.types import Context, OutriderError, Proposal
+
+# What heads of the paper's kind reach by rank, falling by head: for heads whose accuracies were never measured.
+USUAL = (0.55, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.01)
+FALL = 0.75
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """The tree."""
+
+    accuracies: Accuracies | None = None  # [head][rank]; None: the usual ones
+    max_nodes: int | None = None  # drafts in a proposal; None: 63 on a GPU, where they are nearly free, else 16
+
+    def __post_init__(self) -> None:
+        if (self.max_nodes is not None and self.max_nodes < 1) or (self.accuracies is not None and not self.accuracies):
+            raise OutriderError("max_nodes must be at least 1, and accuracies must not be empty")
+
+
+class MedusaProposer(Proposer):
+    """Drafts a static tree of the heads' likeliest tokens: no cache, one small step whatever the depth."""
+
+    name = "medusa"
+    drafts_trees = True
+
+    def __init__(self, heads: MedusaHeads, target: ModelRunner, config: MedusaConfig = MedusaConfig()) -> None:
+        """Raises ``OutriderError`` for heads that do not fit the target."""
+        check_fit(heads, target)
+        self.heads, self.dtype = heads, place(heads, target.model)
+        self.device = target.device
+        self.needs_hidden = (target.num_layers,)
+        count = heads.shape.num_heads
+        self.accuracies = config.accuracies or tuple(tuple(FALL**head * each for each in USUAL) for head in range(count))
+        self.max_drafts = min(count, len(self.accuracies))
+        self._max_nodes = config.max_nodes or (63 if target.device.type == "cuda" else 16)
+        self._shapes: dict[int, TreeShape] = {}
+
+    @classmethod
+    def build(cls, setting: Setting) -> MedusaProposer:
+        """Loads the heads. Raises ``OutriderError`` where there are none or they do not fit the target."""
+        target, source = setting.target, setting.draft
+        if isinstance(source, MedusaHeads):
+            return cls(source, target)
+        if source is None or not (isinstance(source, str) or hasattr(source, "__fspath__")):
+            raise OutriderError("method 'medusa' needs heads: give draft=<folder or hub id of Medusa heads>")
+        heads, accuracies = load(str(source), target.vocab_size)
+        return cls(heads, target, MedusaConfig(accuracies))
+
+    def num_nodes(self, k: int) -> int:
+        return len(self._shape(k).parents) if k else 0
+
+    def _shape(self, k: int) -> TreeShape:
+        if k not in self._shapes:
+            self._shapes[k] = best_tree(self.accuracies[:k], min(self._max_nodes, 4 * k))
+        return self._shapes[k]
+
+    @torch.inference_mode()
+    def propose(self, context: Context, k: int) -> Proposal:
+        (states,) = (context.hidden[index] for index in self.needs_hidden)
+        k = min(k, self.max_drafts, max(context.limits))
+        # Before its prompt has been read by the target, a request has no features.
+        able = [b for b, each in enumerate(states) if len(each) and context.limits[b] > 0]
+        if k <= 0 or not able:
+            return Proposal.empty(len(states))
+        shape = self._shape(k)
+        last = torch.stack([states[b][-1] for b in able]).to(self.device, self.dtype)  # [A, H]
+        found = self.heads.candidates(last, k, 1 + max(shape.ranks))  # [A, heads, ranks]
+        nodes = found[:, torch.tensor(shape.depths) - 1, torch.tensor(shape.ranks)]  # [A, N]
+        token_ids = torch.zeros(len(states), len(shape.parents), dtype=torch.long, device=self.device)
+        token_ids[able] = nodes
+        lens = torch.tensor([shape.cut(min(k, limit)) if b in able else 0 for b, limit in enumerate(context.limits)])
+        return Proposal(token_ids, lens, None, torch.tensor(shape.parents).repeat(len(states), 1))

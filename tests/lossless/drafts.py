@@ -1,0 +1,43 @@
+"""What each method drafts with in the tests: random weights throughout, so that all of acceptance is the verifier's doing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, PreTrainedModel
+
+from outrider.heads.eagle import EagleHead, EagleShape
+from outrider.heads.medusa import MedusaHeads, MedusaShape
+
+
+def draft_for(method: str, target: PreTrainedModel, model: PreTrainedModel | None = None) -> Any:
+    """The ``draft`` option for a method: a head made for the target, or ``model`` for methods that take a second model."""
+    return HEADS[method](target) if method in HEADS else model
+
+
+def eagle_head(target: PreTrainedModel, generation: int = 3, draft_vocab: int | None = None, seed: int = 6) -> EagleHead:
+    """A random head; EAGLE-3's over half of the vocabulary unless said."""
+    torch.manual_seed(seed)
+    vocab, hidden, layers = target.config.vocab_size, target.config.hidden_size, target.config.num_hidden_layers
+    llama = LlamaConfig(
+        hidden_size=hidden, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=vocab,
+        num_hidden_layers=1, max_position_embeddings=128,
+    )  # fmt: skip
+    llama._attn_implementation = "outrider"
+    if generation == 1:
+        return EagleHead(EagleShape(1, llama, hidden, (layers,), vocab)).eval().requires_grad_(False)
+    size = draft_vocab or vocab // 2
+    head = EagleHead(EagleShape(3, llama, hidden, (0, 1, layers), size, reduced=size < vocab)).eval().requires_grad_(False)
+    if head.draft_ids is not None:
+        head.draft_ids.copy_(torch.randperm(vocab)[:size].sort().values)
+    head.lm_head.weight *= 12
+    return head
+
+
+def medusa_heads(target: PreTrainedModel, num_heads: int = 4, seed: int = 8) -> MedusaHeads:
+    torch.manual_seed(seed)
+    return MedusaHeads(MedusaShape(num_heads, 1, target.config.hidden_size, target.config.vocab_size)).eval()
+
+
+HEADS = {"eagle": eagle_head, "medusa": medusa_heads}

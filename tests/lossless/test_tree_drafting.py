@@ -1,0 +1,196 @@
+"""The trees that a head draws, by enumeration: every draw of the real drafting code, with its weight, against the target's law.
+
+A table stands in for the head: its "features" are numbers of texts. Nothing else is replaced.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from toy import make_request
+
+from outrider.proposers import eagle
+from outrider.proposers.trees import best_tree, without
+from outrider.sampling import Sampler
+from outrider.types import Context, Proposal, SamplingParams
+from outrider.verifiers.rejection import RejectionVerifier
+
+from .enumeration import (
+    DRAFT,
+    PROMPT,
+    VOCAB,
+    Drafts,
+    Text,
+    distance,
+    expected_accepted,
+    fixed_drafts,
+    generation_law,
+    loss,
+    round_law,
+    score,
+    target_law,
+)
+
+EXACT = 1e-12
+SHAPE = best_tree([(0.7, 0.5), (0.6, 0.2)], 4)  # two children of the root, two of the first or one of each
+SETTINGS = {
+    "warm": SamplingParams(temperature=1.0),
+    "cool": SamplingParams(temperature=0.7),
+    "top_k": SamplingParams(temperature=1.0, top_k=2),
+    "one left": SamplingParams(temperature=1.0, top_k=1),
+    "greedy": SamplingParams(),
+    "penalties": SamplingParams(temperature=1.0, repetition_penalty=1.6, presence_penalty=0.7, frequency_penalty=0.5),
+    "banned": SamplingParams(temperature=1.3, banned_token_ids=(1,)),
+}
+
+
+class TableHead:
+    """A HeadRunner whose next-token distribution is a table's; out [A, W, 1] holds indices of texts."""
+
+    def __init__(self, text: Text) -> None:
+        self.texts = [text]
+        self.head = SimpleNamespace(feedback=lambda out: out)
+
+    def logits(self, out: Tensor) -> Tensor:
+        return torch.stack([DRAFT.batch([self.texts[int(i)] for i in row.flatten()]) for row in out])
+
+    def level(self, ids: list[str], token_ids: Tensor, hidden: Tensor, depth: int, sees: Tensor) -> Tensor:
+        first = len(self.texts)
+        for parent, token in zip(hidden.flatten().tolist(), token_ids.flatten().tolist(), strict=True):
+            self.texts.append((*self.texts[int(parent)], token))
+        assert sees.shape[:2] == token_ids.shape and bool(sees[..., -token_ids.shape[1] :].diagonal(dim1=1, dim2=2).all())
+        return torch.arange(first, len(self.texts)).view(1, -1, 1)
+
+
+class Scripted(Sampler):
+    """Draws what it is told to, and multiplies up the chance of it."""
+
+    def __init__(self, script: tuple[int, ...], request: object) -> None:
+        super().__init__([request], VOCAB)
+        self.script, self.weight = script, 1.0
+
+    def draw(self, probs: Tensor, index: int) -> Tensor:
+        assert abs(float(probs.sum()) - 1) < 1e-12
+        self.weight *= float(probs[0, self.script[index]])
+        return torch.tensor([self.script[index]])
+
+
+def drawn(output: Text, params: SamplingParams) -> Drafts:
+    """All ways in which the real drafting code can end."""
+    rows, weights = [], []
+    for script in itertools.product(range(VOCAB), repeat=len(SHAPE.parents)):
+        request = make_request(PROMPT + output, params, num_prompt=len(PROMPT))
+        sampler = Scripted(script, request)
+        round_ = eagle._Round(Context((request,), (9,), sampler), [0], max(SHAPE.depths), VOCAB)
+        proposal = eagle._drawn_tree(TableHead(PROMPT + output), round_, torch.zeros(1, 1), SHAPE)
+        if sampler.weight > 0:
+            rows.append(proposal)
+            weights.append(sampler.weight)
+    assert sum(weights) == pytest.approx(1, abs=1e-12)
+    joined = [torch.cat([getattr(row, name) for row in rows]) for name in ("token_ids", "lens", "probs", "parents")]
+    return Drafts(Proposal(*joined), torch.tensor(weights, dtype=torch.float64))
+
+
+def test_the_shape_enumerated_has_siblings_at_both_depths():
+    assert SHAPE.parents == (-1, -1, 0, 0) or SHAPE.parents == (-1, -1, 0, 1)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("output", [(), (2, 0, 2)])
+def test_a_drawn_tree_is_lossless(setting: str, output: Text) -> None:
+    assert loss(RejectionVerifier(), SETTINGS[setting], output, drawn) < EXACT
+
+
+def test_whole_generations_from_drawn_trees_are_lossless() -> None:
+    params = SETTINGS["penalties"]
+    assert distance(generation_law(RejectionVerifier(), params, 3, drawn), target_law((), params, 3)) < EXACT
+
+
+def test_drawn_siblings_are_accepted_more_often_than_the_likeliest_tokens() -> None:
+    """Why siblings are drawn: a point-mass tree of the same shape accepts less in expectation on this table."""
+    params = SETTINGS["warm"]
+
+    def likeliest(output: Text, params: SamplingParams) -> Drafts:
+        tokens: list[int] = []
+        texts = {-1: PROMPT + output}
+        for node, parent in enumerate(SHAPE.parents):
+            rank = sum(SHAPE.parents[other] == parent for other in range(node))
+            tokens.append(int(DRAFT.logits(texts[parent]).argsort(descending=True)[rank]))
+            texts[node] = (*texts[parent], tokens[-1])
+        return fixed_drafts([tokens], SHAPE.parents)
+
+    def accepted(draft: object) -> float:
+        drafts = draft((), params)
+        return expected_accepted(round_law(RejectionVerifier(), drafts, score(drafts.proposal, (), params)))
+
+    assert accepted(drawn) > accepted(likeliest)
+
+
+def test_the_harness_notices_a_tree_that_hides_what_was_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: siblings drawn without replacement, declared as drawn with it."""
+    real = without
+
+    class Hiding(Scripted):
+        def draw(self, probs: Tensor, index: int) -> Tensor:
+            first = index if index < 2 else 2
+            honest = real(self.base, torch.tensor([self.script[first:index]]) if index > first else None, self.base.log())
+            return super().draw(honest, index)
+
+    def hidden(base: Tensor, taken: Tensor | None, logits: Tensor) -> Tensor:
+        Hiding.base = base
+        return base
+
+    monkeypatch.setattr(eagle, "without", hidden)
+    monkeypatch.setitem(globals(), "Scripted", Hiding)
+    assert loss(RejectionVerifier(), SETTINGS["warm"], (), drawn) > 1e-3
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_the_confident_tree_holds_the_likeliest_paths(k: int) -> None:
+    """Against all paths of the table: the nodes kept are those with the highest products of probabilities."""
+    text: Text = PROMPT
+    sampler = Sampler([make_request(text)], VOCAB)
+    round_ = eagle._Round(Context((make_request(text),), (9,), sampler), [0], k, VOCAB)
+    proposal = eagle._confident_tree(TableHead(text), round_, torch.zeros(1, 1), VOCAB**2, 5)
+    worth: dict[Text, float] = {}
+    for depth in range(1, k + 1):
+        for path in itertools.product(range(VOCAB), repeat=depth):
+            before = worth[path[:-1]] if depth > 1 else 1.0
+            worth[path] = before * float(DRAFT.logits(text + path[:-1]).softmax(-1)[path[-1]])
+    best = sorted(worth, key=lambda path: -worth[path])[: min(5, len(worth))]
+    paths: list[Text] = []
+    for token, parent in zip(proposal.token_ids[0].tolist(), proposal.parents[0].tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    assert set(paths) == set(best) and int(proposal.lens[0]) == len(best)
+    siblings = [(parent, worth[path]) for parent, path in zip(proposal.parents[0].tolist(), paths, strict=True)]
+    assert all(a[1] >= b[1] for a, b in itertools.combinations(siblings, 2) if a[0] == b[0])
+
+
+def test_a_limit_cuts_the_tree_by_depth() -> None:
+    sampler = Sampler([make_request(PROMPT)], VOCAB)
+    round_ = eagle._Round(Context((make_request(PROMPT),), (1,), sampler), [0], 3, VOCAB)
+    round_.limits = [1]
+    proposal = eagle._confident_tree(TableHead(PROMPT), round_, torch.zeros(1, 1), 2, 6)
+    assert set(proposal.parents[0, : int(proposal.lens[0])].tolist()) == {-1}
+
+
+@pytest.mark.parametrize("num_nodes", range(1, 12))
+def test_the_best_tree_is_the_best_of_all_trees(num_nodes: int) -> None:
+    """Any set of nodes closed under parents and earlier siblings is worth at most what the greedy choice is."""
+    rates = [(0.6, 0.2, 0.1), (0.5, 0.25, 0.05)]
+    shape = best_tree(rates, num_nodes)
+    worth: list[float] = []
+    for parent, rank, depth in zip(shape.parents, shape.ranks, shape.depths, strict=True):
+        worth.append((worth[parent] if parent >= 0 else 1.0) * rates[depth - 1][rank])
+    values = [a for a in rates[0]] + [a * b for a in rates[0] for b in rates[1]]
+    assert sum(worth) == pytest.approx(sum(sorted(values, reverse=True)[:num_nodes]))
+    assert all(parent < node for node, parent in enumerate(shape.parents))
+    for depth in (1, 2):
+        nodes = shape.nodes_at(depth)
+        assert nodes == list(range(nodes[0], nodes[-1] + 1)) if nodes else True
+        leaves = [not shape.children(node) for node in nodes]
+        assert leaves == sorted(leaves)
