@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 
 os.environ.update(COLUMNS="100", TERMINAL_WIDTH="100", NO_COLOR="1", TERM="dumb")
@@ -34,6 +35,8 @@ def page() -> str:
     parts = [HEAD, "## outrider\n", f"```\n{help_of()}\n```\n"]
     for command in COMMANDS:
         parts += [f"## outrider {command}\n", f"```\n{help_of(command)}\n```\n"]
+        for kind in getattr(import_module(f"outrider.cli.{command}"), "COMMANDS", ()):
+            parts += [f"## outrider {command} {kind}\n", f"```\n{help_of(command, kind)}\n```\n"]
     return "\n".join(parts)
 
 

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.family import corpus, data, draft, evaluate, model, optim, samples, tokenizer
-from recipes.family.clock import RunningClock
-from recipes.family.config import PRESETS, LayerSkip, Plan
+from outrider.train import optim
+from outrider.train.clock import RunningClock
+from outrider.train.plan import Plan
+from outrider.train.trainer import Job, Trainer
+from recipes.family import corpus, data, draft, evaluate, model, samples, tokenizer
+from recipes.family.config import PRESETS, LayerSkip
 from recipes.family.target import TargetLoss
-from recipes.family.trainer import Job, Trainer
 
 TINY = PRESETS["tiny"]
 PLAN = replace(TINY.target_plan, eval_every_s=1e9, save_every_s=1e9)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.train.plan import Plan
+
 from . import corpus
-from .config import Plan, Preset, Shape
+from .config import Preset, Shape
 from .report import SAMPLE_TEMPERATURE, SAMPLE_TOKENS
 
 HEAD = """# Model card: the embedded family

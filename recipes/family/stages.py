@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from . import card, corpus, data, draft, evaluate, generate, model, plots, prompts, report, shrink, tokenizer
-from .config import PRESETS, Plan, Preset
+from outrider.train import plots
+from outrider.train.plan import Plan
+from outrider.train.progress import Progress
+from outrider.train.trainer import Job, Trainer
+
+from . import card, corpus, data, draft, evaluate, generate, model, prompts, report, shrink, tokenizer
+from .config import PRESETS, Preset
 from .evaluate import HeldOut
 from .export import export
-from .progress import Progress
 from .target import TargetLoss
-from .trainer import Job, Trainer
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
-COMMANDS = ("generate", "chat", "compare", "bench")  # each is outrider.cli.<name>:command
+# Each is outrider.cli.<name>:command, or, where there are several of a kind, the functions in its COMMANDS.
+COMMANDS = ("generate", "chat", "compare", "bench", "train")
 EXIT_INTERNAL, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -41,7 +42,13 @@ def build_app() -> typer.Typer:
 
     for name in COMMANDS:
         module = import_module(f"outrider.cli.{name}")
-        app.command(name, epilog=module.EXAMPLES)(module.command)
+        if not hasattr(module, "COMMANDS"):
+            app.command(name, epilog=module.EXAMPLES)(module.command)
+            continue
+        group = typer.Typer(help=module.HELP, epilog=module.EXAMPLES, no_args_is_help=True, add_completion=False)
+        for kind, command in module.COMMANDS.items():
+            group.command(kind)(command)
+        app.add_typer(group, name=name)
     return app
 
 

@@ -102,6 +102,10 @@ class EagleHead(nn.Module):
         """Gives the head the target's embedding and output head."""
         self._lent = [embedding, output]
 
+    def target_logits(self, features: Tensor) -> Tensor:
+        """What the target's own output head makes of its last features: [..., H] -> [..., V]."""
+        return self._lent[1](features)  # type: ignore[no-any-return]
+
     def embedding_table(self) -> Tensor:
         """[V, H]: its own or the target's, whatever form that is in."""
         module = self.embed_tokens if self.shape.own_embedding else self._lent[0]
@@ -141,7 +145,7 @@ class EagleHead(nn.Module):
             out = self.norm(out)
             if self.shape.own_output:
                 return self.lm_head(out)  # type: ignore[no-any-return]
-        return self._lent[1](out)  # type: ignore[no-any-return]
+        return self.target_logits(out)
 
     def spread(self, logits: Tensor, vocab_size: int) -> Tensor:
         """[..., Vd] -> float32 [..., V] over the target's vocabulary: -inf where the head has no such token."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .config import Plan
+from outrider.train.plan import Plan
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
@@ -82,7 +82,8 @@ def build(model: nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
     matrices: list[Tensor] = []
     others: list[Tensor] = []
     for name, param in model.named_parameters():
-        (matrices if param.ndim == 2 and "layers." in name else others).append(param)
+        if param.requires_grad:
+            (matrices if param.ndim == 2 and "layers." in name else others).append(param)
     muon = Muon(matrices, lr=plan.muon_lr, weight_decay=0.01)
     adam = torch.optim.AdamW(others, lr=plan.adam_lr, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0, fused=True)
     for optimizer in (muon, adam):

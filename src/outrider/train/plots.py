@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
 MAX_POINTS = 400
+SHARES = ("hit_", "held_")  # keys that are shares between 0 and 1, not losses
 
 
 def thin(curve: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -25,31 +29,39 @@ def thin(curve: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw(name: str, curve: list[dict[str, Any]], folder: Path) -> None:
-    """Write `<name>_curve.json` and `<name>_curve.png`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    """Write `<name>_curve.json` and, where matplotlib is installed, `<name>_curve.png`."""
     points = thin(curve)
     lines = ",\n".join(json.dumps(point) for point in points)
     (folder / f"{name}_curve.json").write_text(f"[\n{lines}\n]\n")
+    try:
+        import matplotlib
+    except ImportError:
+        logger.warning("no loss curve is drawn: pip install 'outrider[train]' brings matplotlib")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
     keys = sorted({key for point in points for key, value in point.items() if isinstance(value, float)} - {"seconds"})
     for key in keys:
         chosen = [point for point in points if key in point]
         wide = 1.6 if key in ("loss", "kl") else 0.8
-        left.plot([p["tokens"] / 1e6 for p in chosen], [p[key] for p in chosen], label=key, linewidth=wide)
+        side = right if key.startswith(SHARES) else left
+        side.plot([p["tokens"] / 1e6 for p in chosen], [p[key] for p in chosen], label=key, linewidth=wide)
     measured = [point for point in points if "bpb" in point]
     for source in measured[-1]["bpb"] if measured else ():
         values = [point["bpb"][source] for point in measured]
         wide = 2.5 if source == "total" else 1.0
         right.plot([p["tokens"] / 1e6 for p in measured], values, marker=".", label=source, linewidth=wide)
     left.set(title=f"{name}: training", xlabel="million tokens", ylabel="nats per token")
-    right.set(title=f"{name}: held-out documents", xlabel="million tokens", ylabel="bits per byte")
+    if measured:
+        right.set(title=f"{name}: held-out documents", xlabel="million tokens", ylabel="bits per byte")
+    else:
+        right.set(title=f"{name}: agreement with the target", xlabel="million tokens", ylim=(0, 1))
     for axes in (left, right):
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+        if axes.lines:
+            axes.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(folder / f"{name}_curve.png", dpi=110)
     pyplot.close(figure)

@@ -1,4 +1,4 @@
-"""One training loop for target and draft: schedule, checkpoints, curve, progress. It knows no loss."""
+"""The one training loop: schedule, checkpoints, curve, progress. It knows no loss and no model."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from transformers import LlamaForCausalLM
+from torch import Tensor, nn
 
-from . import optim
-from .clock import MAX_GAP_S, RunningClock
-from .config import Plan
-from .progress import Progress
+from outrider.train import optim
+from outrider.train.clock import MAX_GAP_S, RunningClock
+from outrider.train.plan import Plan
+from outrider.train.progress import Progress
 
 
 class Batches(Protocol):
-    """Where rows come from; `rows_drawn` is all of its state."""
+    """Where rows come from, be it their ids or their numbers; `rows_drawn` is all of its state."""
 
     rows_drawn: dict[str, int]
 
     def batch(self, step: int, rows: int, seq_len: int) -> Tensor:
-        """Ids of one step: [rows, seq_len + 1]."""
+        """What the loss of one step is given: [rows, ...]."""
         ...
 
 
@@ -35,7 +34,7 @@ class Loss(Protocol):
     """The loss of one batch, with the parts worth plotting (floats or 0-d tensors)."""
 
     def __call__(self, ids: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
-        """Loss of ids [B, S + 1]."""
+        """Loss of a batch."""
         ...
 
 
@@ -44,7 +43,7 @@ class Job:
     """Everything one run needs: the model, its data, its loss, how it is measured, where it is kept."""
 
     name: str
-    model: LlamaForCausalLM
+    model: nn.Module
     batches: Batches
     loss: Loss
     plan: Plan

@@ -1,0 +1,120 @@
+"""Command line of the recipe: `python -m recipes.heads all`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from outrider.heads.eagle import default_hidden_states
+from outrider.runner import ModelRunner, RunnerConfig
+from outrider.train.progress import Progress
+from outrider.train.runs import Bench, EagleRun, HeadPlan, train_eagle, train_medusa
+from outrider.train.text import regenerate
+from recipes.family import data, prompts, tokenizer
+from recipes.family.config import SEED
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+
+PACKAGE = Path(__file__).parents[2] / "src" / "outrider" / "family"
+SEQ_LEN, PROMPT_LEN = 256, 96
+NAMES = ("medusa", "eagle1", "eagle3")
+
+Tokens = Annotated[Path, typer.Option("--tokens", help="the family recipe's tokenised text")]
+Target = Annotated[Path, typer.Option("--target", help="the target's folder")]
+Package = Annotated[Path, typer.Option("--package", help="folder that gets a folder for each head")]
+Work = Annotated[Path, typer.Option("--work", help="folder for rows, features and checkpoints")]
+Minutes = Annotated[float, typer.Option("--minutes", help="of training a head")]
+Rows = Annotated[int, typer.Option("--rows", help=f"rows of {SEQ_LEN} tokens; half are written by the target")]
+
+
+def training_rows(runner: ModelRunner, tokens: Path, work: Path, count: int) -> torch.Tensor:
+    """Half corpus text, half continuations the target wrote itself, greedily and at temperature 1, in turn: [R, 256]."""
+    path = work / "rows.pt"
+    if path.exists():
+        return torch.load(path, weights_only=True)
+    half = count // 2
+    mixture = data.training_mixture(tokens, SEED + 7)
+    plain = mixture.batch(0, half, SEQ_LEN)[:, :SEQ_LEN].int()
+    others = data.training_mixture(tokens, SEED + 8).batch(0, count - half, PROMPT_LEN)
+    learned = tokenizer.load(runner_folder(runner))
+    starts = prompts.mixed_prompts(tokens, learned, count - half, PROMPT_LEN, others)
+    filled = torch.zeros(len(starts), SEQ_LEN, dtype=torch.int32)
+    filled[:, :PROMPT_LEN] = starts.int()
+    written = []
+    for temperature, part in zip((0.0, 1.0), filled.chunk(2), strict=True):
+        with Progress(f"text at temperature {temperature:g}") as bar:
+            folder = work / f"text_{temperature:g}"
+            written.append(regenerate(runner, part, PROMPT_LEN, temperature, SEED, folder, bar.update))
+    rows = torch.cat([plain, *written])
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED))]
+    torch.save(rows, path)
+    return rows
+
+
+def runner_folder(runner: ModelRunner) -> Path:
+    """Where the target was loaded from: its tokenizer lies there too."""
+    return Path(runner.name)
+
+
+def bench(target: Path, tokens: Path, work: Path, rows: int) -> Bench:
+    """The target and its training rows."""
+    if not (tokens / "tokens.json").exists():
+        sys.exit(f"no tokenised text in {tokens}: run `python -m recipes.family tokenizer` first")
+    work.mkdir(parents=True, exist_ok=True)
+    (work / ".gitignore").write_text("*\n")
+    runner = ModelRunner.load(target, RunnerConfig(max_batch=32, compile="auto"))
+    return Bench(runner, None, work, rows=training_rows(runner, tokens, work, rows))
+
+
+def train(name: str, at: Bench, package: Path, minutes: float) -> bool:
+    """One head; False if interrupted."""
+    layers = default_hidden_states(at.runner.num_layers)
+    at.features([*layers, at.runner.num_layers])  # what all three read, captured once
+    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=4096, seed=SEED)
+    out = package / name
+    if name == "medusa":
+        return train_medusa(at, out, how, num_heads=4)
+    if name == "eagle1":
+        return train_eagle(at, out, how, EagleRun(generation=1, steps=3))
+    return train_eagle(at, out, how, EagleRun(generation=3, steps=4, layers=layers, draft_vocab=2048))
+
+
+@app.command()
+def one(
+    name: str,
+    minutes: Minutes = 25.0,
+    rows: Rows = 4000,
+    target: Target = PACKAGE / "target",
+    tokens: Tokens = Path("build/family/tokens"),
+    package: Package = PACKAGE,
+    work: Work = Path("build/heads"),
+) -> None:
+    """Train one of medusa, eagle1, eagle3; run again to resume."""
+    if name not in NAMES:
+        raise typer.BadParameter(f"unknown head {name!r}; known: {', '.join(NAMES)}")
+    if not train(name, bench(target, tokens, work, rows), package, minutes):
+        sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
+
+
+@app.command(name="all")
+def everything(
+    minutes: Minutes = 25.0,
+    rows: Rows = 4000,
+    target: Target = PACKAGE / "target",
+    tokens: Tokens = Path("build/family/tokens"),
+    package: Package = PACKAGE,
+    work: Work = Path("build/heads"),
+) -> None:
+    """Text, features and the three heads in order; run again to go on where it stopped."""
+    at = bench(target, tokens, work, rows)
+    for name in NAMES:
+        if not train(name, at, package, minutes):
+            sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
+
+
+if __name__ == "__main__":
+    app()

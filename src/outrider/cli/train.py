@@ -1,0 +1,205 @@
+"""``outrider train``: heads for a target of the user's, from the user's text. One function a kind of head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.options import parse_list, with_groups
+
+if TYPE_CHECKING:
+    from outrider.train.runs import Bench, HeadPlan
+
+HELP = "Train what drafts for a target: run the same command again to go on after an interruption."
+EXAMPLES = """Examples:
+
+outrider train medusa --target ./my-model --text notes.jsonl --out heads/medusa
+
+outrider train eagle --target ./my-model --text notes.jsonl --out heads/eagle3 --minutes 30
+
+outrider train eagle --generation 1 --target ./my-model --text notes.jsonl --regenerate --out heads/eagle1
+
+outrider generate --target ./my-model --method eagle --draft heads/eagle3 "Dear Sir,"
+"""
+WHAT, TEXT, LONG = "What", "Text", "How long"
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """The target and what it is trained to be followed on."""
+
+    out: Annotated[Path, typer.Option(help="Folder for the finished head.", rich_help_panel=WHAT)]
+    target: Annotated[
+        str | None, typer.Option(help="Folder or hub id of the target (default: the embedded one).", rich_help_panel=WHAT)
+    ] = None
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text file, or JSONL with text, prompt and completion, or messages; several.", rich_help_panel=TEXT),
+    ] = None
+    work: Annotated[
+        Path | None,
+        typer.Option(help="Folder for features and checkpoints (default: OUT with -work at its end).", rich_help_panel=WHAT),
+    ] = None
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of a row (default: 256).", rich_help_panel=TEXT)] = None
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of text that are used (default: 1000000).", rich_help_panel=TEXT)
+    ] = None
+    regenerate: Annotated[
+        bool | None,
+        typer.Option("--regenerate", help="The target writes the text anew after each row's beginning.", rich_help_panel=TEXT),
+    ] = None
+    prompt_len: Annotated[
+        int | None, typer.Option(help="With --regenerate: tokens of that beginning (default: 64).", rich_help_panel=TEXT)
+    ] = None
+    temperature: Annotated[
+        float | None, typer.Option(help="With --regenerate: 0 is greedy (default: 0).", rich_help_panel=TEXT)
+    ] = None
+
+
+@dataclass(frozen=True)
+class LengthOptions:
+    """How long and how hard."""
+
+    minutes: Annotated[
+        float | None, typer.Option(help="End by then, the learning rate with it (default: by --epochs).", rich_help_panel=LONG)
+    ] = None
+    epochs: Annotated[float | None, typer.Option(help="Times over the text, at most (default: 4).", rich_help_panel=LONG)] = None
+    batch_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of a step; less needs less memory (default: 4096).", rich_help_panel=LONG)
+    ] = None
+    muon_lr: Annotated[
+        float | None, typer.Option(help="Learning rate of the layers' matrices (default: 0.01).", rich_help_panel=LONG)
+    ] = None
+    adam_lr: Annotated[
+        float | None, typer.Option(help="Learning rate of all else (default: 0.001).", rich_help_panel=LONG)
+    ] = None
+
+
+@with_groups
+def medusa(
+    *,
+    heads: Annotated[int, typer.Option(help="Heads: the longest draft.", rich_help_panel=WHAT)] = 4,
+    layers: Annotated[int, typer.Option(help="Residual blocks of a head.", rich_help_panel=WHAT)] = 1,
+    text: TextOptions,
+    length: LengthOptions,
+) -> None:
+    """Train Medusa heads; written in vLLM's format."""
+    from outrider.train.runs import train_medusa
+
+    check(heads=heads, layers=layers)
+    done(train_medusa(bench_of(text), text.out, plan_of(length), heads, layers), text.out, "medusa")
+
+
+@with_groups
+def eagle(
+    *,
+    generation: Annotated[
+        int, typer.Option(help="1 (EAGLE-1 and EAGLE-2, which share their weights) or 3.", rich_help_panel=WHAT)
+    ] = 3,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of depth trained at once (default: 5; EAGLE-1: 1).", rich_help_panel=WHAT)
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            help="Three hidden states of the target that EAGLE-3 reads, transformers' count (default: 2, n/2, n-3).",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    draft_vocab: Annotated[
+        int | None, typer.Option(help="EAGLE-3: draft the most frequent so many tokens (default: all).", rich_help_panel=WHAT)
+    ] = None,
+    formats: Annotated[
+        str, typer.Option("--format", help="native, speculators, or both with a comma.", rich_help_panel=WHAT)
+    ] = "native",
+    text: TextOptions,
+    length: LengthOptions,
+) -> None:
+    """Train an EAGLE head; written with the layers it reads said in its config."""
+    from outrider.heads.eagle_formats import FORMATS
+    from outrider.train.runs import EagleRun, train_eagle
+    from outrider.types import OutriderError
+
+    check(steps=steps, draft_vocab=draft_vocab)
+    if generation not in (1, 3):
+        raise OutriderError(f"--generation {generation}: 1 (EAGLE-1 and EAGLE-2) or 3")
+    kinds = parse_list("--format", formats, str)
+    if not set(kinds) <= set(FORMATS):
+        raise OutriderError(f"--format {formats}: {', '.join(FORMATS)}")
+    states = parse_list("--layers", layers, int) if layers is not None else None
+    run = EagleRun(generation, steps, states, draft_vocab, kinds)
+    done(train_eagle(bench_of(text), text.out, plan_of(length), run), text.out, "eagle")
+
+
+COMMANDS = {"medusa": medusa, "eagle": eagle}
+
+
+def check(**numbers: int | None) -> None:
+    """Refuses numbers below 1 before anything is loaded."""
+    from outrider.types import OutriderError
+
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise OutriderError(f"--{name.replace('_', '-')} {number}: at least 1")
+
+
+def given(options: Any, *names: str) -> dict[str, Any]:
+    """Those of an option group that were given."""
+    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+
+
+def plan_of(length: LengthOptions) -> HeadPlan:
+    """The plan that the options describe."""
+    from outrider.train.runs import HeadPlan
+    from outrider.types import OutriderError
+
+    found = given(length, "minutes", "epochs", "batch_tokens", "muon_lr", "adam_lr")
+    for name, number in found.items():
+        if number <= 0:
+            raise OutriderError(f"--{name.replace('_', '-')} {number}: above 0")
+    return HeadPlan(**found)
+
+
+def bench_of(text: TextOptions) -> Bench:
+    """Loads the target; everything that can be refused without it is refused before."""
+    from outrider.cli.console import show_notices, waiting
+    from outrider.cli.session import check_source
+    from outrider.train.runs import Bench, Source
+    from outrider.types import OutriderError
+
+    if not text.text:
+        raise OutriderError("give text to train on: --text file.txt or --text file.jsonl")
+    missing = next((path for path in text.text if not path.is_file()), None)
+    if missing is not None:
+        raise OutriderError(f"no text file at {missing}")
+    check(seq_len=text.seq_len, max_tokens=text.max_tokens, prompt_len=text.prompt_len)
+    check_source(text.target)
+    work = text.work or text.out.with_name(f"{text.out.name}-work")
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        text.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutriderError(f"cannot make the folder {error.filename}: {error.strerror}") from None
+    show_notices()
+    names = ("seq_len", "max_tokens", "regenerate", "prompt_len", "temperature")
+    source = Source(tuple(text.text), **given(text, *names))
+    with waiting(f"loading {text.target or 'the embedded model'}"):
+        from outrider.engine.config import load_tokenizer
+        from outrider.family import TARGET
+        from outrider.runner import ModelRunner, RunnerConfig
+
+        target = text.target or TARGET
+        return Bench(ModelRunner.load(target, RunnerConfig(max_batch=16)), load_tokenizer(target), work, source)
+
+
+def done(finished: bool, out: Path, method: str) -> None:
+    """What comes next."""
+    if not finished:
+        from outrider.cli.app import EXIT_INTERRUPTED
+
+        typer.echo("interrupted: everything so far is kept, run the same command to go on", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED)
+    typer.echo(f"done: --method {method} --draft {out} drafts with it; curve and measurements are beside it", err=True)

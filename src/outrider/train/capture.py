@@ -1,0 +1,132 @@
+"""The target's hidden states over the training text, captured once through the runner and kept on disk in shards.
+
+A shard holds the ids of its rows and, for each hidden state, bfloat16 features [rows, S, H]. Shards are complete or not there, so
+that an interrupted capture goes on where it stopped; rows are read back by number without loading a shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from outrider.runner import ModelRunner
+from outrider.runner.linear import weight_of
+from outrider.train.text import Report
+from outrider.types import Context, OutriderError, Proposal, Request, SamplingParams
+
+SHARD_ROWS = 64
+GOLDEN = 0.6180339887498949
+
+
+def fingerprint(runner: ModelRunner) -> str:
+    """Tells one target from another: its config and a part of its weights."""
+    config = {k: v for k, v in runner.model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    table = runner.model.get_output_embeddings()
+    weights = weight_of(table)[: 64].float().flatten()[:4096].tolist() if table is not None else []
+    return hashlib.sha256(json.dumps([config, weights], sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+class FeatureCache:
+    """Rows of ids and features by number; the last ``num_held_out`` are for measuring."""
+
+    def __init__(self, folder: Path, layers: Sequence[int], num_rows: int, seq_len: int) -> None:
+        self.layers, self.num_rows, self.seq_len = tuple(layers), num_rows, seq_len
+        self.num_held_out = max(1, min(num_rows // 20, 64))
+        self._folder = folder
+        self._open: dict[int, Any] = {}
+
+    @property
+    def num_training(self) -> int:
+        return self.num_rows - self.num_held_out
+
+    def read(self, rows: Sequence[int], layers: Sequence[int] | None = None) -> tuple[Tensor, dict[int, Tensor]]:
+        """Ids int64 [R, S] and float32 features {layer: [R, S, H]} of the rows of these numbers."""
+        wanted = self.layers if layers is None else tuple(layers)
+        ids, features = [], {layer: [] for layer in wanted}
+        for row in rows:
+            shard, at = self._shard(row // SHARD_ROWS), row % SHARD_ROWS
+            ids.append(shard.get_slice("ids")[at : at + 1])
+            for layer in wanted:
+                features[layer].append(shard.get_slice(f"hidden_{layer}")[at : at + 1])
+        return torch.cat(ids).long(), {layer: torch.cat(each).float() for layer, each in features.items()}
+
+    def _shard(self, number: int) -> Any:
+        if number not in self._open:
+            self._open[number] = safe_open(self._folder / _name(number), "pt")
+        return self._open[number]
+
+
+def _name(number: int) -> str:
+    return f"features_{number:05}.safetensors"
+
+
+def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Path, report: Report) -> FeatureCache:
+    """Runs the target over rows [R, S] and keeps these hidden states (counted as types.Scores says) in ``folder``.
+
+    Raises ``OutriderError`` where the target has no such layers or the folder belongs to another target or text.
+    """
+    if min(layers) < 0 or max(layers) > runner.num_layers:
+        raise OutriderError(f"{runner.name} has the hidden states 0 to {runner.num_layers}, not all of {tuple(layers)}")
+    if rows.shape[1] > runner.max_len:
+        raise OutriderError(f"rows of {rows.shape[1]} tokens do not fit the target's context of {runner.max_len}")
+    folder.mkdir(parents=True, exist_ok=True)
+    text = hashlib.sha256(rows.int().contiguous().numpy().tobytes()).hexdigest()[:16]
+    about = {"target": fingerprint(runner), "text": text, "rows": len(rows), "seq_len": rows.shape[1], "layers": list(layers)}
+    path = folder / "features.json"
+    known = json.loads(path.read_text()) if path.exists() else about
+    if {**known, "layers": 0} != {**about, "layers": 0} or not set(layers) <= set(known["layers"]):
+        raise OutriderError(f"{folder} holds features of another target, text or layers: name another folder or delete it")
+    path.write_text(json.dumps(known))
+    before, runner.needs_hidden = runner.needs_hidden, tuple(known["layers"])
+    try:
+        for number, start in enumerate(range(0, len(rows), SHARD_ROWS)):
+            file, part = folder / _name(number), rows[start : start + SHARD_ROWS]
+            if not file.exists():
+                partial = file.with_suffix(".partial")
+                save_file(_captured(runner, part), partial)
+                partial.replace(file)
+            report((start + len(part)) / len(rows), {"rows": start + len(part)})
+    finally:
+        runner.needs_hidden = before
+    return FeatureCache(folder, known["layers"], len(rows), rows.shape[1])
+
+
+def _captured(runner: ModelRunner, rows: Tensor) -> dict[str, Tensor]:
+    found: dict[int, list[Tensor]] = {layer: [] for layer in runner.needs_hidden}
+    for batch in rows.split(runner.max_batch):
+        requests = tuple(
+            Request(f"captured-{index}", ids, len(ids), SamplingParams(), 0, torch.Generator())
+            for index, ids in enumerate(batch.tolist())
+        )
+        # Nothing is sampled: the context's sampler is never asked.
+        context = Context(requests, (0,) * len(requests), None)  # type: ignore[arg-type]
+        try:
+            scores = runner.score(context, Proposal.empty(len(requests)))
+        finally:
+            runner.release(context.request_ids)
+        for layer, chunks in found.items():
+            whole = [torch.cat((past, root)) for past, root in zip(scores.past_hidden[layer], scores.hidden[layer], strict=True)]
+            chunks.append(torch.stack(whole).to("cpu", torch.bfloat16))
+    return {"ids": rows.int().clone()} | {f"hidden_{layer}": torch.cat(chunks).contiguous() for layer, chunks in found.items()}
+
+
+class CachedRows:
+    """Numbers of training rows, spread evenly at every moment: the i-th is frac(i * golden ratio) of the way through."""
+
+    def __init__(self, cache: FeatureCache) -> None:
+        self._count = cache.num_training
+        self.rows_drawn = {"rows": 0}
+
+    def batch(self, step: int, rows: int, seq_len: int) -> Tensor:
+        """int64 [rows]."""
+        first = self.rows_drawn["rows"]
+        self.rows_drawn["rows"] += rows
+        return torch.tensor([int((i * GOLDEN + 0.5) % 1.0 * self._count) for i in range(first, first + rows)])

@@ -1,0 +1,131 @@
+"""The losses of EAGLE heads on a frozen target, and how much of their drafts is accepted.
+
+EAGLE-1 (arXiv 2401.15077, section 3.2): smooth L1 to the target's next feature and a tenth of the cross entropy to what the
+target's head makes of it, on features with noise. EAGLE-3 (arXiv 2503.01840, section 3): cross entropy alone, over several steps
+on the head's own outputs (training-time test), weighted 0.8 ** step. EAGLE-1 over several steps is HASS (arXiv 2408.15766).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import smooth_l1_loss
+
+from outrider.heads.eagle import EagleHead
+from outrider.train import rollout_attention
+from outrider.train.capture import FeatureCache
+
+NOISE = 0.1  # EAGLE-1: features are off by as much when the head feeds itself
+CLASS_WEIGHT = 0.1  # EAGLE-1: of the cross entropy beside the regression
+NUM_SIBLINGS = 6  # whose acceptance is measured
+
+
+@dataclass
+class EagleLoss:
+    """``head`` is trained for ``steps`` steps of depth at once. ``last``: the hidden state after the target's final norm."""
+
+    head: EagleHead
+    cache: FeatureCache
+    last: int
+    steps: int
+    decay: float = 0.8
+    seed: int = 0
+
+    def __call__(self, rows: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
+        """Loss of the cached rows of these numbers [B]."""
+        ids, features = self._read(rows.tolist())
+        if self.head.shape.generation == 1:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+            noise = torch.rand(features[self.last].shape, generator=generator).to(ids.device)
+            seen = {self.last: features[self.last] + (2 * noise - 1) * NOISE}
+        else:
+            seen = features
+        total, weights, parts = ids.new_zeros((), dtype=torch.float32), 0.0, {}
+        said = self._said(features[self.last])
+        for depth, out in enumerate(self._rollout(ids, seen)):
+            there = slice(1 + depth, 1 + depth + out.shape[1])
+            loss, hit = self._step_loss(out, said[:, there], features[self.last][:, there])
+            total, weights = total + self.decay**depth * loss, weights + self.decay**depth
+            parts |= {f"step_{depth + 1}": loss.detach(), f"hit_{depth + 1}": hit}
+        total = total / weights
+        return total, {"loss": total.detach(), **parts}
+
+    def _read(self, rows: list[int]) -> tuple[Tensor, dict[int, Tensor]]:
+        device = self.head.fc.weight.device
+        ids, features = self.cache.read(rows, sorted({*self.head.shape.hidden_states, self.last}))
+        return ids.to(device), {layer: each.to(device) for layer, each in features.items()}
+
+    @torch.no_grad()
+    def _said(self, last: Tensor) -> Tensor:
+        """The target's logits [B, S, V] from its features after the final norm."""
+        return self.head.target_logits(last).float()
+
+    def _rollout(self, ids: Tensor, seen: dict[int, Tensor]) -> Iterator[Tensor]:
+        """The head's outputs of each step of depth: [B, T, H], those of entry t pointing to token 2 + t + depth."""
+        count = ids.shape[1] - self.steps  # entries for which every step has something to aim at
+        positions = torch.arange(count, device=ids.device)[None]
+        hidden = self.head.fuse([seen[layer][:, :count] for layer in self.head.shape.hidden_states])
+        with rollout_attention.rollout():
+            for depth in range(self.steps):
+                tokens = ids[:, 1 + depth : 1 + depth + count]
+                out = self.head(tokens, hidden, positions + depth)
+                yield out
+                hidden = self.head.feedback(out)
+
+    def _step_loss(self, out: Tensor, said: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss of outputs [B, T, H] that should lead to logits [B, T, V], and how often both name the same likeliest token."""
+        head, best = self.head, said.argmax(-1)
+        wanted = (said if head.draft_ids is None else said[..., head.draft_ids]).softmax(-1)
+        logits = head.logits(out).float()
+        entropy = -(wanted * logits.log_softmax(-1)).sum(-1).mean()
+        guess = logits.argmax(-1)
+        hit = ((guess if head.draft_ids is None else head.draft_ids[guess]) == best).float().mean()
+        if head.shape.generation == 1:
+            return smooth_l1_loss(out, goal) + CLASS_WEIGHT * entropy, hit
+        return entropy, hit
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """How often the head's likeliest token is the target's, by depth, on held-out rows and without noise."""
+        hits = torch.zeros(self.steps)
+        rows = range(self.cache.num_training, self.cache.num_rows)
+        for row in rows:
+            ids, features = self._read([row])
+            said = self._said(features[self.last])
+            for depth, out in enumerate(self._rollout(ids, features)):
+                there = slice(1 + depth, 1 + depth + out.shape[1])
+                hits[depth] += float(self._step_loss(out, said[:, there], features[self.last][:, there])[1]) / len(rows)
+        return {f"held_{depth + 1}": round(float(hit), 4) for depth, hit in enumerate(hits)}
+
+    @torch.no_grad()
+    def sibling_acceptance(self) -> list[float]:
+        """Chance that the first, second, ... sibling drawn is the accepted one, at temperature 1 and depth 1, held-out rows.
+
+        By multi-round rejection itself: a sibling is drawn, accepted with min(1, target / draft), else the target becomes the
+        residual and the next one is drawn without the ones before. What the proposer shapes its sampled trees by.
+        """
+        head, device = self.head, self.head.fc.weight.device
+        accepted, total = torch.zeros(NUM_SIBLINGS), 0
+        generator = torch.Generator(device).manual_seed(self.seed)
+        for row in range(self.cache.num_training, self.cache.num_rows):
+            ids, features = self._read([row])
+            out = next(self._rollout(ids, features))
+            target_probs = self._said(features[self.last])[0, 1 : 1 + out.shape[1]].softmax(-1)  # [T, V]
+            draft_probs = head.spread(head.logits(out[0]), target_probs.shape[-1]).softmax(-1)
+            alive = torch.ones(len(target_probs), device=device)
+            for sibling in range(min(NUM_SIBLINGS, draft_probs.shape[-1] - 1)):
+                token = torch.multinomial(draft_probs.clamp_min(1e-20), 1, generator=generator)
+                chance = (target_probs.gather(-1, token) / draft_probs.gather(-1, token).clamp_min(1e-20)).clamp_max(1)[:, 0]
+                accepted[sibling] += float((alive * chance).sum())
+                alive = alive * (1 - chance)
+                left = (target_probs - draft_probs).clamp_min(0)
+                target_probs = torch.where(left.sum(-1, keepdim=True) > 0, left, target_probs)
+                target_probs = target_probs / target_probs.sum(-1, keepdim=True)
+                draft_probs = draft_probs.scatter(-1, token, 0.0)
+                draft_probs = draft_probs / draft_probs.sum(-1, keepdim=True).clamp_min(1e-20)
+            total += len(alive)
+        return [round(float(value) / max(total, 1), 4) for value in accepted]

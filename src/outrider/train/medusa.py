@@ -1,0 +1,69 @@
+"""The loss of Medusa's heads on a frozen target, and how well each head guesses (Cai et al. 2024, Medusa-1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from outrider.heads.medusa import Accuracies, MedusaHeads
+from outrider.train.capture import FeatureCache
+
+NUM_RANKS = 10  # candidates of a head whose accuracy is measured
+
+
+@dataclass
+class MedusaLoss:
+    """Cross entropy of head i against what the target says i + 1 places further on, weighted by ``decay`` ** i.
+
+    What the target says is its distribution there, from its own hidden states (``distil``), or the token that stands there.
+    """
+
+    heads: MedusaHeads
+    output: nn.Linear
+    cache: FeatureCache
+    layer: int  # the hidden state after the final norm
+    decay: float = 0.8
+    distil: bool = True
+
+    def __call__(self, rows: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
+        """Loss of the cached rows of these numbers [B]."""
+        ids, hidden = _read(self.cache, rows, self.layer)
+        count, length = self.heads.shape.num_heads, ids.shape[1]
+        with torch.no_grad():
+            said = self.output(hidden[:, 1:]).float()  # [B, S - 1, V]: after each token but the first
+        logits = self.heads(hidden[:, : length - count - 1]).float()  # [heads, B, T, V]
+        total, parts = hidden.new_zeros(()), {}
+        for head in range(count):
+            there = slice(head, head + length - count - 1)
+            wanted = said[:, there].softmax(-1) if self.distil else ids[:, 2:][:, there]
+            loss = cross_entropy(logits[head].flatten(0, 1), wanted.flatten(0, 1))
+            total = total + self.decay**head * loss
+            hit = (logits[head].argmax(-1) == said[:, there].argmax(-1)).float().mean()
+            parts |= {f"head_{head + 1}": loss.detach(), f"hit_{head + 1}": hit}
+        return total, {"loss": total.detach(), **parts}
+
+
+def _read(cache: FeatureCache, rows: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    ids, features = cache.read(rows.tolist(), [layer])
+    return ids.to(rows.device), features[layer].to(rows.device)
+
+
+@torch.no_grad()
+def measure_accuracies(heads: MedusaHeads, output: nn.Linear, cache: FeatureCache, layer: int) -> Accuracies:
+    """[head][rank]: how often the head's candidate of that rank is the target's likeliest token there, on held-out rows."""
+    count, device = heads.shape.num_heads, output.weight.device
+    ranks = min(NUM_RANKS, heads.shape.vocab_size)
+    hits, total = torch.zeros(count, ranks), 0
+    for row in range(cache.num_training, cache.num_rows):
+        ids, hidden = _read(cache, torch.tensor([row], device=device), layer)
+        said = output(hidden[0, 1:]).argmax(-1)
+        places = ids.shape[1] - count - 1
+        best = heads(hidden[0, :places]).topk(ranks, -1).indices  # [heads, T, ranks]
+        for head in range(count):
+            hits[head] += (best[head] == said[head : head + places, None]).float().sum(0).cpu()
+        total += places
+    return tuple(tuple(round(value, 4) for value in row) for row in (hits / max(total, 1)).tolist())

@@ -1,0 +1,29 @@
+"""How long and how hard to train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SEED = 1729
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long and how hard to train one model.
+
+    Progress runs from 0 to 1 and is the larger of the token and the time fraction; `seq_lens` holds
+    (progress until which it is used, sequence length) pairs in order.
+    """
+
+    max_tokens: int
+    batch_tokens: int
+    seq_lens: tuple[tuple[float, int], ...]
+    minutes: float | None = None
+    count_pauses: bool = False  # for a run that must end by a certain hour
+    muon_lr: float = 0.02
+    adam_lr: float = 0.004
+    warmup: float = 0.01
+    decay: float = 0.45
+    eval_every_s: float = 600.0
+    save_every_s: float = 120.0
+    seed: int = SEED

@@ -1,0 +1,57 @@
+"""Attention of a head that is trained on its own outputs: training-time test (EAGLE-3, arXiv 2503.01840, section 3.2).
+
+In step s entry j stands for the draft s places behind a text of j + 1 tokens. It sees that text's entries, made from the target's
+features, and of the steps since only those of the same j: its own ancestors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+NAME = "outrider_rollout"
+
+_steps: dict[int, list[tuple[Tensor, Tensor]]] | None = None  # layer -> keys and values of each step so far
+
+
+@contextmanager
+def rollout() -> Iterator[None]:
+    """Within it the passes of a head are the steps of one rollout."""
+    global _steps
+    previous, _steps = _steps, {}
+    try:
+        yield
+    finally:
+        _steps = previous
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float = 1.0, **_: Any
+) -> tuple[Tensor, None]:
+    """query [B, H, T, D], key and value [B, Hkv, T, D] of this step -> [B, T, H, D]."""
+    assert _steps is not None, "a head in training runs within rollout()"
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    steps = _steps.setdefault(int(module.layer_idx), [])  # type: ignore[arg-type]
+    steps.append((key, value))
+    if len(steps) == 1:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling).transpose(1, 2), None
+    (first_keys, first_values), *later = steps
+    length = query.shape[2]
+    ahead = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    scores = (query @ first_keys.transpose(2, 3)).masked_fill(ahead, float("-inf"))  # [B, H, T, T]
+    own = torch.stack([(query * keys).sum(-1) for keys, _ in later], -1)  # [B, H, T, s]
+    weights = (torch.cat((scores, own), -1) * scaling).softmax(-1)
+    out = weights[..., :length] @ first_values
+    for index, (_, values) in enumerate(later):
+        out = out + weights[..., length + index, None] * values
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, attend)

@@ -1,0 +1,185 @@
+"""Whole training runs: text to rows, rows to features, features to a head, the head to a checkpoint that can be served.
+
+Every stage goes on where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from outrider.heads import eagle_formats, medusa as medusa_heads
+from outrider.heads.eagle import default_hidden_states
+from outrider.runner import ModelRunner
+from outrider.train import plots, shapes
+from outrider.train.capture import CachedRows, FeatureCache, capture
+from outrider.train.eagle import EagleLoss
+from outrider.train.medusa import MedusaLoss, measure_accuracies
+from outrider.train.plan import SEED, Plan
+from outrider.train.progress import Progress
+from outrider.train.text import regenerate, token_rows
+from outrider.train.trainer import Job, Trainer
+from outrider.types import OutriderError
+
+Evaluate = Callable[[bool], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the training text comes from."""
+
+    paths: tuple[Path, ...] = ()
+    seq_len: int = 256
+    max_tokens: int = 1_000_000  # of text that is read, and so of features that are kept on disk
+    regenerate: bool = False  # the target writes all but the first prompt_len tokens of each row itself
+    prompt_len: int = 64
+    temperature: float = 0.0  # of what it writes
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """How long and how hard a head is trained."""
+
+    minutes: float | None = None
+    epochs: float = 4.0
+    batch_tokens: int = 4096
+    muon_lr: float = 0.01
+    adam_lr: float = 0.001
+    seed: int = SEED
+
+    def plan(self, cache: FeatureCache) -> Plan:
+        """The loop's plan. Batches are of whole rows."""
+        tokens = int(self.epochs * cache.num_training * cache.seq_len)
+        if tokens < 1 or self.batch_tokens < 1:
+            raise OutriderError("epochs and batch tokens must be above 0")
+        lengths = ((1.0, cache.seq_len),)
+        rates = {"muon_lr": self.muon_lr, "adam_lr": self.adam_lr, "warmup": 0.02}
+        return Plan(tokens, self.batch_tokens, lengths, minutes=self.minutes, seed=self.seed, **rates)  # type: ignore[arg-type]
+
+
+@dataclass
+class Bench:
+    """One target on the bench: what all its heads' runs share."""
+
+    runner: ModelRunner
+    tokenizer: PreTrainedTokenizerBase | None
+    work: Path  # rows, features, checkpoints
+    source: Source = field(default_factory=Source)
+    rows: Tensor | None = None  # [R, S] instead of a source
+
+    def features(self, layers: Sequence[int]) -> FeatureCache:
+        """The cache of these hidden states, made or completed."""
+        rows = self.training_rows()
+        with Progress("features") as bar:
+            return capture(self.runner, rows, sorted(set(layers)), self.work / "features", bar.update)
+
+    def training_rows(self) -> Tensor:
+        """Rows of tokens [R, S], as they are or written anew by the target."""
+        if self.rows is None:
+            if self.tokenizer is None:
+                raise OutriderError("text needs a tokenizer, which this target comes without")
+            source = self.source
+            self.rows = token_rows(source.paths, self.tokenizer, source.seq_len, source.max_tokens)
+            if source.regenerate:
+                with Progress("text") as bar:
+                    self.rows = regenerate(
+                        self.runner, self.rows, source.prompt_len, source.temperature, SEED, self.work / "text", bar.update
+                    )
+        return self.rows
+
+
+def train_medusa(bench: Bench, out: Path, how: HeadPlan, num_heads: int = 4, num_layers: int = 1, distil: bool = True) -> bool:
+    """Trains heads and writes them in vLLM's format with their measured accuracies. False if interrupted."""
+    runner = bench.runner
+    cache = bench.features([runner.num_layers])
+    if cache.seq_len < num_heads + 3:
+        raise OutriderError(f"rows of {cache.seq_len} tokens are too short for {num_heads} heads")
+    torch.manual_seed(how.seed)
+    heads = shapes.new_medusa(runner, num_heads, num_layers).to(runner.device)
+    output = shapes.output_layer(runner)
+    loss = MedusaLoss(heads, output, cache, runner.num_layers, distil=distil)
+
+    def measure(final: bool) -> dict[str, Any]:
+        found = measure_accuracies(heads, output, cache, runner.num_layers)
+        return {f"held_{head + 1}": row[0] for head, row in enumerate(found)}
+
+    if not _run(bench, "medusa", heads, loss, how.plan(cache), measure):
+        return False
+    accuracies = measure_accuracies(heads, output, cache, runner.num_layers)
+    medusa_heads.export(heads.to(_dtype(runner)), out, runner.vocab_size, accuracies)
+    _finish(bench, "medusa", out, {"accuracies": accuracies})
+    return True
+
+
+@dataclass(frozen=True)
+class EagleRun:
+    """What kind of EAGLE head is trained."""
+
+    generation: int = 3
+    steps: int | None = None  # of depth that are trained at once; None: 5 for EAGLE-3, 1 for EAGLE-1
+    layers: tuple[int, ...] | None = None  # hidden states of EAGLE-3; None: low, middle and high
+    draft_vocab: int | None = None  # EAGLE-3: the most frequent so many tokens; None: all
+    formats: tuple[str, ...] = ("native",)
+
+
+def train_eagle(bench: Bench, out: Path, how: HeadPlan, kind: EagleRun = EagleRun()) -> bool:
+    """Trains a head and writes it in the formats asked for, the first into ``out`` itself. False if interrupted."""
+    runner = bench.runner
+    layers: tuple[int, ...] = (runner.num_layers,)
+    if kind.generation == 3:
+        layers = kind.layers or default_hidden_states(runner.num_layers)
+    steps = kind.steps or (5 if kind.generation == 3 else 1)
+    rows = bench.training_rows()
+    if rows.shape[1] < steps + 2:
+        raise OutriderError(f"rows of {rows.shape[1]} tokens are too short for {steps} steps")
+    if kind.generation == 1 and "speculators" in kind.formats:
+        raise OutriderError("an EAGLE-1 head is written in its native format only")
+    cache = bench.features([*layers, runner.num_layers])
+    draft_ids = None
+    if kind.generation == 3 and kind.draft_vocab is not None:
+        draft_ids = shapes.frequent_tokens(rows[: cache.num_training], runner.vocab_size, kind.draft_vocab)
+    torch.manual_seed(how.seed)
+    head = shapes.new_eagle(runner, kind.generation, layers, draft_ids).to(runner.device)
+    name = f"eagle{kind.generation}"
+    loss = EagleLoss(head, cache, runner.num_layers, steps, seed=how.seed)
+    if not _run(bench, name, head, loss, how.plan(cache), lambda final: loss.evaluate()):
+        return False
+    found = {"held_out": loss.evaluate(), "acceptance_by_rank": loss.sibling_acceptance()}
+    head = head.to(_dtype(runner))
+    for index, form in enumerate(kind.formats):
+        folder = out if index == 0 else out.with_name(f"{out.name}-{form}")
+        eagle_formats.export(head, folder, form, runner.name, found["acceptance_by_rank"])  # type: ignore[arg-type]
+    _finish(bench, name, out, found)
+    return True
+
+
+def _run(bench: Bench, name: str, head: nn.Module, loss: Any, plan: Plan, evaluate: Evaluate) -> bool:
+    plan = replace(plan, eval_every_s=120.0, save_every_s=30.0)
+    folder = bench.work / name
+    try:
+        trainer = Trainer(Job(name, head, CachedRows(loss.cache), loss, plan, folder, evaluate))
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise OutriderError(f"the checkpoint in {folder} is not of this head, delete it to begin anew: {error}") from error
+    finished = trainer.run()
+    head.eval().requires_grad_(False)
+    return finished
+
+
+def _dtype(runner: ModelRunner) -> torch.dtype:
+    """That of the target's checkpoint."""
+    named = getattr(runner.model.config, "dtype", None)
+    return named if isinstance(named, torch.dtype) and named.is_floating_point else torch.float32
+
+
+def _finish(bench: Bench, name: str, out: Path, found: dict[str, Any]) -> None:
+    """The curve and what was measured, beside the head."""
+    curve = json.loads((bench.work / name / "curve.json").read_text())
+    plots.draw(name, curve, out)
+    (out / "measured.json").write_text(json.dumps(found, indent=1) + "\n")

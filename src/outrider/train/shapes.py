@@ -1,0 +1,97 @@
+"""Fresh heads for a target: sizes taken from its config, weights from which training starts well."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from outrider.heads.eagle import EagleHead, EagleShape
+from outrider.heads.medusa import MedusaHeads, MedusaShape
+from outrider.runner import ModelRunner, loading
+from outrider.runner.linear import weight_of
+from outrider.types import OutriderError
+from outrider.train import rollout_attention
+
+
+def output_layer(runner: ModelRunner) -> nn.Linear:
+    """The target's output head as a plain float32 layer that gradients pass through, frozen."""
+    module = runner.model.get_output_embeddings()
+    weight, bias = weight_of(module).float(), getattr(module, "bias", None)
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.float(), requires_grad=False)
+    return layer
+
+
+def new_medusa(runner: ModelRunner, num_heads: int, num_layers: int) -> MedusaHeads:
+    """Heads that at first guess what the target's own head would: blocks are zero (Cai et al. 2024, section 2.1)."""
+    if num_heads < 1 or num_layers < 1:
+        raise OutriderError("the number of heads and of their layers must be at least 1")
+    heads = MedusaHeads(MedusaShape(num_heads, num_layers, runner.hidden_size, runner.vocab_size))
+    output = output_layer(runner)
+    for block, head in zip(heads.blocks, heads.lm_heads, strict=True):
+        for layer in block.layers:
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+        head.weight.data.copy_(output.weight[: runner.vocab_size])
+    return heads
+
+
+def head_config(runner: ModelRunner) -> LlamaConfig:
+    """One Llama layer of the target's widths. Its rotation is the target's where that is the usual kind."""
+    text = loading.text_config(runner.model)
+    hidden, heads = runner.hidden_size, int(text.num_attention_heads)
+    rope = dict(getattr(text, "rope_parameters", None) or {})
+    theta = float(rope.get("rope_theta", 10000.0)) if rope.get("rope_type", "default") == "default" else 10000.0
+    config = LlamaConfig(
+        vocab_size=runner.vocab_size,
+        hidden_size=hidden,
+        intermediate_size=int(getattr(text, "intermediate_size", None) or 4 * hidden),
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(text, "head_dim", None) or hidden // heads),
+        max_position_embeddings=int(getattr(text, "max_position_embeddings", None) or runner.max_len),
+        rms_norm_eps=float(getattr(text, "rms_norm_eps", None) or 1e-5),
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+    )
+    config._attn_implementation = rollout_attention.NAME
+    return config
+
+
+def new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ...], draft_ids: Tensor | None) -> EagleHead:
+    """A head that at first repeats the feature it is given. ``draft_ids``: the reduced vocabulary of generation 3, ascending."""
+    if generation not in (1, 3):
+        raise OutriderError(f"there is no EAGLE-{generation} head to train: 1 (EAGLE-1 and EAGLE-2) or 3")
+    config, hidden = head_config(runner), runner.hidden_size
+    size = runner.vocab_size if draft_ids is None else len(draft_ids)
+    if generation == 1:
+        shape = EagleShape(1, config, hidden, (runner.num_layers,), runner.vocab_size, fc_bias=True)
+    else:
+        shape = EagleShape(3, config, hidden, hidden_states, size, reduced=draft_ids is not None)
+    head, output = EagleHead(shape), output_layer(runner)
+    head.lend(runner.model.get_input_embeddings(), output)
+    with torch.no_grad():
+        nn.init.normal_(head.fc.weight, std=0.02 / hidden**0.5)
+        head.fc.weight[:, -hidden:] += torch.eye(hidden)  # what comes last: the feature, or that of the highest layer
+        if head.fc.bias is not None:
+            nn.init.zeros_(head.fc.bias)
+        for layer in head.layers:
+            nn.init.zeros_(layer.self_attn.o_proj.weight)
+            nn.init.zeros_(layer.mlp.down_proj.weight)
+        if generation == 3:
+            chosen = torch.arange(size) if draft_ids is None else draft_ids
+            head.lm_head.weight.copy_(output.weight[chosen.to(output.weight.device)])
+            if head.draft_ids is not None:
+                head.draft_ids.copy_(chosen)
+    return head
+
+
+def frequent_tokens(rows: Tensor, vocab_size: int, size: int) -> Tensor:
+    """The ``size`` most frequent ids of rows [R, S], ascending: what a reduced vocabulary should hold."""
+    if not 1 <= size <= vocab_size:
+        raise OutriderError(f"a draft vocabulary of {size} tokens does not fit one of {vocab_size}")
+    counts = torch.bincount(rows.flatten().long(), minlength=vocab_size)
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
