@@ -100,7 +100,7 @@ class Context:
     limits: tuple[int, ...]  # most drafts that are of use to each request this round (0 allowed); B entries
     sampler: Sampler  # turns logits into probabilities or tokens, for draft and target alike
     hidden: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
-    # index -> B tensors [T_b, H]: target features (see Scores.hidden) of the committed tokens that the target has read since the
+    # index -> B tensors [T_b, H]: target features (see Scores) of the committed tokens that the target has read since the
     # proposer last saw some, in order. All calls together cover the text from its first token on, each token once, up to but
     # excluding the last one, which no pass has read yet. After ``Proposer.release`` they begin again.
 
@@ -137,8 +137,9 @@ class Proposal:
 class Scores:
     """What the target says of a proposal. Row 0 follows the root (the last committed token), row i + 1 follows draft i.
 
-    Rows beyond ``lens[b]`` are undefined. Hidden states are counted as transformers' ``hidden_states`` are: 0 is the embedding's
-    output, i what goes into layer i (= what layer i - 1 put out), and L, the number of layers, the last one's after the final norm.
+    Rows beyond ``lens[b]`` are undefined. Hidden states are counted as transformers' ``hidden_states`` are: 0 is the
+    embedding's output, i what goes into layer i (what layer i - 1 put out), and L, the number of layers, what comes out after
+    the final norm.
     """
 
     logits: Tensor  # [B, N + 1, V] float32

@@ -91,7 +91,9 @@ def test_a_head_reads_a_text_in_parts_and_drafts_a_tree_behind_it(kind, tmp_path
     out = runner.extend(["a", "b"], rest, [[each[3:] for each in features[0]], features[1]])
     level_1, level_2 = torch.tensor([[7, 8], [9, 10]]), torch.tensor([[11, 12, 13], [14, 15, 16]])
     above = torch.tensor([0, 1, 0])  # parents of the second level
-    first = runner.level(["a", "b"], level_1, runner.head.feedback(out)[:, None].expand(-1, 2, -1), 1, torch.eye(2).bool().expand(2, -1, -1))
+    first = runner.level(
+        ["a", "b"], level_1, runner.head.feedback(out)[:, None].expand(-1, 2, -1), 1, torch.eye(2).bool().expand(2, -1, -1)
+    )
     sees = torch.cat((torch.eye(2)[above], torch.eye(3)), 1).bool().expand(2, -1, -1)
     second = runner.level(["a", "b"], level_2, runner.head.feedback(first)[:, above], 2, sees)
     for b, length in enumerate(lengths):
@@ -153,7 +155,10 @@ def test_the_native_export_has_the_names_and_shapes_of_the_format(tmp_path, targ
     eagle_formats.export(head, tmp_path / "out")
     from safetensors.torch import load_file
 
-    tensors, config = load_file(tmp_path / "out" / "model.safetensors"), json.loads((tmp_path / "out" / "config.json").read_text())
+    tensors, config = (
+        load_file(tmp_path / "out" / "model.safetensors"),
+        json.loads((tmp_path / "out" / "config.json").read_text()),
+    )
     renamed = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in weights.items()}
     assert tensors.keys() == renamed.keys()
     assert all(torch.equal(tensors[name], renamed[name]) for name in renamed)
@@ -185,13 +190,22 @@ def rewrite(folder, change):
 
 
 WRONG = {
-    "hidden state": (lambda folder: rewrite(folder, lambda t: t["fc.weight"].fill_(float("nan"))), "weights of fc.weight hold NaN"),
-    "missing": (lambda folder: rewrite(folder, lambda t: t.pop("norm.weight")), "lacks weights of the head: 1 tensors, the first norm"),
+    "hidden state": (
+        lambda folder: rewrite(folder, lambda t: t["fc.weight"].fill_(float("nan"))),
+        "weights of fc.weight hold NaN",
+    ),
+    "missing": (
+        lambda folder: rewrite(folder, lambda t: t.pop("norm.weight")),
+        "lacks weights of the head: 1 tensors, the first norm",
+    ),
     "unknown": (lambda folder: rewrite(folder, lambda t: t.update(odd=torch.zeros(1))), "does not have, the first odd"),
     "no d2t": (lambda folder: rewrite(folder, lambda t: t.pop("d2t")), "drafts 23 of 40 tokens and holds no d2t"),
     "no fc": (lambda folder: rewrite(folder, lambda t: t.pop("fc.weight")), "no fc.weight: not an EAGLE head"),
     "shape": (lambda folder: break_config(folder, intermediate_size=64), r"is \[48, 32\], by its config it is \[64, 32\]"),
-    "layers": (lambda folder: break_config(folder, eagle_aux_hidden_state_layer_ids=[1, 2]), "reads 3 features, its config names"),
+    "layers": (
+        lambda folder: break_config(folder, eagle_aux_hidden_state_layer_ids=[1, 2]),
+        "reads 3 features, its config names",
+    ),
     "other layers": (lambda folder: break_config(folder, model_type="qwen3"), "built from qwen3 layers"),
     "other kind": (lambda folder: break_config(folder, speculators_model_type="dflash"), "of the kind 'dflash'"),
     "cut short": (lambda folder: (folder / "model.safetensors").write_bytes(b"\\x10" * 40), "cannot be read"),

@@ -1,4 +1,4 @@
-"""Tiny heads written as their makers publish them (EAGLE, SpecForge and speculators repositories, Medusa, vLLM), by torch alone.
+"""Tiny heads written as their makers publish them (EAGLE, SpecForge, speculators, Medusa, vLLM), by torch alone.
 
 Nothing of Outrider is used here: names, shapes and configs are those of the formats' descriptions.
 """

@@ -32,11 +32,16 @@ class ModelOptions:
     ] = None
     draft: Annotated[
         str | None,
-        typer.Option(help="Folder or hub id of what drafts: a small model with the same vocabulary, or heads.", rich_help_panel=MODEL),
+        typer.Option(
+            help="Folder or hub id of what drafts: a small model with the same vocabulary, or heads.", rich_help_panel=MODEL
+        ),
     ] = None
     verifier: Annotated[
         str | None,
-        typer.Option(help="Acceptance rule: rejection, block, exact, or typical, which is lossy (default: rejection).", rich_help_panel=MODEL),
+        typer.Option(
+            help="Acceptance rule: rejection, block, exact, or typical, which is lossy (default: rejection).",
+            rich_help_panel=MODEL,
+        ),
     ] = None
     same_text: Annotated[
         bool,

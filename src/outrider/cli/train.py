@@ -66,16 +66,18 @@ class LengthOptions:
     minutes: Annotated[
         float | None, typer.Option(help="End by then, the learning rate with it (default: by --epochs).", rich_help_panel=LONG)
     ] = None
-    epochs: Annotated[float | None, typer.Option(help="Times over the text, at most (default: 4).", rich_help_panel=LONG)] = None
+    epochs: Annotated[float | None, typer.Option(help="Times over the text, at most (default: 4).", rich_help_panel=LONG)] = (
+        None
+    )
     batch_tokens: Annotated[
         int | None, typer.Option(help="Tokens of a step; less needs less memory (default: 4096).", rich_help_panel=LONG)
     ] = None
     muon_lr: Annotated[
         float | None, typer.Option(help="Learning rate of the layers' matrices (default: 0.01).", rich_help_panel=LONG)
     ] = None
-    adam_lr: Annotated[
-        float | None, typer.Option(help="Learning rate of all else (default: 0.001).", rich_help_panel=LONG)
-    ] = None
+    adam_lr: Annotated[float | None, typer.Option(help="Learning rate of all else (default: 0.001).", rich_help_panel=LONG)] = (
+        None
+    )
 
 
 @with_groups

@@ -90,7 +90,9 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: object, ignor
         raise OutriderError(f"{source} lacks weights of the head: {len(missing)} tensors, the first {missing[0]}")
     unknown = [name for name in tensors if name not in wanted and not any(re.search(pattern, name) for pattern in ignored)]
     if unknown:
-        raise OutriderError(f"{source} holds {len(unknown)} tensors that this kind of head does not have, the first {unknown[0]}")
+        raise OutriderError(
+            f"{source} holds {len(unknown)} tensors that this kind of head does not have, the first {unknown[0]}"
+        )
     for name, there in wanted.items():
         if there.shape != tensors[name].shape:
             raise OutriderError(f"{source}: {name} is {list(tensors[name].shape)}, by its config it is {list(there.shape)}")

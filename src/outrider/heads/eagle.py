@@ -1,8 +1,8 @@
 """The autoregressive head of EAGLE: one decoder layer over the target's features, run over its own small cache.
 
-EAGLE-1 and EAGLE-2 (Li et al. 2024, arXiv 2401.15077 and 2406.16858) share their weights: fc over the next token's embedding and
-the target's last feature, one decoder layer, the target's own output head. EAGLE-3 (arXiv 2503.01840) reads three layers of the
-target, has its own norm and output head over a part of the vocabulary, and feeds itself back without imitating features.
+EAGLE-1 and EAGLE-2 (Li et al. 2024, arXiv 2401.15077 and 2406.16858) share their weights: fc over the next token's embedding
+and the target's last feature, one decoder layer, the target's own output head. EAGLE-3 (arXiv 2503.01840) reads three layers of
+the target, has its own norm and output head over a part of the vocabulary, and feeds itself back without imitating features.
 
 Entry j of a text is the token j + 1 with feature j, at position j: what follows token j + 1 comes out.
 """
@@ -168,13 +168,17 @@ def check_fit(head: EagleHead, target: ModelRunner) -> None:
         raise OutriderError(f"the head was made for hidden size {shape.target_hidden_size}, {name} has {target.hidden_size}")
     lends = not shape.own_embedding or shape.generation == 1 or not shape.own_output
     if lends and shape.llama.hidden_size != target.hidden_size:
-        raise OutriderError(f"the head has hidden size {shape.llama.hidden_size} and no embedding or output head of its own size")
+        raise OutriderError(
+            f"the head has hidden size {shape.llama.hidden_size} and no embedding or output head of its own size"
+        )
     if max(shape.hidden_states) > target.num_layers:
         raise OutriderError(f"the head reads hidden states {shape.hidden_states}, {name} has {target.num_layers} layers")
     if shape.own_embedding and shape.llama.vocab_size < target.vocab_size:
         raise OutriderError(f"the head embeds {shape.llama.vocab_size} tokens, {name} has {target.vocab_size}")
     if head.draft_ids is not None and int(head.draft_ids.max()) >= target.vocab_size:
-        raise OutriderError(f"the head's draft vocabulary names token {int(head.draft_ids.max())}, {name} has {target.vocab_size}")
+        raise OutriderError(
+            f"the head's draft vocabulary names token {int(head.draft_ids.max())}, {name} has {target.vocab_size}"
+        )
 
 
 def default_hidden_states(num_layers: int) -> tuple[int, int, int]:

@@ -1,8 +1,8 @@
 """EAGLE heads on disk: EAGLE-1/2, EAGLE-3 native and speculators are read; EAGLE-1, native and speculators are written.
 
 The layers an EAGLE-3 head reads are counted in two ways. ``eagle_aux_hidden_state_layer_ids`` at the top of a config (vLLM,
-speculators) counts as transformers' ``hidden_states`` do; inside ``eagle_config`` (SGLang, SpecForge, ModelOpt) it counts layers
-from 0 and means what they put out, one less. Both are written.
+speculators) counts as transformers' ``hidden_states`` do; inside ``eagle_config`` (SGLang, SpecForge, ModelOpt) it counts
+layers from 0 and means what they put out, one less. Both are written.
 """
 
 from __future__ import annotations
@@ -152,7 +152,9 @@ def layer_ids(config: dict[str, Any]) -> tuple[int, ...] | None:
 # --- writing ---------------------------------------------------------------------------------------------------------------
 
 
-def export(head: EagleHead, folder: Path, kind: str = "native", verifier: str = "", acceptance: list[float] | None = None) -> None:
+def export(
+    head: EagleHead, folder: Path, kind: str = "native", verifier: str = "", acceptance: list[float] | None = None
+) -> None:
     """Writes a head. ``kind``: native or speculators (EAGLE-3 only); ``verifier``: the target's name, for the config.
 
     ``acceptance``: measured acceptance of the first, second, ... sibling, by which Outrider shapes its trees.

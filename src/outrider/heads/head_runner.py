@@ -37,7 +37,9 @@ class HeadRunner:
         self.cache.release(request_ids)
 
     @torch.inference_mode()
-    def extend(self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]], features: Sequence[Sequence[Tensor]]) -> Tensor:
+    def extend(
+        self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]], features: Sequence[Sequence[Tensor]]
+    ) -> Tensor:
         """Adds entries: of each request the tokens [n_b] and, by hidden state, the features [n_b, Ht] before them; n_b >= 1.
 
         Returns what the head puts out at each request's last entry: [B, H].
@@ -82,7 +84,9 @@ class HeadRunner:
         positions = (committed + depth - 1)[:, None].expand(-1, token_ids.shape[1])
         return self._run(rows, committed + sees.shape[2] - token_ids.shape[1], token_ids, hidden, positions, sees)
 
-    def _run(self, rows: list[int], bases: Tensor, token_ids: Tensor, hidden: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+    def _run(
+        self, rows: list[int], bases: Tensor, token_ids: Tensor, hidden: Tensor, positions: Tensor, visible: Tensor
+    ) -> Tensor:
         self.cache.reserve(int(bases.max()) + token_ids.shape[1])
         layout = PassLayout(
             self.cache.keys,

@@ -97,7 +97,9 @@ def load(source: str | Path, vocab_size: int) -> tuple[MedusaHeads, Accuracies |
     if not mapped and size != vocab_size:
         raise OutriderError(f"{source} guesses among {size} tokens, the target has {vocab_size}: made for another target")
     if mapped and int(tensors["token_map"].max()) >= vocab_size:
-        raise OutriderError(f"{source}: its token map names token {int(tensors['token_map'].max())}, the target has {vocab_size}")
+        raise OutriderError(
+            f"{source}: its token map names token {int(tensors['token_map'].max())}, the target has {vocab_size}"
+        )
     shape = MedusaShape(heads, layers, first.shape[1], size, "blocks.0.layers.0.bias" in tensors, mapped)
     made = MedusaHeads(shape)
     fill(made, tensors, source)

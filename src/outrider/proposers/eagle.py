@@ -1,10 +1,10 @@
 """A head that goes on from the target's own features drafts a tree (Li et al.: EAGLE-1 arXiv 2401.15077, EAGLE-2 2406.16858,
 EAGLE-3 2503.01840).
 
-Greedy and coupled rounds: the dynamic tree of EAGLE-2, section 4: levels of the ``top_k`` most confident nodes are expanded, then
-all candidates are re-ranked and the best kept; its drafts are point masses. Sampled rounds: siblings are drawn one after the
-other without replacement, in a tree whose shape does not depend on what is drawn, and the proposal carries the distributions:
-multi-round rejection then has its full value, and the law of the output is the target's.
+Greedy and coupled rounds: the dynamic tree of EAGLE-2, section 4: levels of the ``top_k`` most confident nodes are expanded,
+then all candidates are re-ranked and the best kept; its drafts are point masses. Sampled rounds: siblings are drawn one after
+the other without replacement, in a tree whose shape does not depend on what is drawn, and the proposal carries the
+distributions: multi-round rejection then has its full value, and the law of the output is the target's.
 """
 
 from __future__ import annotations
@@ -147,7 +147,9 @@ def _confident_tree(head: HeadRunner, round_: _Round, out: Tensor, top_k: int, n
     """EAGLE-2, section 4.1 (expansion) and 4.2 (re-ranking)."""
     found = _Candidates(num_nodes)
     beam: Tensor | None = None  # [A, W]: index among the candidates of each node that is expanded
-    nodes = parents = torch.zeros(len(round_.able), 0, dtype=torch.long, device=out.device)  # expanded so far, as the sampler sees it
+    nodes = parents = torch.zeros(
+        len(round_.able), 0, dtype=torch.long, device=out.device
+    )  # expanded so far, as the sampler sees it
     sees, at = None, torch.zeros(len(round_.able), 1, dtype=torch.float64, device=out.device)
     hidden = out[:, None]  # [A, W, H]
     for depth in range(1, round_.k + 1):
@@ -208,7 +210,9 @@ class _Candidates:
         token_ids = torch.zeros(round_.batch, best.indices.shape[1], dtype=torch.long)
         parents, lens = torch.full_like(token_ids, -1), torch.zeros(round_.batch, dtype=torch.long)
         for a, b in enumerate(round_.able):
-            kept = [node for node, value in zip(best.indices[a].tolist(), best.values[a].tolist(), strict=True) if value > -1e30]
+            kept = [
+                node for node, value in zip(best.indices[a].tolist(), best.values[a].tolist(), strict=True) if value > -1e30
+            ]
             kept.sort(key=lambda node: self.depths[node])  # stable: by value within a depth
             place = {node: index for index, node in enumerate(kept)} | {-1: -1}
             lens[b] = len(kept)
@@ -236,7 +240,9 @@ def _drawn_tree(head: HeadRunner, round_: _Round, out: Tensor, shape: TreeShape)
             for child in shape.children(node):
                 probs[:, child] = without(base[:, i], drawn, logits[:, i])
                 token_ids[:, child] = round_.sampler.draw(probs[:, child], child)
-                drawn = token_ids[:, child : child + 1] if drawn is None else torch.cat((drawn, token_ids[:, child : child + 1]), 1)
+                drawn = (
+                    token_ids[:, child : child + 1] if drawn is None else torch.cat((drawn, token_ids[:, child : child + 1]), 1)
+                )
         before, inner = inner, [node for node in shape.nodes_at(depth) if shape.children(node)]
         if not inner:
             break

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TreeShape:
-    """N nodes in the order of a proposal: by depth, parents first, siblings by rank; of each depth inner nodes before leaves."""
+    """N nodes in a proposal's order: by depth, parents first, siblings by rank; of each depth inner nodes before leaves."""
 
     parents: tuple[int, ...]  # -1: the root
     ranks: tuple[int, ...]  # 0: the first sibling
@@ -33,7 +33,7 @@ class TreeShape:
 
 
 def best_tree(acceptance: Sequence[Sequence[float]], num_nodes: int) -> TreeShape:
-    """The tree of ``num_nodes`` nodes with the most expected accepted drafts (Medusa, Cai et al. 2024, section 2.3.3, greedily).
+    """The tree of ``num_nodes`` nodes with the most expected accepted drafts (Cai et al. 2024, section 2.3.3, greedily).
 
     ``acceptance[d][r]``: the chance that at depth d + 1 the draft of rank r is the one accepted, given that its parent was. A
     node is worth the product along its path; the node that adds most is added until the tree is full.

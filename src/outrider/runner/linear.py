@@ -66,7 +66,7 @@ def weight_of(module: nn.Module) -> Tensor:
 
 
 def place(head: nn.Module, model: PreTrainedModel) -> torch.dtype:
-    """Puts a head where its target is, with weights of the same kind, packed where the target's are. Its dtype of arithmetic."""
+    """Puts a head where its target is, with weights of its kind, packed where the target's are. The dtype of arithmetic."""
     packed = next((module.packed for module in model.modules() if isinstance(module, (PackedLinear, FusedLinears))), None)
     own = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
     head.to(model.device, own if packed is None else packed.dtype).eval().requires_grad_(False)

@@ -1,7 +1,7 @@
 """The target's hidden states over the training text, captured once through the runner and kept on disk in shards.
 
-A shard holds the ids of its rows and, for each hidden state, bfloat16 features [rows, S, H]. Shards are complete or not there, so
-that an interrupted capture goes on where it stopped; rows are read back by number without loading a shard.
+A shard holds the ids of its rows and, for each hidden state, bfloat16 features [rows, S, H]. Shards are complete or not there,
+so that an interrupted capture goes on where it stopped; rows are read back by number without loading a shard.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def fingerprint(runner: ModelRunner) -> str:
     """Tells one target from another: its config and a part of its weights."""
     config = {k: v for k, v in runner.model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     table = runner.model.get_output_embeddings()
-    weights = weight_of(table)[: 64].float().flatten()[:4096].tolist() if table is not None else []
+    weights = weight_of(table)[:64].float().flatten()[:4096].tolist() if table is not None else []
     return hashlib.sha256(json.dumps([config, weights], sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -113,7 +113,9 @@ def _captured(runner: ModelRunner, rows: Tensor) -> dict[str, Tensor]:
         finally:
             runner.release(context.request_ids)
         for layer, chunks in found.items():
-            whole = [torch.cat((past, root)) for past, root in zip(scores.past_hidden[layer], scores.hidden[layer], strict=True)]
+            whole = [
+                torch.cat((past, root)) for past, root in zip(scores.past_hidden[layer], scores.hidden[layer], strict=True)
+            ]
             chunks.append(torch.stack(whole).to("cpu", torch.bfloat16))
     return {"ids": rows.int().clone()} | {f"hidden_{layer}": torch.cat(chunks).contiguous() for layer, chunks in found.items()}
 

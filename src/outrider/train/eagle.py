@@ -1,8 +1,9 @@
 """The losses of EAGLE heads on a frozen target, and how much of their drafts is accepted.
 
 EAGLE-1 (arXiv 2401.15077, section 3.2): smooth L1 to the target's next feature and a tenth of the cross entropy to what the
-target's head makes of it, on features with noise. EAGLE-3 (arXiv 2503.01840, section 3): cross entropy alone, over several steps
-on the head's own outputs (training-time test), weighted 0.8 ** step. EAGLE-1 over several steps is HASS (arXiv 2408.15766).
+target's head makes of it, on features with noise. EAGLE-3 (arXiv 2503.01840, section 3): cross entropy alone, over several
+steps on the head's own outputs (training-time test), weighted 0.8 ** step. EAGLE-1 over several steps is HASS (arXiv
+2408.15766).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention of a head that is trained on its own outputs: training-time test (EAGLE-3, arXiv 2503.01840, section 3.2).
 
-In step s entry j stands for the draft s places behind a text of j + 1 tokens. It sees that text's entries, made from the target's
-features, and of the steps since only those of the same j: its own ancestors.
+In step s entry j stands for the draft s places behind a text of j + 1 tokens. It sees that text's entries, made from the
+target's features, and of the steps since only those of the same j: its own ancestors.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from outrider.heads import eagle_formats, medusa as medusa_heads
+from outrider.heads import eagle_formats
+from outrider.heads import medusa as medusa_heads
 from outrider.heads.eagle import default_hidden_states
 from outrider.runner import ModelRunner
 from outrider.train import plots, shapes

@@ -10,8 +10,8 @@ from outrider.heads.eagle import EagleHead, EagleShape
 from outrider.heads.medusa import MedusaHeads, MedusaShape
 from outrider.runner import ModelRunner, loading
 from outrider.runner.linear import weight_of
-from outrider.types import OutriderError
 from outrider.train import rollout_attention
+from outrider.types import OutriderError
 
 
 def output_layer(runner: ModelRunner) -> nn.Linear:
@@ -62,7 +62,7 @@ def head_config(runner: ModelRunner) -> LlamaConfig:
 
 
 def new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ...], draft_ids: Tensor | None) -> EagleHead:
-    """A head that at first repeats the feature it is given. ``draft_ids``: the reduced vocabulary of generation 3, ascending."""
+    """A head that at first repeats the feature given to it. ``draft_ids``: generation 3's reduced vocabulary, ascending."""
     if generation not in (1, 3):
         raise OutriderError(f"there is no EAGLE-{generation} head to train: 1 (EAGLE-1 and EAGLE-2) or 3")
     config, hidden = head_config(runner), runner.hidden_size

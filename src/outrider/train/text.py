@@ -46,7 +46,10 @@ def _document(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
     if messages is not None:
         roles = {"human": "user", "gpt": "assistant"}
         chat = [
-            {"role": roles.get(m.get("role") or m["from"], m.get("role") or m["from"]), "content": m.get("content", m.get("value"))}
+            {
+                "role": roles.get(m.get("role") or m["from"], m.get("role") or m["from"]),
+                "content": m.get("content", m.get("value")),
+            }
             for m in messages
         ]
         return str(tokenizer.apply_chat_template(chat, tokenize=False))

@@ -66,7 +66,9 @@ class DraftLengthPolicy:
     def __init__(self, max_k: int, passes: PassCosts, num_nodes: Callable[[int], int] = int) -> None:
         """``num_nodes``: drafts of a proposal whose longest path is k; k itself for chains."""
         self.max_k = max_k
-        self._costs = {is_greedy: CostModel(passes, num_nodes) for is_greedy in (True, False)}  # drawing takes longer than an argmax
+        self._costs = {
+            is_greedy: CostModel(passes, num_nodes) for is_greedy in (True, False)
+        }  # drawing takes longer than an argmax
         self.costs = self._costs[True]
         self._lengths = [k for k in LENGTHS if k < max_k] + [max_k]
         self._tracks: dict[str, Track] = {}
