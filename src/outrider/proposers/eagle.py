@@ -123,7 +123,8 @@ class _Round:
         """[A, ...] -> [B, ...]: the sampler knows all requests. Rows of the others are zero and lead nowhere."""
         if self.is_whole:
             return values
-        return values.new_zeros(self.batch, *values.shape[1:]).index_copy_(0, torch.tensor(self.able), values)
+        index = torch.tensor(self.able, device=values.device)
+        return values.new_zeros(self.batch, *values.shape[1:]).index_copy_(0, index, values)
 
     def pick(self, values: Tensor) -> Tensor:
         """[B, ...] -> [A, ...]."""

@@ -36,7 +36,8 @@ class Progress:
     def update(self, fraction: float, point: dict[str, Any]) -> None:
         """Show how far the run is."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=fraction, numbers=f"loss {point.get('loss', 0):.3f}")
+            numbers = f"loss {point['loss']:.3f}" if "loss" in point else describe(point)
+            self._bar.update(self._task, completed=fraction, numbers=numbers)
             return
         now = time.monotonic()
         if self._first is None:

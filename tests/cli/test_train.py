@@ -1,0 +1,57 @@
+"""``outrider train``: from a text file to a head that drafts, and one line for what cannot be trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_folder import TEXT
+
+from .test_errors import Run, assert_one_line
+
+FAST = ("--epochs", "0.3", "--batch-tokens", "96", "--seq-len", "24")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT * 6)
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind, method, options",
+    [
+        ("medusa", "medusa", ("--heads", "2")),
+        ("eagle", "eagle", ("--generation", "1", "--regenerate", "--prompt-len", "8")),
+        ("eagle", "eagle", ("--layers", "0,1,2", "--steps", "2", "--draft-vocab", "100", "--format", "speculators")),
+    ],
+)
+def test_a_head_is_trained_and_drafts(outrider: Run, target: Path, text: Path, tmp_path: Path, kind, method, options) -> None:
+    common = ("--target", target, "--text", text, "--out", tmp_path / "head")
+    made = outrider("train", kind, *common, *FAST, *options)
+    assert made.code == 0, made.err
+    assert f"--method {method}" in made.err
+    assert outrider("train", kind, *common, *FAST, *options).code == 0  # again: nothing is left to do
+    used = ("--method", method, "--k", "2", "--max-tokens", "12", "--compile", "never", "--json")
+    drafted = outrider("generate", "--target", target, "--draft", tmp_path / "head", *used, "def add(")
+    plain = outrider(
+        "generate", "--target", target, "--k", "0", "--max-tokens", "12", "--compile", "never", "--json", "def add("
+    )
+    assert drafted.code == 0, drafted.err
+    assert json.loads(drafted.out)["text"] == json.loads(plain.out)["text"]
+
+
+def test_mistakes_are_one_line(outrider: Run, target: Path, text: Path, tmp_path: Path) -> None:
+    def train(*options: object) -> object:
+        return outrider("train", "eagle", "--target", target, "--out", tmp_path / "head", *options)
+
+    assert_one_line(train(), "--text")
+    assert_one_line(train("--text", tmp_path / "none.txt"), "no text file at")
+    assert_one_line(train("--text", text, "--generation", 2), "1 (EAGLE-1 and EAGLE-2) or 3")
+    assert_one_line(train("--text", text, "--format", "gguf"), "native, speculators")
+    assert_one_line(train("--text", text, "--steps", 0), "--steps 0")
+    assert_one_line(train("--text", text, "--seq-len", 24), "a target of 2 layers", "name three of them")
+    assert_one_line(train("--text", text, "--seq-len", 24, "--layers", "0,1,7"), "hidden states 0 to 2")
+    assert_one_line(train("--text", text, "--layers", "low"), "--layers")

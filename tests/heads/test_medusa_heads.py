@@ -1,0 +1,125 @@
+"""Medusa heads in both public formats, their trees, and what is said of heads that do not fit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from toy import make_request
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider.heads import medusa
+from outrider.proposers.base import Setting
+from outrider.proposers.medusa import MedusaConfig, MedusaProposer
+from outrider.registry import PROPOSERS
+from outrider.runner import ModelRunner, RunnerConfig
+from outrider.sampling import Sampler
+from outrider.types import Context, OutriderError
+
+from . import reference
+from .writers import HIDDEN, write_medusa, write_vllm_medusa
+
+VOCAB = 40
+
+
+@pytest.fixture(scope="module")
+def target():
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    return ModelRunner.load(LlamaForCausalLM(config).eval(), RunnerConfig(compile="never"))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_original_format_computes_the_papers_formula(layers, tmp_path):
+    """The config says two heads, the file holds three: the file is right."""
+    weights = write_medusa(tmp_path, VOCAB, 3, layers=layers)
+    heads, accuracies = medusa.load(tmp_path, VOCAB)
+    assert heads.shape.num_heads == 3 and heads.shape.num_layers == layers and accuracies is None
+    hidden = torch.randn(5, HIDDEN)
+    for head in range(3):
+        wanted = reference.medusa_logits(weights, hidden, head, layers)
+        torch.testing.assert_close(heads(hidden)[head], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_vllms_format_and_its_token_map(tmp_path):
+    weights = write_vllm_medusa(tmp_path, VOCAB, 2, map_to=15)
+    heads, _ = medusa.load(tmp_path, VOCAB)
+    hidden = torch.randn(3, HIDDEN)
+    for head in range(2):
+        blocked = hidden + torch.nn.functional.silu(hidden @ weights[f"blocks.{head}.layers.0.weight"].T)
+        best = (blocked @ weights[f"lm_heads.{head}.weight"].T).topk(4).indices
+        assert torch.equal(heads.candidates(hidden, 2, 4)[:, head], weights["token_map"][best])
+
+
+def test_exported_heads_are_in_vllms_format_and_the_same_heads(tmp_path):
+    write_medusa(tmp_path / "in", VOCAB, 3)
+    first, _ = medusa.load(tmp_path / "in", VOCAB)
+    medusa.export(first, tmp_path / "out", VOCAB, [(0.5, 0.2), (0.3, 0.1), (0.2, 0.1)])
+    second, accuracies = medusa.load(tmp_path / "out", VOCAB)
+    assert accuracies == ((0.5, 0.2), (0.3, 0.1), (0.2, 0.1))
+    assert all(torch.equal(tensor, first.state_dict()[name]) for name, tensor in second.state_dict().items())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    wanted = {"model_type": "medusa", "num_heads": 3, "num_hidden_layers": 1, "hidden_size": HIDDEN, "vocab_size": VOCAB}
+    assert wanted.items() <= config.items() and config["medusa_fc_bias"] is True
+    assert "blocks.0.layers.0.weight" in second.state_dict() and "lm_heads.0.weight" in second.state_dict()
+
+
+def proposal(target, k, limits=(9, 9), rows=(3, 5), **config):
+    torch.manual_seed(1)
+    heads = medusa.MedusaHeads(medusa.MedusaShape(3, 1, HIDDEN, VOCAB)).eval()
+    proposer = MedusaProposer(heads, target, MedusaConfig(**config))
+    requests = [make_request([1] * (count + 1), name=f"r{count}") for count in rows]
+    states = [torch.randn(count, HIDDEN) for count in rows]
+    context = Context(tuple(requests), limits, Sampler(requests, VOCAB), {target.num_layers: states})
+    last = torch.stack([each[-1] if len(each) else torch.zeros(HIDDEN) for each in states])
+    return proposer.propose(context, k), heads.candidates(last, 3, 10)
+
+
+def test_the_tree_is_made_of_each_heads_likeliest_tokens_where_acceptance_is_expected(target):
+    """Expected: 0.6, 0.6 * 0.5, 0.2, 0.6 * 0.5 * 0.4, 0.2 * 0.5 ...: the first branch grows to its end before the second."""
+    accuracies = ((0.6, 0.2), (0.5, 0.1), (0.4, 0.1))
+    found, best = proposal(target, 3, accuracies=accuracies, max_nodes=4)
+    assert found.probs is None and found.lens.tolist() == [4, 4]
+    paths = [tuple(row) for row in found.parents.tolist()]
+    assert paths == [(-1, -1, 0, 2)] * 2
+    for b in range(2):
+        assert found.token_ids[b].tolist() == [best[b, 0, 0], best[b, 0, 1], best[b, 1, 0], best[b, 2, 0]]
+
+
+def test_a_tree_is_no_deeper_than_asked_for_or_of_use(target):
+    found, _ = proposal(target, 2, limits=(9, 1))
+    depths = [[0] * len(row) for row in found.parents.tolist()]
+    for row, parents in zip(depths, found.parents.tolist(), strict=True):
+        for node, parent in enumerate(parents):
+            row[node] = 1 + (row[parent] if parent >= 0 else 0)
+    assert max(depths[0]) == 2 and max(depths[1][: int(found.lens[1])]) == 1
+
+
+def test_a_request_whose_prompt_was_not_read_yet_gets_no_drafts(target):
+    found, _ = proposal(target, 2, rows=(0, 4))
+    assert found.lens.tolist()[0] == 0 and found.lens.tolist()[1] > 0
+
+
+@pytest.mark.parametrize("method, message", [("medusa", "needs heads: give draft="), ("eagle", "needs a head: give draft=")])
+def test_without_heads_the_method_says_what_it_needs(method, message, target):
+    with pytest.raises(OutriderError, match=message):
+        PROPOSERS.get(method).build(Setting(target))
+    with pytest.raises(OutriderError, match=r"no head at \./nowhere"):
+        PROPOSERS.get(method).build(Setting(target, draft="./nowhere"))
+
+
+def test_heads_for_another_target_are_refused(target, tmp_path):
+    write_medusa(tmp_path / "vocab", VOCAB + 2, 2)
+    with pytest.raises(OutriderError, match="guesses among 42 tokens, the target has 40"):
+        medusa.load(tmp_path / "vocab", VOCAB)
+    write_vllm_medusa(tmp_path / "none", VOCAB, 2)
+    (tmp_path / "none" / "model.safetensors").write_bytes(b"\x08")
+    with pytest.raises(OutriderError, match="cannot be read"):
+        medusa.load(tmp_path / "none", VOCAB)
+    wide = medusa.MedusaHeads(medusa.MedusaShape(1, 1, HIDDEN * 2, VOCAB))
+    with pytest.raises(OutriderError, match="made for hidden size 64"):
+        MedusaProposer(wide, target)

@@ -1,0 +1,220 @@
+"""Training heads on a tiny target: what is captured, what is learned, and that an interruption loses nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tiny_folder import TEXT, make_folder
+
+from outrider import LLM, SamplingParams
+from outrider.heads import eagle_formats
+from outrider.heads.eagle import default_hidden_states
+from outrider.heads.head_runner import HeadRunner
+from outrider.runner import ModelRunner, RunnerConfig
+from outrider.train import runs, shapes
+from outrider.train.capture import CachedRows, capture
+from outrider.train.eagle import EagleLoss
+from outrider.train.medusa import MedusaLoss
+from outrider.train.runs import Bench, EagleRun, HeadPlan, Source, train_eagle, train_medusa
+from outrider.train.text import read_documents, regenerate, token_rows
+from outrider.train.trainer import Job, Trainer
+from outrider.types import OutriderError
+
+LAYERS, SEQ = 6, 24
+
+
+def silent(fraction, point):
+    pass
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("target"), num_hidden_layers=LAYERS, hidden_size=32, initializer_range=0.15)
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    return LLM(str(folder), method="plain", compile="never")
+
+
+@pytest.fixture(scope="module")
+def runner(llm):
+    return llm.runner
+
+
+@pytest.fixture(scope="module")
+def rows():
+    pattern = torch.arange(8, 8 + 2 * SEQ)  # what comes next can be learned
+    return torch.stack([pattern.roll(shift)[:SEQ] for shift in range(70)]).int()
+
+
+@pytest.fixture(scope="module")
+def cache(runner, rows, tmp_path_factory):
+    return capture(runner, rows, [0, 2, 3, LAYERS], tmp_path_factory.mktemp("features"), silent)
+
+
+@torch.no_grad()
+def test_captured_features_are_the_plain_forwards_hidden_states(runner, rows, cache, folder):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    numbers = [0, 13, 69]  # of both shards
+    ids, features = cache.read(numbers)
+    assert torch.equal(ids, rows[numbers].long())
+    wanted = model(rows[numbers].long(), output_hidden_states=True).hidden_states
+    for layer in (0, 2, 3, LAYERS):
+        torch.testing.assert_close(features[layer], wanted[layer], rtol=2e-2, atol=2e-2)
+
+
+def test_an_interrupted_capture_goes_on_where_it_stopped(runner, rows, tmp_path, monkeypatch):
+    capture(runner, rows, [2, LAYERS], tmp_path, silent)
+    kept, lost = tmp_path / "features_00000.safetensors", tmp_path / "features_00001.safetensors"
+    content, before = lost.read_bytes(), kept.stat().st_mtime_ns
+    lost.unlink()
+    capture(runner, rows, [LAYERS], tmp_path, silent)  # fewer layers are there too
+    assert lost.read_bytes() == content and kept.stat().st_mtime_ns == before
+    for changed, layers in ((rows.flip(0), [2]), (rows, [1])):
+        with pytest.raises(OutriderError, match="features of another target, text or layers"):
+            capture(runner, changed, layers, tmp_path, silent)
+    with pytest.raises(OutriderError, match="hidden states 0 to 6, not all of"):
+        capture(runner, rows, [7], tmp_path / "other", silent)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("generation", [1, 3])
+def test_the_steps_of_training_are_those_of_drafting(generation, runner, cache):
+    """Training-time test: what the head puts out at depth d over a text is what the runner's cache and levels give."""
+    torch.manual_seed(3)
+    head = shapes.new_eagle(runner, generation, (0, 2, 3), None)
+    for parameter in head.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    loss = EagleLoss(head, cache, LAYERS, steps=3)
+    ids, features = loss._read([5])
+    outs = list(loss._rollout(ids, features))
+    head.shape.llama._attn_implementation = "outrider"
+    drafting = HeadRunner(head, runner)
+    for length in (1, 4, 12):
+        name = f"text-{length}"
+        seen = [features[layer][0, :length] for layer in head.shape.hidden_states]
+        out = drafting.extend([name], [ids[0, 1 : 1 + length].tolist()], [seen])
+        torch.testing.assert_close(out[0], outs[0][0, length - 1], rtol=2e-3, atol=2e-3)
+        for depth in (1, 2):
+            token = ids[:, length + depth : length + depth + 1]
+            sees = torch.ones(1, 1, depth, dtype=torch.bool)
+            out = drafting.level([name], token, head.feedback(out)[:, None] if depth == 1 else head.feedback(out), depth, sees)
+            torch.testing.assert_close(out[0, 0], outs[depth][0, length - 1], rtol=2e-3, atol=2e-3)
+
+
+def job(kind, runner, cache, folder, steps=6):
+    torch.manual_seed(0)
+    if kind == "medusa":
+        head = shapes.new_medusa(runner, 2, 1)
+        loss = MedusaLoss(head, shapes.output_layer(runner), cache, LAYERS)
+    else:
+        ids = shapes.frequent_tokens(cache.read(range(cache.num_rows))[0], runner.vocab_size, 60) if kind == "eagle3" else None
+        head = shapes.new_eagle(runner, int(kind[-1]), (0, 2, 3), ids)
+        loss = EagleLoss(head, cache, LAYERS, 2)
+    plan = HeadPlan(batch_tokens=6 * SEQ, epochs=1.0).plan(cache)
+    plan = runs.replace(plan, max_tokens=steps * 6 * SEQ, save_every_s=1e9, eval_every_s=1e9)
+    return Job(kind, head, CachedRows(cache), loss, plan, folder)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3"])
+def test_a_run_that_is_interrupted_ends_with_the_same_weights(kind, runner, cache, tmp_path):
+    whole = Trainer(job(kind, runner, cache, tmp_path / "whole"))
+    assert whole.run()
+    assert not Trainer(job(kind, runner, cache, tmp_path / "cut")).run(max_steps=2)
+    resumed = Trainer(job(kind, runner, cache, tmp_path / "cut"))
+    assert resumed.step == 2 and resumed.run()
+    for name, tensor in whole.job.model.state_dict().items():
+        assert torch.equal(tensor, resumed.job.model.state_dict()[name]), name
+    assert [point["loss"] for point in whole.curve] == [point["loss"] for point in resumed.curve]
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3"])
+def test_a_head_learns_what_the_target_says(kind, runner, rows, cache, tmp_path):
+    trainer = Trainer(job(kind, runner, cache, tmp_path, steps=25))
+    assert trainer.run()
+    curve = trainer.curve
+    assert curve[-1]["loss"] < 0.8 * curve[0]["loss"]
+    assert curve[-1]["hit_1"] > curve[0]["hit_1"]
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3"])
+def test_a_trained_head_is_written_with_what_was_measured_and_drafts(kind, folder, llm, rows, tmp_path):
+    bench = Bench(ModelRunner.load(str(folder), RunnerConfig(compile="never")), None, tmp_path / "work", rows=rows)
+    how = HeadPlan(epochs=0.2, batch_tokens=6 * SEQ)
+    if kind == "medusa":
+        assert train_medusa(bench, tmp_path / "out", how, num_heads=2)
+    else:
+        formats = ("native",) if kind == "eagle1" else ("native", "speculators")
+        run = EagleRun(int(kind[-1]), 2, (1, 2, 3), 60 if kind == "eagle3" else None, formats)
+        assert train_eagle(bench, tmp_path / "out", how, run)
+    measured = json.loads((tmp_path / "out" / "measured.json").read_text())
+    assert measured and (tmp_path / "out" / f"{kind}_curve.json").exists() and (tmp_path / "out" / f"{kind}_curve.png").exists()
+    prompt, params = rows[3, :10].tolist(), SamplingParams(max_tokens=16, ignore_eos=True)
+    wanted = llm.generate([prompt], params)[0].token_ids
+    places = [tmp_path / "out"]
+    if kind == "eagle3":
+        places.append(tmp_path / "out-speculators")
+        for place in places:
+            assert eagle_formats.load(place, LAYERS, llm.runner.vocab_size, 32).shape.hidden_states == (1, 2, 3)
+    for place in places:
+        drafted = LLM(str(folder), method=kind.rstrip("13"), draft=str(place), num_draft_tokens=2, compile="never")
+        assert drafted.generate([prompt], params)[0].token_ids == wanted
+        assert drafted.stats.faults == 0 and drafted.stats.num_drafts > 0
+
+
+def test_the_target_writes_text_anew_and_goes_on_where_it_was_interrupted(llm, runner, rows, tmp_path):
+    written = regenerate(runner, rows[:11], 5, 0.0, 1, tmp_path, silent)
+    assert torch.equal(written[:, :5], rows[:11, :5])
+    params = SamplingParams(max_tokens=SEQ - 5, ignore_eos=True)
+    wanted = llm.generate([row[:5].tolist() for row in rows[:11]], params)
+    assert written[:, 5:].tolist() == [completion.token_ids for completion in wanted]
+    sampled = regenerate(runner, rows[:11], 5, 1.0, 1, tmp_path / "sampled", silent)
+    (tmp_path / "sampled" / "text_00001.safetensors").unlink()
+    assert torch.equal(regenerate(runner, rows[:11], 5, 1.0, 1, tmp_path / "sampled", silent), sampled)
+    assert not torch.equal(sampled, written)
+
+
+def test_text_is_read_from_plain_files_and_every_kind_of_line(llm, tmp_path):
+    plain, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    plain.write_text(TEXT)
+    chat = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "1"}]
+    old = [{"from": "human", "value": "add"}, {"from": "gpt", "value": "1"}]
+    entries = [{"text": "x = 1"}, {"prompt": "a", "completion": "b"}, {"messages": chat}, {"conversations": old}]
+    lines.write_text("\n".join(map(json.dumps, entries)))
+    found = list(read_documents(lines, llm.tokenizer))
+    assert found[:2] == ["x = 1", "ab"] and found[2] == found[3] == "<|user|>add\n<|assistant|>1\n"
+    rows = token_rows([plain, lines], llm.tokenizer, 16, 10**6)
+    assert llm.tokenizer.decode(rows.flatten().tolist()).startswith(TEXT[:40])
+    assert token_rows([plain], llm.tokenizer, 16, 40).shape == (2, 16)
+
+
+def test_what_cannot_be_trained_is_said_in_one_line(runner, llm, rows, tmp_path):
+    def bench(**source):
+        return Bench(runner, llm.tokenizer, tmp_path / "work", Source(**source))
+
+    how = HeadPlan()
+    (tmp_path / "short.txt").write_text("one two")
+    (tmp_path / "odd.jsonl").write_text('{"body": 1}\n')
+    cases = [
+        (lambda: train_medusa(bench(paths=(tmp_path / "none.txt",)), tmp_path, how), "no text file at"),
+        (lambda: train_medusa(bench(paths=(tmp_path / "short.txt",)), tmp_path, how), "needs two rows of 256 at least"),
+        (lambda: train_medusa(bench(paths=(tmp_path / "odd.jsonl",)), tmp_path, how), "odd.jsonl, line 1: each line is JSON"),
+    ]
+    from_rows = Bench(runner, None, tmp_path / "work", rows=rows)
+    cases += [
+        (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(2)), "no EAGLE-2 head to train"),
+        (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(3, layers=(1, 2, 9))), "hidden states 0 to 6, not all of"),
+        (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(3, steps=40)), "too short for 40 steps"),
+        (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(3, draft_vocab=10**6)), "draft vocabulary of 1000000"),
+        (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(1, formats=("speculators",))), "native format only"),
+        (lambda: default_hidden_states(4), "name three of them"),
+    ]
+    for run, message in cases:
+        with pytest.raises(OutriderError, match=message) as error:
+            run()
+        assert "\n" not in str(error.value)
