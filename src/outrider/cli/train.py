@@ -25,13 +25,13 @@ outrider train eagle --generation 1 --target ./my-model --text notes.jsonl --reg
 outrider generate --target ./my-model --method eagle --draft heads/eagle3 "Dear Sir,"
 """
 WHAT, TEXT, LONG = "What", "Text", "How long"
+Out = Annotated[Path, typer.Option(help="Folder for the finished head.", rich_help_panel=WHAT)]
 
 
 @dataclass(frozen=True)
 class TextOptions:
     """The target and what it is trained to be followed on."""
 
-    out: Annotated[Path, typer.Option(help="Folder for the finished head.", rich_help_panel=WHAT)]
     target: Annotated[
         str | None, typer.Option(help="Folder or hub id of the target (default: the embedded one).", rich_help_panel=WHAT)
     ] = None
@@ -83,6 +83,7 @@ class LengthOptions:
 @with_groups
 def medusa(
     *,
+    out: Out,
     heads: Annotated[int, typer.Option(help="Heads: the longest draft.", rich_help_panel=WHAT)] = 4,
     layers: Annotated[int, typer.Option(help="Residual blocks of a head.", rich_help_panel=WHAT)] = 1,
     text: TextOptions,
@@ -92,12 +93,13 @@ def medusa(
     from outrider.train.runs import train_medusa
 
     check(heads=heads, layers=layers)
-    done(train_medusa(bench_of(text), text.out, plan_of(length), heads, layers), text.out, "medusa")
+    done(train_medusa(bench_of(text, out), out, plan_of(length), heads, layers), out, "medusa")
 
 
 @with_groups
 def eagle(
     *,
+    out: Out,
     generation: Annotated[
         int, typer.Option(help="1 (EAGLE-1 and EAGLE-2, which share their weights) or 3.", rich_help_panel=WHAT)
     ] = 3,
@@ -133,7 +135,7 @@ def eagle(
         raise OutriderError(f"--format {formats}: {', '.join(FORMATS)}")
     states = parse_list("--layers", layers, int) if layers is not None else None
     run = EagleRun(generation, steps, states, draft_vocab, kinds)
-    done(train_eagle(bench_of(text), text.out, plan_of(length), run), text.out, "eagle")
+    done(train_eagle(bench_of(text, out), out, plan_of(length), run), out, "eagle")
 
 
 COMMANDS = {"medusa": medusa, "eagle": eagle}
@@ -165,7 +167,7 @@ def plan_of(length: LengthOptions) -> HeadPlan:
     return HeadPlan(**found)
 
 
-def bench_of(text: TextOptions) -> Bench:
+def bench_of(text: TextOptions, out: Path) -> Bench:
     """Loads the target; everything that can be refused without it is refused before."""
     from outrider.cli.console import show_notices, waiting
     from outrider.cli.session import check_source
@@ -179,10 +181,10 @@ def bench_of(text: TextOptions) -> Bench:
         raise OutriderError(f"no text file at {missing}")
     check(seq_len=text.seq_len, max_tokens=text.max_tokens, prompt_len=text.prompt_len)
     check_source(text.target)
-    work = text.work or text.out.with_name(f"{text.out.name}-work")
+    work = text.work or out.with_name(f"{out.name}-work")
     try:
         work.mkdir(parents=True, exist_ok=True)
-        text.out.mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutriderError(f"cannot make the folder {error.filename}: {error.strerror}") from None
     show_notices()
