@@ -139,7 +139,6 @@ def test_a_head_learns_what_the_target_says(kind, runner, rows, cache, tmp_path)
     assert trainer.run()
     first, last = trainer.curve[0], trainer.curve[-3:]
     assert sum(point["loss"] for point in last) / 3 < 0.95 * first["loss"]  # what is left is mostly the target's own entropy
-    assert sum(point["hit_1"] for point in last) / 3 > first["hit_1"] + 0.05
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3"])

@@ -97,7 +97,7 @@ def medusa(
 
 
 @with_groups
-def eagle(
+def eagle(  # noqa: PLR0913 - one parameter an option
     *,
     out: Out,
     generation: Annotated[

@@ -33,7 +33,8 @@ def orthogonalise(matrices: Tensor, dtype: torch.dtype, steps: int = 5) -> Tenso
             half = torch.baddbmm(gram, poly, gram, beta=first)  # (first + poly) G
             gram = torch.baddbmm(half, poly, half, beta=first)
     wide = product @ wide
-    return (wide.mT if tall else wide).to(matrices.dtype)
+    out: Tensor = (wide.mT if tall else wide).to(matrices.dtype)
+    return out
 
 
 class Muon(torch.optim.Optimizer):
@@ -47,7 +48,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override] - no closure is taken
         """One update; parameters without a gradient (skipped layers) are left alone."""
         for group in self.param_groups:
             by_shape: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)

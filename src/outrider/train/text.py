@@ -114,8 +114,9 @@ def _written(runner: ModelRunner, batch: Tensor, prompt_len: int, temperature: f
         if temperature == 0:
             token = logits.argmax(-1)
         else:
-            token = torch.multinomial((logits / temperature).softmax(-1).cpu(), 1, generator=generator)[:, 0].to(logits.device)
-        ids[:, prompt_len + step] = token.cpu().int()
+            probs = (logits[:, 0] / temperature).softmax(-1).cpu()
+            token = torch.multinomial(probs, 1, generator=generator).to(logits.device)  # [B, 1]
+        ids[:, prompt_len + step] = token[:, 0].cpu().int()
         return token
 
     try:
