@@ -133,6 +133,8 @@ class EagleRun:
 def train_eagle(bench: Bench, out: Path, how: HeadPlan, kind: EagleRun = EagleRun()) -> bool:
     """Trains a head and writes it in the formats asked for, the first into ``out`` itself. False if interrupted."""
     runner = bench.runner
+    if kind.generation not in (1, 3):
+        raise OutriderError(f"there is no EAGLE-{kind.generation} head to train: 1 (EAGLE-1 and EAGLE-2) or 3")
     layers: tuple[int, ...] = (runner.num_layers,)
     if kind.generation == 3:
         layers = kind.layers or default_hidden_states(runner.num_layers)
@@ -142,10 +144,10 @@ def train_eagle(bench: Bench, out: Path, how: HeadPlan, kind: EagleRun = EagleRu
         raise OutriderError(f"rows of {rows.shape[1]} tokens are too short for {steps} steps")
     if kind.generation == 1 and "speculators" in kind.formats:
         raise OutriderError("an EAGLE-1 head is written in its native format only")
-    cache = bench.features([*layers, runner.num_layers])
     draft_ids = None
     if kind.generation == 3 and kind.draft_vocab is not None:
-        draft_ids = shapes.frequent_tokens(rows[: cache.num_training], runner.vocab_size, kind.draft_vocab)
+        draft_ids = shapes.frequent_tokens(rows, runner.vocab_size, kind.draft_vocab)
+    cache = bench.features([*layers, runner.num_layers])
     torch.manual_seed(how.seed)
     head = shapes.new_eagle(runner, kind.generation, layers, draft_ids).to(runner.device)
     name = f"eagle{kind.generation}"
