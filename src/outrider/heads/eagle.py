@@ -43,7 +43,7 @@ class EagleShape:
     own_output: bool = True  # generation 3: False where the target's output head serves
 
 
-class FusedLayer(LlamaDecoderLayer):  # type: ignore[misc]
+class FusedLayer(LlamaDecoderLayer):
     """transformers' decoder layer whose attention reads the normed embedding and the normed feature side by side."""
 
     def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
@@ -55,7 +55,7 @@ class FusedLayer(LlamaDecoderLayer):  # type: ignore[misc]
             outputs = getattr(attention, name).out_features
             setattr(attention, name, nn.Linear(2 * config.hidden_size, outputs, bias=config.attention_bias))
 
-    def forward(self, embeds: Tensor, hidden: Tensor, **options: Any) -> Tensor:
+    def forward(self, embeds: Tensor, hidden: Tensor, **options: Any) -> Tensor:  # type: ignore[override]
         """[B, W, H] embeddings and features -> [B, W, H]."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
@@ -74,7 +74,10 @@ class EagleHead(nn.Module):
         super().__init__()
         self.shape = shape
         config, hidden, features = shape.llama, shape.llama.hidden_size, len(shape.hidden_states)
-        norm = lambda size: LlamaRMSNorm(size, eps=config.rms_norm_eps)  # noqa: E731
+
+        def norm(size: int) -> LlamaRMSNorm:
+            return LlamaRMSNorm(size, eps=config.rms_norm_eps)
+
         if shape.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
         self.rotary_emb = LlamaRotaryEmbedding(config)
@@ -83,7 +86,7 @@ class EagleHead(nn.Module):
             self.fc = nn.Linear(2 * hidden, hidden, bias=shape.fc_bias)
             first = LlamaDecoderLayer(config, 0)
             if not shape.first_layer_norm:
-                first.input_layernorm = nn.Identity()
+                first.input_layernorm = nn.Identity()  # type: ignore[assignment]
         else:
             self.fc = nn.Linear(features * shape.target_hidden_size, hidden, bias=shape.fc_bias)
             if shape.norm_before_fc:
@@ -137,7 +140,7 @@ class EagleHead(nn.Module):
 
     def feedback(self, out: Tensor) -> Tensor:
         """What the next round reads in the place of a feature of the target."""
-        return self.norm(out) if self.shape.norm_output else out  # type: ignore[no-any-return]
+        return self.norm(out) if self.shape.norm_output else out
 
     def logits(self, out: Tensor) -> Tensor:
         """[..., H] -> [..., Vd] over the head's own vocabulary."""

@@ -198,13 +198,14 @@ def _layer_config(head: EagleHead) -> dict[str, Any]:
     config, dtype = head.shape.llama, head.fc.weight.dtype
     keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
     more = ("max_position_embeddings", "vocab_size", "hidden_act", "attention_bias", "mlp_bias")
-    rope = {key: value for key, value in config.rope_parameters.items() if key not in ("rope_theta", "rope_type")}
-    scaling = {**rope, "rope_type": config.rope_parameters["rope_type"]} if rope else None
+    given: Any = config.rope_parameters
+    rope = {key: value for key, value in given.items() if key not in ("rope_theta", "rope_type")}
+    scaling = {**rope, "rope_type": given["rope_type"]} if rope else None
     return {
         "model_type": "llama",
         "num_hidden_layers": config.num_hidden_layers,
         **{key: getattr(config, key) for key in (*keys, *more)},
-        "rope_theta": config.rope_parameters["rope_theta"],
+        "rope_theta": given["rope_theta"],
         "rope_scaling": scaling,
         "tie_word_embeddings": False,
         "torch_dtype": str(dtype).removeprefix("torch."),

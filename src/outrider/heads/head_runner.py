@@ -108,4 +108,4 @@ class HeadRunner:
 
 def _cache_shape(config: LlamaConfig) -> CacheShape:
     dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    return CacheShape(int(config.num_hidden_layers), int(config.num_key_value_heads), dim, dim)
+    return CacheShape(int(config.num_hidden_layers), int(config.num_key_value_heads or config.num_attention_heads), dim, dim)

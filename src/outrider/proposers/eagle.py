@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.heads import eagle_formats
+from outrider.heads.checkpoint import find_folder
 from outrider.heads.eagle import EagleHead, check_fit
 from outrider.heads.head_runner import HeadRunner
 from outrider.proposers.base import Proposer, Setting
@@ -66,7 +67,7 @@ class EagleProposer(Proposer):
             return cls(source, target)
         if source is None or not (isinstance(source, str) or hasattr(source, "__fspath__")):
             raise OutriderError("method 'eagle' needs a head: give draft=<folder or hub id of an EAGLE head>")
-        folder = eagle_formats.find_folder(str(source))
+        folder = find_folder(str(source))
         head = eagle_formats.load(folder, target.num_layers, target.vocab_size, target.hidden_size)
         measured = eagle_formats.measured_acceptance(folder)
         return cls(head, target, EagleConfig(acceptance=measured) if measured else EagleConfig())
@@ -156,8 +157,8 @@ def _confident_tree(head: HeadRunner, round_: _Round, out: Tensor, top_k: int, n
     for depth in range(1, round_.k + 1):
         start = nodes.shape[1] - hidden.shape[1] + 1 if depth > 1 else 0
         logits = round_.spread(head.logits(hidden))
-        whole = (round_.spread(nodes), round_.spread(parents)) if depth > 1 else (None, None)
-        logprobs = round_.pick(round_.sampler.confidences(logits, *whole, start=start)).double().log()  # [A, W, V]
+        drafts, above = (round_.spread(nodes), round_.spread(parents)) if depth > 1 else (None, None)
+        logprobs = round_.pick(round_.sampler.confidences(logits, drafts, above, start)).double().log()  # [A, W, V]
         best = logprobs.clamp_(max=-1e-9).topk(min(top_k, logprobs.shape[-1]), -1)  # a child is worth less than its parent
         values = (at[:, :, None] + best.values).flatten(1)  # [A, W * top_k]
         first = found.add(best.indices.flatten(1), values, beam, depth)

@@ -61,18 +61,19 @@ def weight_of(module: nn.Module) -> Tensor:
     """[outputs, inputs] of a linear layer or an embedding, packed or not."""
     packed = getattr(module, "packed", None)
     if packed is None:
-        return module.weight  # type: ignore[no-any-return, union-attr]
+        weight: Any = module.weight
+        return weight  # type: ignore[no-any-return]
     return kernels.unpack_weight(packed, int(getattr(module, "out_features", None) or module.num_embeddings))  # type: ignore[arg-type]
 
 
 def place(head: nn.Module, model: PreTrainedModel) -> torch.dtype:
     """Puts a head where its target is, with weights of its kind, packed where the target's are. The dtype of arithmetic."""
-    packed = next((module.packed for module in model.modules() if isinstance(module, (PackedLinear, FusedLinears))), None)
+    packed: Any = next((each.packed for each in model.modules() if isinstance(each, (PackedLinear, FusedLinears))), None)
     own = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
     head.to(model.device, own if packed is None else packed.dtype).eval().requires_grad_(False)
     if packed is None:
         return own
-    pack_model(head)  # type: ignore[arg-type] - it looks at the modules alone
+    pack_model(head)  # type: ignore[arg-type]  # it looks at the modules alone
     return torch.float32
 
 

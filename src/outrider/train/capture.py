@@ -50,7 +50,8 @@ class FeatureCache:
     def read(self, rows: Sequence[int], layers: Sequence[int] | None = None) -> tuple[Tensor, dict[int, Tensor]]:
         """Ids int64 [R, S] and float32 features {layer: [R, S, H]} of the rows of these numbers."""
         wanted = self.layers if layers is None else tuple(layers)
-        ids, features = [], {layer: [] for layer in wanted}
+        ids: list[Tensor] = []
+        features: dict[int, list[Tensor]] = {layer: [] for layer in wanted}
         for row in rows:
             shard, at = self._shard(row // SHARD_ROWS), row % SHARD_ROWS
             ids.append(shard.get_slice("ids")[at : at + 1])
@@ -79,9 +80,15 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
         raise OutriderError(f"rows of {rows.shape[1]} tokens do not fit the target's context of {runner.max_len}")
     folder.mkdir(parents=True, exist_ok=True)
     text = hashlib.sha256(rows.int().contiguous().numpy().tobytes()).hexdigest()[:16]
-    about = {"target": fingerprint(runner), "text": text, "rows": len(rows), "seq_len": rows.shape[1], "layers": list(layers)}
+    about: dict[str, Any] = {
+        "target": fingerprint(runner),
+        "text": text,
+        "rows": len(rows),
+        "seq_len": rows.shape[1],
+        "layers": list(layers),
+    }
     path = folder / "features.json"
-    known = json.loads(path.read_text()) if path.exists() else about
+    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else about
     if {**known, "layers": 0} != {**about, "layers": 0} or not set(layers) <= set(known["layers"]):
         raise OutriderError(f"{folder} holds features of another target, text or layers: name another folder or delete it")
     path.write_text(json.dumps(known))

@@ -45,7 +45,7 @@ class EagleLoss:
             seen = {self.last: features[self.last] + (2 * noise - 1) * NOISE}
         else:
             seen = features
-        total, weights, parts = ids.new_zeros((), dtype=torch.float32), 0.0, {}
+        total, weights, parts = ids.new_zeros((), dtype=torch.float32), 0.0, dict[str, Any]()
         said = self._said(features[self.last])
         for depth, out in enumerate(self._rollout(ids, seen)):
             there = slice(1 + depth, 1 + depth + out.shape[1])

@@ -36,7 +36,7 @@ class MedusaLoss:
         with torch.no_grad():
             said = self.output(hidden[:, 1:]).float()  # [B, S - 1, V]: after each token but the first
         logits = self.heads(hidden[:, : length - count - 1]).float()  # [heads, B, T, V]
-        total, parts = hidden.new_zeros(()), {}
+        total, parts = hidden.new_zeros(()), dict[str, Any]()
         for head in range(count):
             there = slice(head, head + length - count - 1)
             wanted = said[:, there].softmax(-1) if self.distil else ids[:, 2:][:, there]

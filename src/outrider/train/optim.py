@@ -48,7 +48,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override] - no closure is taken
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure is taken
         """One update; parameters without a gradient (skipped layers) are left alone."""
         for group in self.param_groups:
             by_shape: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)

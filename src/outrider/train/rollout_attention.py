@@ -32,7 +32,7 @@ def rollout() -> Iterator[None]:
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float = 1.0, **_: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float = 1.0, **options: Any
 ) -> tuple[Tensor, None]:
     """query [B, H, T, D], key and value [B, Hkv, T, D] of this step -> [B, T, H, D]."""
     assert _steps is not None, "a head in training runs within rollout()"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -31,11 +33,12 @@ def new_medusa(runner: ModelRunner, num_heads: int, num_layers: int) -> MedusaHe
         raise OutriderError("the number of heads and of their layers must be at least 1")
     heads = MedusaHeads(MedusaShape(num_heads, num_layers, runner.hidden_size, runner.vocab_size))
     output = output_layer(runner)
-    for block, head in zip(heads.blocks, heads.lm_heads, strict=True):
+    blocks: list[Any] = list(heads.blocks)
+    for block, head in zip(blocks, heads.lm_heads, strict=True):
         for layer in block.layers:
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
-        head.weight.data.copy_(output.weight[: runner.vocab_size])
+        head.weight.data.copy_(output.weight[: runner.vocab_size])  # type: ignore[operator]
     return heads
 
 
@@ -76,7 +79,8 @@ def new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ..
         head.fc.weight[:, -hidden:] += torch.eye(hidden)  # what comes last: the feature, or that of the highest layer
         if head.fc.bias is not None:
             nn.init.zeros_(head.fc.bias)
-        for layer in head.layers:
+        own: list[Any] = list(head.layers)
+        for layer in own:
             nn.init.zeros_(layer.self_attn.o_proj.weight)
             nn.init.zeros_(layer.mlp.down_proj.weight)
         if generation == 3:
