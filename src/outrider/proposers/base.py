@@ -6,18 +6,26 @@ A proposer knows the committed text and, if it declares ``needs_hidden``, featur
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from outrider.types import Context, Proposal, Verdict
+from outrider.types import Context, OutriderError, Proposal, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from outrider.runner import ModelRunner
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The configuration of a method that has nothing to choose."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,18 @@ class Setting:
     tokenizer: PreTrainedTokenizerBase | None = None
     draft: object = None  # a folder, a hub id or a loaded model, for methods that take a second model
     draft_tokenizer: PreTrainedTokenizerBase | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # the method's own, by name
+
+    def config(self, kind: type[Config]) -> Config:
+        """The options as the method's configuration. Raises ``OutriderError`` for one that it does not know or refuses."""
+        known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+        unknown = [name for name in self.options if name not in known]
+        if unknown:
+            raise OutriderError(f"the method has no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
+        try:
+            return kind(**self.options)
+        except TypeError as error:
+            raise OutriderError(f"an option of the method has a value of the wrong type: {error}") from error
 
 
 class Proposer(ABC):
@@ -37,10 +57,13 @@ class Proposer(ABC):
     needs_hidden: tuple[int, ...] = ()  # target layers it wants to see: data, read generically by the runner
     drafts_trees: bool = False  # whether its proposals may have parents: then the verifier must handle trees
     max_drafts: int = 64  # the longest path it can draft
+    auto_drafts: int = 15  # the longest that is asked for where the length is chosen each round: passes of 16 rows
+    takes_draft: bool = False  # whether it looks at the draft that the user names
 
     @classmethod
     def build(cls, setting: Setting) -> Proposer:
         """Makes the proposer for a target. Raises ``OutriderError`` when it does not fit the target."""
+        setting.config(NoOptions)
         return cls()
 
     @abstractmethod
@@ -93,3 +116,51 @@ def chain_proposal(chains: Sequence[Sequence[int]]) -> Proposal:
     width = max(lens, default=0)
     padded = [list(chain) + [0] * (width - len(chain)) for chain in chains]
     return Proposal(torch.tensor(padded, dtype=torch.long).view(len(chains), width), torch.tensor(lens, dtype=torch.long))
+
+
+def merged(parts: Sequence[tuple[Sequence[int], Proposal]], batch: int, vocab_size: int) -> Proposal:
+    """Proposals for some rows of a batch each, no row in two of them, as one for all; the other rows are without drafts.
+
+    Where one of them has probabilities the point masses of the others become one-hots, and where one is a tree the chains of
+    the others become trees: to a verifier they are the same.
+    """
+    parts = [(rows, part) for rows, part in parts if part.num_nodes]
+    if not parts:
+        return Proposal.empty(batch)
+    if len(parts) == 1 and len(parts[0][0]) == batch:
+        return parts[0][1]
+    device = next((part.probs.device for _, part in parts if part.probs is not None), parts[0][1].token_ids.device)
+    width = max(part.num_nodes for _, part in parts)
+    token_ids, lens = torch.zeros(batch, width, dtype=torch.long, device=device), torch.zeros(batch, dtype=torch.long)
+    probs = parents = None
+    if any(part.probs is not None for _, part in parts):
+        probs = torch.zeros(batch, width, vocab_size, device=device)
+    if any(part.parents is not None for _, part in parts):
+        parents = torch.arange(-1, width - 1, device=device).repeat(batch, 1)
+    for rows, part in parts:
+        index, nodes = torch.tensor(rows, device=device), slice(part.num_nodes)
+        token_ids[index, nodes] = part.token_ids.to(device)
+        lens[torch.tensor(rows)] = part.lens
+        if probs is not None:
+            probs[index, nodes] = _probs(part, vocab_size).to(device)
+        if parents is not None and part.parents is not None:
+            parents[index, nodes] = part.parents.to(device)
+    return Proposal(token_ids, lens, probs, parents)
+
+
+def rows_of(proposal: Proposal, rows: list[int]) -> Proposal:
+    """Some rows of a proposal."""
+    return Proposal(
+        proposal.token_ids[rows],
+        proposal.lens[rows],
+        None if proposal.probs is None else proposal.probs[rows],
+        None if proposal.parents is None else proposal.parents[rows],
+    )
+
+
+def _probs(proposal: Proposal, vocab_size: int) -> Tensor:
+    """[B, N, V]: a point mass as a one-hot."""
+    if proposal.probs is not None:
+        return proposal.probs
+    one_hot = torch.zeros(*proposal.token_ids.shape, vocab_size, device=proposal.token_ids.device)
+    return one_hot.scatter_(-1, proposal.token_ids.unsqueeze(-1), 1.0)

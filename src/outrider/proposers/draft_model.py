@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from outrider.proposers.base import Proposer, Setting
+from outrider.proposers.base import NoOptions, Proposer, Setting
 from outrider.runner import ModelRunner
 from outrider.runner.tokenizers import check_same_vocabulary
 from outrider.types import Context, OutriderError, Proposal, Verdict
@@ -23,6 +23,7 @@ class DraftModelProposer(Proposer):
     """
 
     name = "draft"
+    takes_draft = True
 
     def __init__(self, draft: ModelRunner, vocab_size: int) -> None:
         self.draft = draft
@@ -31,11 +32,8 @@ class DraftModelProposer(Proposer):
     @classmethod
     def build(cls, setting: Setting) -> DraftModelProposer:
         """Loads the draft beside the target. Raises ``OutriderError`` where there is none or the vocabularies differ."""
-        if setting.draft is None:
-            raise OutriderError("method 'draft' needs a draft model: give draft=<folder, hub id or model>")
-        if not isinstance(setting.draft, (str, PreTrainedModel)) and not hasattr(setting.draft, "__fspath__"):
-            raise OutriderError(f"draft must be a folder, a hub id or a loaded model, not {type(setting.draft).__name__}")
-        tokenizer = setting.draft_tokenizer or _tokenizer_of(setting.draft)
+        setting.config(NoOptions)
+        tokenizer = draft_tokenizer(setting, cls.name)
         if setting.tokenizer is not None and tokenizer is not None:
             check_same_vocabulary(setting.tokenizer, tokenizer)
         draft = ModelRunner.load(setting.draft, setting.target.config)  # type: ignore[arg-type]
@@ -47,41 +45,47 @@ class DraftModelProposer(Proposer):
     def propose(self, context: Context, k: int) -> Proposal:
         requests, sampler = context.requests, context.sampler
         k = min(k, self.max_drafts, max(context.limits, default=0))
-        room = [len(request.token_ids) + k <= self.draft.max_len for request in requests]
-        able = [index for index, fits in enumerate(room) if fits and context.limits[index] > 0]
-        if k == 0 or not able:
+        texts = self.texts(context, k) if k else {}
+        if not texts:
             return Proposal.empty(len(requests))
+        able = list(texts)
         ids = [requests[index].request_id for index in able]
-        logits = self.draft.extend(ids, [requests[index].token_ids for index in able])
+        logits = self.draft.extend(ids, list(texts.values()))
         drafts = torch.zeros(len(requests), k, dtype=torch.long, device=logits.device)
         probs: list[Tensor] = []
 
         def pick(logits: Tensor, step: int) -> Tensor:
-            logits = self._spread(logits, able, len(requests))
+            logits = _spread(self.in_target(logits), able, len(requests))
             if sampler.is_deterministic:
                 token = sampler.tokens(logits, drafts, start=step)  # [B, 1]
             else:
                 probs.append(sampler.probs(logits, drafts, start=step))
                 token = sampler.draw(probs[-1][:, 0], step).unsqueeze(1)
             drafts[:, step : step + 1] = token
-            return token if len(able) == len(requests) else token[able]
+            return self.in_draft(token if len(able) == len(requests) else token[able])
 
         self.draft.rollout(ids, logits, k, pick)
-        lens = torch.tensor([min(k, context.limits[i]) if i in set(able) else 0 for i in range(len(requests))])
+        lens = torch.tensor([min(k, context.limits[i]) if i in texts else 0 for i in range(len(requests))])
         return Proposal(drafts, lens, torch.cat(probs, 1) if probs else None)
 
-    def _spread(self, logits: Tensor, able: list[int], batch: int) -> Tensor:
-        """[A, 1, Vd] logits of the requests that can draft -> [B, 1, V]: the others' rows are zero, their drafts unused."""
+    def texts(self, context: Context, k: int) -> dict[int, list[int]]:
+        """Row -> its committed text, of the requests for which k drafts are of use and fit the draft's window."""
+        return {
+            b: request.token_ids
+            for b, (request, limit) in enumerate(zip(context.requests, context.limits, strict=True))
+            if limit > 0 and len(request.token_ids) + k <= self.draft.max_len
+        }
+
+    def in_target(self, logits: Tensor) -> Tensor:
+        """Logits of the draft [A, 1, Vd] -> logits of the target's tokens [A, 1, V]."""
         missing = self._vocab_size - logits.shape[2]
         if missing > 0:
-            logits = functional.pad(logits, (0, missing), value=float("-inf"))
-        elif missing < 0:
-            logits = logits[:, :, :missing]
-        if len(able) == batch:
-            return logits
-        full = logits.new_zeros(batch, 1, self._vocab_size)
-        full[able] = logits
-        return full
+            return functional.pad(logits, (0, missing), value=float("-inf"))
+        return logits[:, :, : self._vocab_size]
+
+    def in_draft(self, token_ids: Tensor) -> Tensor:
+        """Tokens of the target [A, 1] -> the draft's ids."""
+        return token_ids
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         for request, accepted in zip(context.requests, verdict.num_accepted.tolist(), strict=True):
@@ -92,6 +96,24 @@ class DraftModelProposer(Proposer):
 
     def release(self, request_ids: Sequence[str]) -> None:
         self.draft.release(request_ids)
+
+
+def _spread(logits: Tensor, able: list[int], batch: int) -> Tensor:
+    """[A, 1, V] logits of the requests that can draft -> [B, 1, V]: the others' rows are zero, their drafts unused."""
+    if len(able) == batch:
+        return logits
+    full = logits.new_zeros(batch, 1, logits.shape[2])
+    full[able] = logits
+    return full
+
+
+def draft_tokenizer(setting: Setting, method: str) -> PreTrainedTokenizerBase | None:
+    """The draft's tokenizer, if there is one. Raises ``OutriderError`` where there is no draft, or nothing that can be one."""
+    if setting.draft is None:
+        raise OutriderError(f"method {method!r} needs a draft model: give draft=<folder, hub id or model>")
+    if not isinstance(setting.draft, (str, PreTrainedModel)) and not hasattr(setting.draft, "__fspath__"):
+        raise OutriderError(f"draft must be a folder, a hub id or a loaded model, not {type(setting.draft).__name__}")
+    return setting.draft_tokenizer or _tokenizer_of(setting.draft)
 
 
 def _tokenizer_of(draft: object) -> PreTrainedTokenizerBase | None:

@@ -17,7 +17,7 @@ from outrider.tune.acceptance import OPTIMISM, Acceptance
 from outrider.tune.cost import CostModel
 from outrider.types import Context, Request
 
-LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12)  # what is chosen from, beside the longest
+LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 23)  # what is chosen from, beside the longest
 PERIOD = 6  # rounds between decisions
 FRESH = 16  # drafted rounds in which every one is decided on
 HYSTERESIS = 1.02  # a change of K must promise this much
