@@ -11,9 +11,11 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from tiny_folder import letter_tokenizer
 from toy import reference_probs
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -80,6 +82,18 @@ def excess(token_ids: list[list[int]], law: torch.Tensor) -> float:
     return float(((seen - due) ** 2 / due).sum()) / limit
 
 
+METHODS = [*PROPOSERS, "suffix+draft"]
+FOREIGN = "cross-tokenizer"
+
+
+def tokenizers(vocab_size: int, method: str) -> dict[str, Any]:
+    """Options of ``LLM``: one tokenizer for both models, or one for each where that is what the method is for."""
+    return {
+        "tokenizer": letter_tokenizer(vocab_size, 1),
+        "draft_tokenizer": letter_tokenizer(vocab_size, 1 + (method == FOREIGN)),
+    }
+
+
 def sample(params: SamplingParams, **options: object) -> list[list[int]]:
     llm = LLM(TARGET, max_batch=256, compile="never", num_draft_tokens=3, **{"method": "draft", "draft": DRAFT, **options})
     completions = llm.generate([PROMPT], replace(params, n=SAMPLES, max_tokens=LENGTH, seed=7, ignore_eos=True))
@@ -109,6 +123,14 @@ def test_point_mass_drafts_and_coupled_noise_follow_it_too() -> None:
     law = exact_law(SETTINGS["temperature 1"])
     assert excess(sample(SETTINGS["temperature 1"], method="ngram", draft=None), law) < 1
     assert excess(sample(SETTINGS["temperature 1"], same_text=True), law) < 1
+
+
+@pytest.mark.parametrize("name", ["temperature 1", "temperature 0.7", "penalties"])
+@pytest.mark.parametrize("method", ["suffix", "suffix+draft", FOREIGN])
+def test_samples_follow_it_whatever_drafts(method: str, name: str) -> None:
+    options = {"method_options": {"min_first": 1}} if "+" in method else {}
+    samples = sample(SETTINGS[name], method=method, **tokenizers(VOCAB, method), **options)
+    assert excess(samples, exact_law(SETTINGS[name])) < 1
 
 
 class WithoutResidual(RejectionVerifier):
@@ -143,16 +165,40 @@ def test_the_same_test_catches_untempered_draft_probabilities(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
-@pytest.mark.parametrize("method", list(PROPOSERS))
+@pytest.mark.parametrize("method", METHODS)
 def test_greedy_text_is_that_of_plain_forwards(method: str, verifier: str) -> None:
     target, draft = tiny_model(3, 40, 40.0), tiny_model(4, 40, 40.0)
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [2, 7, 1, 8, 2, 8]]
     expected = [greedy_text(target, prompt, 20) for prompt in prompts]
     for k, batch in itertools.product(range(9), (1, 3)):
-        llm = LLM(target, method=method, draft=draft, verifier=verifier, num_draft_tokens=k, max_batch=batch, compile="never")
+        options = tokenizers(40, method)
+        llm = LLM(
+            target,
+            method=method,
+            draft=draft,
+            verifier=verifier,
+            num_draft_tokens=k,
+            max_batch=batch,
+            compile="never",
+            **options,
+        )
         completions = llm.generate(prompts[:batch], SamplingParams(max_tokens=20, ignore_eos=True))
         assert [completion.token_ids for completion in completions] == expected[:batch], (k, batch)
         assert llm.stats.faults == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_same_text_is_that_of_plain_decoding(method: str) -> None:
+    target, draft = tiny_model(3, 40, 3.0), tiny_model(3, 40, 3.1)
+    params = [SamplingParams(max_tokens=24, ignore_eos=True, seed=5, temperature=t) for t in (0.0, 0.8, 1.0)]
+    texts = []
+    for name in ("plain", method):
+        options = tokenizers(40, name) | {"draft": None if name == "plain" else draft}
+        llm = LLM(target, method=name, num_draft_tokens=3, same_text=True, compile="never", **options)
+        texts.append([completion.token_ids for completion in llm.generate([[3, 1, 4, 1, 5]] * 3, params)])
+        assert llm.stats.faults == 0
+    assert texts[0] == texts[1]
+    assert method == "plain" or llm.stats.num_accepted > 0
 
 
 @torch.no_grad()

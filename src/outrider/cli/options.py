@@ -32,7 +32,7 @@ class ModelOptions:
     ] = None
     draft: Annotated[
         str | None,
-        typer.Option(help="Folder or hub id of a small model with the same vocabulary.", rich_help_panel=MODEL),
+        typer.Option(help="Folder or hub id of a small model that drafts.", rich_help_panel=MODEL),
     ] = None
     verifier: Annotated[
         str | None,
@@ -64,7 +64,8 @@ class MethodOptions:
     method: Annotated[
         str | None,
         typer.Option(
-            help="Where drafts come from: plain, draft or ngram (default: draft if there is one, else ngram).",
+            help="Where drafts come from: plain, draft, cross-tokenizer, ngram, suffix, or two joined by a plus"
+            " (default: draft if there is one, else ngram).",
             rich_help_panel=METHOD,
         ),
     ] = None

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from outrider.types import Context, OutriderError, Proposal, Verdict
 
@@ -133,16 +132,19 @@ def merged(parts: Sequence[tuple[Sequence[int], Proposal]], batch: int, vocab_si
     width = max(part.num_nodes for _, part in parts)
     token_ids, lens = torch.zeros(batch, width, dtype=torch.long, device=device), torch.zeros(batch, dtype=torch.long)
     probs = parents = None
-    if any(part.probs is not None for _, part in parts):
-        probs = torch.zeros(batch, width, vocab_size, device=device)
+    drawn = [part.probs for _, part in parts if part.probs is not None]
+    if drawn:
+        probs = torch.zeros(batch, width, vocab_size, dtype=drawn[0].dtype, device=device)
     if any(part.parents is not None for _, part in parts):
         parents = torch.arange(-1, width - 1, device=device).repeat(batch, 1)
     for rows, part in parts:
         index, nodes = torch.tensor(rows, device=device), slice(part.num_nodes)
         token_ids[index, nodes] = part.token_ids.to(device)
         lens[torch.tensor(rows)] = part.lens
-        if probs is not None:
-            probs[index, nodes] = _probs(part, vocab_size).to(device)
+        if probs is not None and part.probs is not None:
+            probs[index, nodes] = part.probs.to(device)
+        elif probs is not None:
+            probs[index[:, None], torch.arange(part.num_nodes, device=device), part.token_ids.to(device)] = 1.0
         if parents is not None and part.parents is not None:
             parents[index, nodes] = part.parents.to(device)
     return Proposal(token_ids, lens, probs, parents)
@@ -156,11 +158,3 @@ def rows_of(proposal: Proposal, rows: list[int]) -> Proposal:
         None if proposal.probs is None else proposal.probs[rows],
         None if proposal.parents is None else proposal.parents[rows],
     )
-
-
-def _probs(proposal: Proposal, vocab_size: int) -> Tensor:
-    """[B, N, V]: a point mass as a one-hot."""
-    if proposal.probs is not None:
-        return proposal.probs
-    one_hot = torch.zeros(*proposal.token_ids.shape, vocab_size, device=proposal.token_ids.device)
-    return one_hot.scatter_(-1, proposal.token_ids.unsqueeze(-1), 1.0)
