@@ -11,7 +11,7 @@ from engine.test_detokenizer import byte_level, sentencepiece_like
 from runner.rounds import make_model, make_request, plain_logits, verdict_of
 from runner.test_architectures import small_config
 from tiny_folder import END, letter_tokenizer, make_folder, make_tokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from outrider import LLM, SamplingParams
@@ -55,11 +55,6 @@ TOKENIZERS = {
 PAIRS = [("large", "small"), ("small", "large"), ("large", "metaspace"), ("metaspace", "small"), ("characters", "large")]
 
 
-def written(kind, ids):
-    tokenizer = TOKENIZERS[kind]
-    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
 # --- the committed text in the draft's tokens -------------------------------------------------------------------------------
 
 
@@ -72,7 +67,7 @@ def test_the_translation_says_the_same_however_the_text_grows(target, draft):
         at = min(at + choose.randrange(1, 9), len(ids))
         text = growing.read(ids[:at])
         assert text is not None
-        assert written(draft, text) == written(target, ids[:at])
+        assert pair.draft.joined(text).lstrip() == pair.target.joined(ids[:at]).lstrip()
     at_once = Translation(pair).read(ids)
     assert growing.read(ids) == at_once == TOKENIZERS[draft].encode(TEXT * 4, add_special_tokens=False)
     assert len(ids) - growing._num_settled <= 3 * WINDOW
@@ -101,9 +96,9 @@ def test_half_a_character_is_written_in_bytes():
 
 
 def test_a_draft_without_bytes_waits_for_the_whole_character():
-    translation = Translation(TokenizerPair(TOKENIZERS["characters"], TOKENIZERS["letters"]))
-    ids = TOKENIZERS["characters"].encode("é", add_special_tokens=False)
-    assert translation.read(ids[:1]) is None
+    translation = Translation(TokenizerPair(TOKENIZERS["small"], TOKENIZERS["letters"]))
+    ids = TOKENIZERS["small"].encode("你", add_special_tokens=False)
+    assert len(ids) > 1 and translation.read(ids[:1]) is None
 
 
 def test_special_tokens_become_those_of_the_same_role():
@@ -118,7 +113,7 @@ def test_special_tokens_become_those_of_the_same_role():
 def test_a_draft_that_begins_with_a_token_of_its_own_gets_it_once():
     target, draft = make_tokenizer(300), make_tokenizer(280)
     draft.add_special_tokens({"bos_token": "<s>"})
-    draft.backend_tokenizer.post_processor = __import__("tokenizers").processors.TemplateProcessing(
+    draft.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", draft.bos_token_id)]
     )
     ids = target.encode("def add", add_special_tokens=False)
@@ -139,7 +134,7 @@ def test_drafted_text_comes_back_as_the_target_would_write_it(target, draft):
         text = translation.read(ids[:at])
         # what the draft would say, if it said just what follows in its own words
         follows = pair.target.joined(ids[at : at + 8]).decode(errors="ignore")
-        drafted = pair.draft.encode(follows, is_start=False)
+        drafted = pair.draft.segment(follows.encode())
         assert text is not None
         back = translation.back(ids[:at], drafted)
         assert pair.target.joined(back) == pair.draft.joined(drafted)
@@ -206,7 +201,7 @@ def test_a_draft_that_differs_in_nothing_but_its_ids_is_accepted_whole(temperatu
     params = SamplingParams(max_tokens=40, temperature=temperature, ignore_eos=True, seed=3)
     llm.generate([[1, 2, 3], [4] * 9, [5]], params)
     assert llm.stats.faults == 0
-    assert llm.stats.num_accepted >= 0.98 * llm.stats.num_drafted
+    assert llm.stats.num_accepted >= 0.98 * llm.stats.num_drafts
 
 
 class Drafting:
@@ -294,7 +289,7 @@ def test_greedy_and_sampled_requests_share_a_batch():
 
 
 def test_limits_and_the_drafts_window_are_kept():
-    drafting = Drafting([1.0, 0.0, 1.0], max_len=16)
+    drafting = Drafting([1.0, 0.0, 1.0], max_len=24)
     assert drafting.propose(3, [3, 1, 0]).lens.tolist() == [3, 1, 0]
     drafting.requests[0].token_ids += [3] * 20
     lens = drafting.propose(3).lens.tolist()

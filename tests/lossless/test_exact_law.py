@@ -263,7 +263,7 @@ def test_exact_match_equals_rejection_on_one_hots(draft: Callable[[Text, Samplin
     assert distance(by_rejection, {text: weight for text, weight in by_exact.items() if weight}) < EXACT
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", ["greedy", "warm", "presence", "all"])
 @pytest.mark.parametrize(
     ("verifier", "first", "second"),
     [

@@ -198,7 +198,7 @@ def test_same_text_is_that_of_plain_decoding(method: str) -> None:
         texts.append([completion.token_ids for completion in llm.generate([[3, 1, 4, 1, 5]] * 3, params)])
         assert llm.stats.faults == 0
     assert texts[0] == texts[1]
-    assert method == "plain" or llm.stats.num_accepted > 0
+    assert llm.stats.num_accepted > 0 or "draft" not in method.split("+")
 
 
 @torch.no_grad()
