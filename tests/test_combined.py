@@ -186,7 +186,7 @@ def test_a_draft_model_catches_up_after_rounds_in_which_it_was_not_asked(tempera
 
 def test_two_names_joined_by_a_plus_make_one_method():
     joint = PROPOSERS.get("suffix+ngram")
-    proposer = joint.build(Setting(None, options={"suffix": {"min_match": 3}, "min_first": 5}))
+    proposer = joint.build(Setting(None, options={"suffix.min_match": "3", "min_first": "5"}))
     assert proposer.name == joint.name == "suffix+ngram"
     assert not joint.takes_draft and PROPOSERS.get("suffix+draft").takes_draft
     assert proposer.auto_drafts == PROPOSERS.get("suffix").auto_drafts
@@ -197,8 +197,9 @@ def test_two_names_joined_by_a_plus_make_one_method():
     ("name", "options", "message"),
     [
         ("suffix+nonsense", {}, "unknown method 'nonsense'; known: plain"),
-        ("suffix+ngram", {"min_match": 3}, "suffix.ngram has no option min_match; it has min_first, ngram, suffix"),
-        ("suffix+ngram", {"suffix": {"n": 3}}, "no option n; it has min_match"),
+        ("suffix+ngram", {"min_match": 3}, "no option min_match; it has min_first"),
+        ("suffix+ngram", {"suffix.n": 3}, "no option n; it has min_match"),
+        ("suffix+ngram", {"draft.n": 3}, "draft.n: options of suffix.ngram begin with suffix or ngram"),
         ("suffix+ngram", {"min_first": 0}, "min_first must be at least 1"),
         ("suffix+draft", {}, "needs a draft model"),
     ],

@@ -46,6 +46,18 @@ def _imported(path: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
+def split_method(text: str) -> tuple[str, dict[str, str]]:
+    """``"name:option=value:option=value"`` -> the name and its options. Raises ``OutriderError`` if malformed."""
+    name, *parts = text.split(":")
+    options = {}
+    for part in parts:
+        option, is_there, value = part.partition("=")
+        if not is_there or not option:
+            raise OutriderError(f"{text!r}: write options as {name}:option=value")
+        options[option] = value
+    return name, options
+
+
 PROPOSERS = Registry(
     "method",
     {

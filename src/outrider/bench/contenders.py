@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from outrider.engine import Engine, FixedLength, LengthPolicy, Round
 from outrider.engine.config import Speculation, build_policy, build_proposer, build_verifiers
 from outrider.proposers.base import PlainProposer
-from outrider.registry import PROPOSERS
+from outrider.registry import PROPOSERS, split_method
 from outrider.types import Context
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Contenders:
             self._policies[contender] = build_policy(speculation, llm.runner, proposer)
 
     def _speculation(self, method: str) -> Speculation:
-        draft = self._draft if PROPOSERS.get(method).takes_draft else None
+        draft = self._draft if PROPOSERS.get(split_method(method)[0]).takes_draft else None
         return replace(self.llm.speculation, method=method, draft=draft, proposer=None)
 
     @contextmanager

@@ -42,10 +42,10 @@ def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
 
     Raises ``OutriderError`` for a mistake that needs no model to be found, before the seconds that loading takes.
     """
-    from outrider.registry import PROPOSERS, VERIFIERS
+    from outrider.registry import PROPOSERS, VERIFIERS, split_method
 
     k = parse_k(methods.k)
-    takes_draft = methods.method is None or PROPOSERS.get(methods.method).takes_draft
+    takes_draft = methods.method is None or PROPOSERS.get(split_method(methods.method)[0]).takes_draft
     if models.verifier is not None:
         VERIFIERS.get(models.verifier)
     check_machine(models)

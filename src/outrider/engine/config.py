@@ -17,6 +17,7 @@ from outrider.registry import (
     DEFAULT_METHOD_WITH_FOREIGN_DRAFT,
     PROPOSERS,
     VERIFIERS,
+    split_method,
 )
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.tokenizers import DifferentVocabulary
@@ -89,10 +90,12 @@ def build_proposer(speculation: Speculation, runner: ModelRunner, tokenizer: Pre
         if speculation.method is not None or speculation.draft is not None:
             raise OutriderError("give either a proposer or a method and a draft, not both")
         return speculation.proposer
-    setting = Setting(runner, tokenizer, speculation.draft, speculation.draft_tokenizer, speculation.method_options)
     method = speculation.method or (DEFAULT_METHOD if speculation.draft is None else DEFAULT_METHOD_WITH_DRAFT)
+    name, options = split_method(method)
+    options |= speculation.method_options
+    setting = Setting(runner, tokenizer, speculation.draft, speculation.draft_tokenizer, options)
     try:
-        proposer: Proposer = PROPOSERS.get(method).build(setting)
+        proposer: Proposer = PROPOSERS.get(name).build(setting)
     except DifferentVocabulary as difference:
         if speculation.method is not None:
             raise

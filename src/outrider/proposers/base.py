@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 import torch
 
@@ -38,15 +38,31 @@ class Setting:
     options: Mapping[str, Any] = field(default_factory=dict)  # the method's own, by name
 
     def config(self, kind: type[Config]) -> Config:
-        """The options as the method's configuration. Raises ``OutriderError`` for one that it does not know or refuses."""
+        """The options as the method's configuration; text is read as its type says.
+
+        Raises ``OutriderError`` for an option that it does not know or refuses.
+        """
         known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
         unknown = [name for name in self.options if name not in known]
         if unknown:
             raise OutriderError(f"the method has no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
+        hints = get_type_hints(kind)
         try:
-            return kind(**self.options)
-        except TypeError as error:
+            return kind(**{name: _read(value, hints[name]) for name, value in self.options.items()})
+        except (TypeError, ValueError) as error:
             raise OutriderError(f"an option of the method has a value of the wrong type: {error}") from error
+
+
+def _read(value: Any, hint: Any) -> Any:
+    """Text as the number or truth value that the hint asks for; anything else as it is."""
+    kinds = get_args(hint) or (hint,)
+    if not isinstance(value, str) or str in kinds:
+        return value
+    if type(None) in kinds and value.lower() in ("auto", "none"):
+        return None
+    if bool in kinds and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    return int(value) if int in kinds else float(value)
 
 
 class Proposer(ABC):

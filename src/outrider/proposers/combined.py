@@ -7,7 +7,7 @@ drafted. Written ``first+second``; knows neither, only what a ``Proposer`` says 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -169,7 +169,7 @@ class CombinedProposer(Proposer):
 
 
 class Joint:
-    """Builds a ``CombinedProposer`` from the factories of two methods; their options stand under their names."""
+    """Builds a ``CombinedProposer`` from the factories of two methods; their options begin with their names: ``name.option``."""
 
     def __init__(self, first: Any, second: Any) -> None:
         self._parts = (first, second)
@@ -178,13 +178,16 @@ class Joint:
 
     def build(self, setting: Setting) -> CombinedProposer:
         """Raises ``OutriderError`` where one of the two does not fit the target."""
-        own = {each.name for each in fields(CombinedConfig)}
-        known = own | {part.name for part in self._parts}
-        unknown = [name for name in setting.options if name not in known]
-        if unknown:
-            raise OutriderError(f"{self.name} has no option {', '.join(unknown)}; it has {', '.join(sorted(known))}")
-        config = CombinedConfig(**{name: value for name, value in setting.options.items() if name in own})
-        first, second = [part.build(replace(setting, options=setting.options.get(part.name, {}))) for part in self._parts]
+        options: dict[str, dict[str, Any]] = {"": {}, **{part.name: {} for part in self._parts}}
+        for name, value in setting.options.items():
+            whose, _, option = name.rpartition(".")
+            if whose not in options:
+                raise OutriderError(
+                    f"{name}: options of {self.name} begin with {' or '.join(part.name for part in self._parts)}"
+                )
+            options[whose][option] = value
+        config = replace(setting, options=options[""]).config(CombinedConfig)
+        first, second = [part.build(replace(setting, options=options[part.name])) for part in self._parts]
         return CombinedProposer(first, second, config)
 
 
