@@ -169,7 +169,7 @@ class CombinedProposer(Proposer):
 
 
 class Joint:
-    """Builds a ``CombinedProposer`` from the factories of two methods; their options begin with their names: ``name.option``."""
+    """Builds a ``CombinedProposer`` from two methods' factories; their options begin with their names: ``name.option``."""
 
     def __init__(self, first: Any, second: Any) -> None:
         self._parts = (first, second)
