@@ -161,7 +161,7 @@ class CombinedProposer(Proposer):
     def _sampler(self, whole: Sampler, requests: tuple[Request, ...]) -> Sampler:
         key = tuple([request.request_id for request in requests])
         sampler = self._samplers.get(key)
-        if sampler is None:
+        if sampler is None or sampler.requests != requests:
             if len(self._samplers) == MAX_SAMPLERS:
                 self._samplers.clear()
             sampler = self._samplers[key] = Sampler(requests, whole.vocab_size, whole.device, whole.coupled)
