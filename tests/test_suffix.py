@@ -71,9 +71,7 @@ def test_every_substring_is_found_and_nothing_else(seed):
     built = automaton(text)
     for _ in range(200):
         part = [choose.randrange(2 + seed % 4) for _ in range(choose.randrange(1, 8))]
-        state, length = 0, 0
-        for token in part:
-            state, length = built.step(state, length, token)
+        state, length = built.follow(0, 0, part)
         longest = max(n for n in range(len(part) + 1) if n == 0 or places(text, part[len(part) - n :]))
         assert length == longest
         assert state == 0 or built.lens[built.links[state]] < length <= built.lens[state]
@@ -106,9 +104,7 @@ def test_counts_are_those_of_update_exclusion(seed):
     text = random_texts(seed)[:32]
     built = automaton(text)
     for context, counts in counts_by_definition(text).items():
-        state = 0
-        for length, token in enumerate(context):
-            state, _ = built.step(state, length, token)
+        state, _ = built.follow(0, 0, context)
         assert built._totals[state] == sum(counts.values())
         assert (built._counts[state] or counts) == counts
         assert counts[built._best[state]] == max(counts.values())

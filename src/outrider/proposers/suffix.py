@@ -92,17 +92,19 @@ class SuffixAutomaton:
             links[new] = self._exactly(state, token)
         self._last = new
 
-    def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Where a match of ``length`` tokens in ``state`` leads with one token more: the longest match then, and its length."""
+    def follow(self, state: int, length: int, token_ids: Sequence[int]) -> tuple[int, int]:
+        """Where a match of ``length`` tokens in ``state`` leads with more tokens: the longest match then, and its length."""
         following, links, lens = self._next, self.links, self.lens
         while state and length <= lens[links[state]]:  # the state was split since
             state = links[state]
-        while token not in following[state]:
-            if state == ROOT:
-                return ROOT, 0
-            state = links[state]
-            length = lens[state]
-        return following[state][token], length + 1
+        for token in token_ids:
+            after = following[state].get(token)
+            while after is None and state:
+                state = links[state]
+                length = lens[state]
+                after = following[state].get(token)
+            state, length = (ROOT, 0) if after is None else (after, length + 1)
+        return state, length
 
     def continuation(self, state: int, k: int, min_len: int, min_prob: float) -> list[int]:
         """At most k tokens, each the most frequent after those before it, while their joint probability is ``min_prob``.
@@ -177,8 +179,7 @@ class Cursor:
     length: int = 0
 
     def read(self, token_ids: Sequence[int]) -> None:
-        for token in token_ids:
-            self.state, self.length = self.block.step(self.state, self.length, token)
+        self.state, self.length = self.block.follow(self.state, self.length, token_ids)
 
 
 class EarlierTexts:
