@@ -93,8 +93,8 @@ class CrossTokenizerProposer(DraftModelProposer):
 
     def in_target(self, logits: Tensor) -> Tensor:
         """TLI: what the target has no token for gets no probability; the sampler renormalises."""
-        full = logits.new_full((logits.shape[0], self._vocab_size), -math.inf)
-        full[:, self._target_ids] = logits[:, self._draft_ids]
+        full = logits.new_full((*logits.shape[:2], self._vocab_size), -math.inf)
+        full[:, :, self._target_ids] = logits[:, :, self._draft_ids]
         return full
 
     def in_draft(self, token_ids: Tensor) -> Tensor:
@@ -124,8 +124,8 @@ class CrossTokenizerProposer(DraftModelProposer):
         written = torch.zeros(len(texts), steps, dtype=torch.long, device=self.draft.device)
 
         def pick(logits: Tensor, step: int) -> Tensor:
-            written[:, step] = logits.argmax(dim=-1)
-            return written[:, step]
+            written[:, step : step + 1] = logits.argmax(dim=-1)
+            return written[:, step : step + 1]
 
         self.draft.rollout(ids, self.draft.extend(ids, list(texts.values())), steps, pick)
         chains: list[list[int]] = [[] for _ in requests]
