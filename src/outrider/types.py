@@ -140,6 +140,7 @@ class Scores:
 
     logits: Tensor  # [B, N + 1, V] float32
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> [B, N + 1, H]
+    first_layer: int = 0  # of the pass: drafting had run those before it
 
 
 @dataclass(frozen=True)

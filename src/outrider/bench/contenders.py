@@ -81,7 +81,7 @@ class Contenders:
             self._policies[contender] = build_policy(speculation, llm.runner, proposer, min(proposer.max_drafts, MAX_K))
 
     def _speculation(self, method: str) -> Speculation:
-        PROPOSERS.get(method)  # an unknown name is an error that lists the known ones
+        PROPOSERS.choice(method)  # an unknown name is an error that lists the known ones
         draft = self._draft if method == DEFAULT_METHOD_WITH_DRAFT else None
         return replace(self.llm.speculation, method=method, draft=draft, proposer=None)
 

@@ -143,7 +143,7 @@ def parse_contenders(grid: GridOptions, has_draft: bool) -> tuple[Contender, ...
     default = ",".join([DEFAULT_METHOD_WITH_DRAFT, DEFAULT_METHOD] if has_draft else [DEFAULT_METHOD])
     methods = parse_list("--methods", grid.methods or default, str)
     for method in methods:
-        PROPOSERS.get(method)
+        PROPOSERS.choice(method)
     if DEFAULT_METHOD_WITH_DRAFT in methods and not has_draft:
         raise OutriderError(
             f"the method {DEFAULT_METHOD_WITH_DRAFT!r} needs --draft, a small model with the target's vocabulary"

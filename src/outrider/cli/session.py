@@ -46,7 +46,7 @@ def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
 
     k = parse_k(methods.k)
     if methods.method is not None:
-        PROPOSERS.get(methods.method)
+        PROPOSERS.choice(methods.method)
     if models.verifier is not None:
         VERIFIERS.get(models.verifier)
     check_machine(models)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.engine.costs import pass_costs
 from outrider.engine.policy import POLICIES, FixedLength, LengthPolicy
 from outrider.proposers.base import Proposer, Setting
-from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, PROPOSERS, VERIFIERS
+from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, PROPOSERS, VERIFIERS, parse_options
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.types import OutriderError
 
@@ -27,7 +27,7 @@ class Speculation:
     """How to draft and how to judge. The defaults are those of ``LLM`` and of the command line."""
 
     draft: ModelSource | None = None  # a folder, a hub id or a loaded model; what it means is the method's business
-    method: str | None = None  # a name of outrider.registry.PROPOSERS; None: the fitting default
+    method: str | None = None  # a name of outrider.registry.PROPOSERS, or name:option=value; None: the fitting default
     num_draft_tokens: int | str | LengthPolicy = "auto"  # K; "auto" chooses each round, 0 included
     verifier: str | Verifier = "rejection"  # a name of outrider.registry.VERIFIERS, or an object
     proposer: Proposer | None = None  # an object of yours, instead of a method
@@ -79,8 +79,9 @@ def build_proposer(speculation: Speculation, runner: ModelRunner, tokenizer: Pre
             raise OutriderError("give either a proposer or a method and a draft, not both")
         return speculation.proposer
     method = speculation.method or (DEFAULT_METHOD if speculation.draft is None else DEFAULT_METHOD_WITH_DRAFT)
-    setting = Setting(runner, tokenizer, speculation.draft, speculation.draft_tokenizer)
-    proposer: Proposer = PROPOSERS.get(method).build(setting)
+    kind, options = PROPOSERS.choice(method)
+    config = parse_options(f"method {method.partition(':')[0]!r}", getattr(kind, "options", None), options)
+    proposer: Proposer = kind.build(Setting(runner, tokenizer, speculation.draft, speculation.draft_tokenizer, config))
     return proposer
 
 

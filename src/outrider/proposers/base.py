@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,7 @@ class Setting:
     tokenizer: PreTrainedTokenizerBase | None = None
     draft: object = None  # a folder, a hub id or a loaded model, for methods that take a second model
     draft_tokenizer: PreTrainedTokenizerBase | None = None
+    config: Any = None  # the method's ``options`` filled in, where the user gave some
 
 
 class Proposer(ABC):
@@ -37,6 +38,7 @@ class Proposer(ABC):
     needs_hidden: tuple[int, ...] = ()  # target layers it wants to see: data, read generically by the runner
     drafts_trees: bool = False  # whether its proposals may have parents: then the verifier must handle trees
     max_drafts: int = 64  # the longest path it can draft
+    options: type | None = None  # the dataclass of what a user may set: --method name:field=value
 
     @classmethod
     def build(cls, setting: Setting) -> Proposer:

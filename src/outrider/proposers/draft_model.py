@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.proposers.base import Proposer, Setting
 from outrider.runner import ModelRunner
+from outrider.runner.self_draft import SelfDraft
 from outrider.runner.tokenizers import check_same_vocabulary
 from outrider.types import Context, OutriderError, Proposal, Verdict
 
@@ -24,7 +25,7 @@ class DraftModelProposer(Proposer):
 
     name = "draft"
 
-    def __init__(self, draft: ModelRunner, vocab_size: int) -> None:
+    def __init__(self, draft: ModelRunner | SelfDraft, vocab_size: int) -> None:
         self.draft = draft
         self._vocab_size = vocab_size  # the target's: padding rows of the embedding may differ between the two
 
@@ -88,7 +89,7 @@ class DraftModelProposer(Proposer):
             self.draft.keep_len(request.request_id, len(request.token_ids) + accepted)
 
     def warmup(self, k: int, batch: int) -> None:
-        self.draft.passes.compile_now()
+        self.draft.prepare()
 
     def release(self, request_ids: Sequence[str]) -> None:
         self.draft.release(request_ids)

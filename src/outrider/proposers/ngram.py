@@ -28,6 +28,7 @@ class NgramProposer(Proposer):
     """Drafts what followed the most recent earlier occurrence of the longest n-gram that the text ends with."""
 
     name = "ngram"
+    options = NgramConfig
 
     def __init__(self, config: NgramConfig = NgramConfig()) -> None:
         self._config = config
@@ -35,7 +36,7 @@ class NgramProposer(Proposer):
 
     @classmethod
     def build(cls, setting: Setting) -> NgramProposer:
-        return cls()
+        return cls(setting.config or NgramConfig())
 
     def propose(self, context: Context, k: int) -> Proposal:
         """Point masses, at most k; none where nothing repeats."""
