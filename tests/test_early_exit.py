@@ -13,7 +13,7 @@ from torch import nn
 
 from outrider import LLM, SamplingParams
 from outrider.proposers.base import Setting
-from outrider.proposers.early_exit import EarlyExitConfig, EarlyExitProposer, measure_exits, pick_exit
+from outrider.proposers.early_exit import EarlyExitProposer, measure_exits, pick_exit
 from outrider.runner import ModelRunner, RunnerConfig, compiled, kernels
 from outrider.runner.layer_span import WHOLE, LayerSpan
 from outrider.sampling import Sampler
@@ -42,7 +42,7 @@ class Drafting:
         config = RunnerConfig(compile=compile, prefill_chunk=16)
         self.runner = ModelRunner.load(untouched(self.model), config)
         self.config = config
-        self.proposer = EarlyExitProposer.build(Setting(self.runner, config=EarlyExitConfig(depth)))
+        self.proposer = EarlyExitProposer.build(Setting(self.runner, options={"layers": depth}))
         self.requests = [make_request(f"r{index}", make_text(length, index, 60)) for index, length in enumerate(lengths)]
         for request in self.requests:
             request.params = SamplingParams(temperature=temperature)
@@ -255,10 +255,10 @@ def test_a_model_whose_layers_hand_on_more_than_one_state_is_refused():
 @pytest.mark.parametrize(
     "method, message",
     [
-        ("early-exit:depth=2", "has no option 'depth'; known: layers"),
-        ("early-exit:layers=two", "does not fit"),
+        ("early-exit:depth=2", "the method has no option depth; it has layers"),
+        ("early-exit:layers=two", "a value of the wrong type"),
         ("early-exit:layers", "write options as early-exit:option=value"),
-        ("plain:layers=2", "has no option 'layers'; known: none"),
+        ("plain:layers=2", "the method has no option layers; it has none"),
         ("early:layers=2", "unknown method 'early'"),
     ],
 )

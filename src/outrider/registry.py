@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from outrider.types import OutriderError
 
@@ -38,48 +38,17 @@ class Registry:
         module, _, attribute = entry.partition(":")
         return getattr(import_module(module), attribute)
 
-    def choice(self, text: str) -> tuple[Any, dict[str, str]]:
-        """``"name:option=value:option=value"`` -> the factory and its options as text. Raises ``OutriderError`` if odd."""
-        name, *parts = text.split(":")
-        options = {}
-        for part in parts:
-            option, is_there, value = part.partition("=")
-            if not is_there or not option:
-                raise OutriderError(f"{self.kind} {text!r}: write options as {name}:option=value")
-            options[option] = value
-        return self.get(name), options
 
-
-def parse_options(name: str, kind: Any, given: Mapping[str, str]) -> Any:
-    """Text options -> the dataclass ``kind`` that holds a factory's options; None where nothing is given.
-
-    Raises ``OutriderError`` for an unknown option and a value that does not fit its type.
-    """
-    if not given:
-        return None
-    known = get_type_hints(kind) if kind is not None else {}
-    values: dict[str, Any] = {}
-    for option, text in given.items():
-        if option not in known:
-            raise OutriderError(f"{name} has no option {option!r}; known: {', '.join(known) or 'none'}")
-        types = get_args(known[option]) or (known[option],)
-        values[option] = _parsed(f"{name}:{option}={text}", text, types)
-    return kind(**values)
-
-
-def _parsed(where: str, text: str, types: tuple[Any, ...]) -> Any:
-    """The text as the first of the types that takes it."""
-    if bool in types and text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if type(None) in types and text.lower() in ("auto", "none"):
-        return None
-    for kind in (int, float, str):
-        if kind in types:
-            try:
-                return kind(text)
-            except ValueError:
-                continue
-    raise OutriderError(f"{where}: the value does not fit")
+def split_method(text: str) -> tuple[str, dict[str, str]]:
+    """``"name:option=value:option=value"`` -> the name and its options. Raises ``OutriderError`` if malformed."""
+    name, *parts = text.split(":")
+    options = {}
+    for part in parts:
+        option, is_there, value = part.partition("=")
+        if not is_there or not option:
+            raise OutriderError(f"{text!r}: write options as {name}:option=value")
+        options[option] = value
+    return name, options
 
 
 PROPOSERS = Registry(

@@ -11,7 +11,7 @@ from outrider.engine import Engine, FixedLength, LengthPolicy, Round
 from outrider.engine.config import Speculation, build_policy, build_proposer, build_verifiers
 from outrider.engine.llm import MAX_K
 from outrider.proposers.base import PlainProposer
-from outrider.registry import DEFAULT_METHOD_WITH_DRAFT, PROPOSERS
+from outrider.registry import DEFAULT_METHOD_WITH_DRAFT, PROPOSERS, split_method
 from outrider.types import Context
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Contenders:
             self._policies[contender] = build_policy(speculation, llm.runner, proposer, min(proposer.max_drafts, MAX_K))
 
     def _speculation(self, method: str) -> Speculation:
-        PROPOSERS.choice(method)  # an unknown name is an error that lists the known ones
+        PROPOSERS.get(split_method(method)[0])  # an unknown name is an error that lists the known ones
         draft = self._draft if method == DEFAULT_METHOD_WITH_DRAFT else None
         return replace(self.llm.speculation, method=method, draft=draft, proposer=None)
 

@@ -42,11 +42,11 @@ def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
 
     Raises ``OutriderError`` for a mistake that needs no model to be found, before the seconds that loading takes.
     """
-    from outrider.registry import DEFAULT_METHOD_WITH_DRAFT, PROPOSERS, VERIFIERS
+    from outrider.registry import DEFAULT_METHOD_WITH_DRAFT, PROPOSERS, VERIFIERS, split_method
 
     k = parse_k(methods.k)
     if methods.method is not None:
-        PROPOSERS.choice(methods.method)
+        PROPOSERS.get(split_method(methods.method)[0])
     if models.verifier is not None:
         VERIFIERS.get(models.verifier)
     check_machine(models)

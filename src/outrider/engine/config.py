@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.engine.costs import pass_costs
 from outrider.engine.policy import POLICIES, FixedLength, LengthPolicy
 from outrider.proposers.base import Proposer, Setting
-from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, PROPOSERS, VERIFIERS, parse_options
+from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, PROPOSERS, VERIFIERS, split_method
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.types import OutriderError
 
@@ -32,13 +32,14 @@ class Speculation:
     verifier: str | Verifier = "rejection"  # a name of outrider.registry.VERIFIERS, or an object
     proposer: Proposer | None = None  # an object of yours, instead of a method
     draft_tokenizer: PreTrainedTokenizerBase | None = None
+    method_options: Mapping[str, Any] = field(default_factory=dict)  # what the method itself lets one choose
     same_text: bool = False  # the same tokens for the same seed, drafts or not: coupled noise
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[Speculation, RunnerConfig]:
     """Keyword options -> the two configurations they belong to. Raises ``OutriderError`` for an unknown one."""
-    ours = {field.name for field in fields(Speculation)}
-    runners = {field.name for field in fields(RunnerConfig)}
+    ours = {each.name for each in fields(Speculation)}
+    runners = {each.name for each in fields(RunnerConfig)}
     unknown = [name for name in options if name not in ours | runners]
     if unknown:
         raise OutriderError(f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(ours | runners))}")
@@ -79,9 +80,10 @@ def build_proposer(speculation: Speculation, runner: ModelRunner, tokenizer: Pre
             raise OutriderError("give either a proposer or a method and a draft, not both")
         return speculation.proposer
     method = speculation.method or (DEFAULT_METHOD if speculation.draft is None else DEFAULT_METHOD_WITH_DRAFT)
-    kind, options = PROPOSERS.choice(method)
-    config = parse_options(f"method {method.partition(':')[0]!r}", getattr(kind, "options", None), options)
-    proposer: Proposer = kind.build(Setting(runner, tokenizer, speculation.draft, speculation.draft_tokenizer, config))
+    name, options = split_method(method)
+    options |= speculation.method_options
+    setting = Setting(runner, tokenizer, speculation.draft, speculation.draft_tokenizer, options)
+    proposer: Proposer = PROPOSERS.get(name).build(setting)
     return proposer
 
 

@@ -56,8 +56,8 @@ class LLM:
         """Loads a folder, a hub id or takes a loaded transformers model; None is the embedded family, its draft included.
 
         ``options`` are the fields of ``engine.config.Speculation`` (draft, method, num_draft_tokens, verifier, proposer,
-        draft_tokenizer, same_text) and of ``runner.RunnerConfig``. Raises ``OutriderError`` for unknown ones, for a model that
-        cannot be loaded or rolled back, and for a draft that does not fit.
+        draft_tokenizer, method_options, same_text) and of ``runner.RunnerConfig``. Raises ``OutriderError`` for unknown ones,
+        for a model that cannot be loaded or rolled back, and for a draft that does not fit.
         """
         if target is None:
             from outrider.family import DRAFT, TARGET

@@ -6,18 +6,25 @@ A proposer knows the committed text and, if it declares ``needs_hidden``, featur
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 import torch
 
-from outrider.types import Context, Proposal, Verdict
+from outrider.types import Context, OutriderError, Proposal, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from outrider.runner import ModelRunner
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The configuration of a method that has nothing to choose."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,34 @@ class Setting:
     tokenizer: PreTrainedTokenizerBase | None = None
     draft: object = None  # a folder, a hub id or a loaded model, for methods that take a second model
     draft_tokenizer: PreTrainedTokenizerBase | None = None
-    config: Any = None  # the method's ``options`` filled in, where the user gave some
+    options: Mapping[str, Any] = field(default_factory=dict)  # the method's own, by name
+
+    def config(self, kind: type[Config]) -> Config:
+        """The options as the method's configuration; text is read as its type says.
+
+        Raises ``OutriderError`` for an option that it does not know or refuses.
+        """
+        known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+        unknown = [name for name in self.options if name not in known]
+        if unknown:
+            raise OutriderError(f"the method has no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
+        hints = get_type_hints(kind)
+        try:
+            return kind(**{name: _read(value, hints[name]) for name, value in self.options.items()})
+        except (TypeError, ValueError) as error:
+            raise OutriderError(f"an option of the method has a value of the wrong type: {error}") from error
+
+
+def _read(value: Any, hint: Any) -> Any:
+    """Text as the number or truth value that the hint asks for; anything else as it is."""
+    kinds = get_args(hint) or (hint,)
+    if not isinstance(value, str) or str in kinds:
+        return value
+    if type(None) in kinds and value.lower() in ("auto", "none"):
+        return None
+    if bool in kinds and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    return int(value) if int in kinds else float(value)
 
 
 class Proposer(ABC):
@@ -38,11 +72,11 @@ class Proposer(ABC):
     needs_hidden: tuple[int, ...] = ()  # target layers it wants to see: data, read generically by the runner
     drafts_trees: bool = False  # whether its proposals may have parents: then the verifier must handle trees
     max_drafts: int = 64  # the longest path it can draft
-    options: type | None = None  # the dataclass of what a user may set: --method name:field=value
 
     @classmethod
     def build(cls, setting: Setting) -> Proposer:
         """Makes the proposer for a target. Raises ``OutriderError`` when it does not fit the target."""
+        setting.config(NoOptions)
         return cls()
 
     @abstractmethod

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from outrider.proposers.base import Proposer, Setting
+from outrider.proposers.base import NoOptions, Proposer, Setting
 from outrider.runner import ModelRunner
 from outrider.runner.self_draft import SelfDraft
 from outrider.runner.tokenizers import check_same_vocabulary
@@ -32,6 +32,7 @@ class DraftModelProposer(Proposer):
     @classmethod
     def build(cls, setting: Setting) -> DraftModelProposer:
         """Loads the draft beside the target. Raises ``OutriderError`` where there is none or the vocabularies differ."""
+        setting.config(NoOptions)
         if setting.draft is None:
             raise OutriderError("method 'draft' needs a draft model: give draft=<folder, hub id or model>")
         if not isinstance(setting.draft, (str, PreTrainedModel)) and not hasattr(setting.draft, "__fspath__"):

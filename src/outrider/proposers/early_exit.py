@@ -72,15 +72,13 @@ class EarlyExitProposer(DraftModelProposer):
     """A draft model that is the target's first layers: it keeps nothing of its own."""
 
     name = "early-exit"
-    options = EarlyExitConfig
 
     @classmethod
     def build(cls, setting: Setting) -> EarlyExitProposer:
         """Raises ``OutriderError`` for a number of layers that the target lacks, and where its layers do not run in parts."""
-        target, config = setting.target, setting.config or EarlyExitConfig()
+        target, layers = setting.target, setting.config(EarlyExitConfig).layers
         if target.num_layers < 2:
             raise OutriderError("early exit needs a target of two layers or more")
-        layers = config.layers
         if layers is not None and not 0 < layers < target.num_layers:
             raise OutriderError(
                 f"early exit behind {layers} layers: this target has {target.num_layers}, so give 1 to {target.num_layers - 1}"
@@ -112,7 +110,7 @@ def measure_exits(target: ModelRunner, text: Sequence[int]) -> list[Exit]:
     """Agreement on a text and cost of every exit that leaves layers to skip."""
     text = list(text)[: target.max_len]
     depths = range(1, max(1, min(target.num_layers - 1, int(MAX_SHARE * target.num_layers))) + 1)
-    *exits, end = [logits.argmax(-1) for logits in exit_logits(target, text, [*depths, target.num_layers])]
+    end, *exits = [logits.argmax(-1) for logits in exit_logits(target, text, depths)]
     step, layer, whole = _costs(target)
     return [
         Exit(depth, float((exit == end).float().mean()), (step + (depth - 1) * layer) / whole)

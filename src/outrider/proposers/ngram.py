@@ -28,7 +28,6 @@ class NgramProposer(Proposer):
     """Drafts what followed the most recent earlier occurrence of the longest n-gram that the text ends with."""
 
     name = "ngram"
-    options = NgramConfig
 
     def __init__(self, config: NgramConfig = NgramConfig()) -> None:
         self._config = config
@@ -36,7 +35,7 @@ class NgramProposer(Proposer):
 
     @classmethod
     def build(cls, setting: Setting) -> NgramProposer:
-        return cls(setting.config or NgramConfig())
+        return cls(setting.config(NgramConfig))
 
     def propose(self, context: Context, k: int) -> Proposal:
         """Point masses, at most k; none where nothing repeats."""

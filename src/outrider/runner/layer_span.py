@@ -27,6 +27,11 @@ class LayerSpan(NamedTuple):
 WHOLE = LayerSpan()
 
 
+def behind(depth: int) -> int:
+    """The number by which a pass calls the hidden states behind the first ``depth`` layers."""
+    return depth - 1
+
+
 def spanned(model: PreTrainedModel, span: LayerSpan) -> PreTrainedModel:
     """The model with the span's layers only: itself where that is all of them. Shares all memory.
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from outrider.runner import kernels, linear, loading
 from outrider.runner.attention import PassLayout
 from outrider.runner.kv_cache import KVCache, cache_shape
-from outrider.runner.layer_span import WHOLE, LayerSpan
+from outrider.runner.layer_span import WHOLE, LayerSpan, behind
 from outrider.runner.passes import PassRunner, Run
 from outrider.runner.self_draft import FirstLayers
 from outrider.runner.tree_mask import tree_positions, tree_visibility
@@ -252,7 +252,7 @@ class ModelRunner:
         self, first: FirstLayers, request_ids: Sequence[str], tokens: Sequence[list[int]], wanted: list[int]
     ) -> tuple[Tensor | None, LayerSpan]:
         """Hidden states of each request's first ``wanted[b]`` tokens and the layers left to run; None and all of them else."""
-        if any(layer < first.depth for layer in self.needs_hidden):
+        if any(layer < behind(first.depth + 1) for layer in self.needs_hidden):
             return None, WHOLE
         states = first.complete(self, request_ids, tokens, wanted)
         return states, WHOLE if states is None else LayerSpan(first.depth)
@@ -326,7 +326,7 @@ class ModelRunner:
         """
         slots = max(0, min(cache_len, self.max_len - width))
         names = [f"cost-probe-{index}" for index in range(batch)]
-        layers = () if span.head or span.stop is None else (span.stop - 1,)
+        layers = () if span.head or span.stop is None else (behind(span.stop),)
         try:
             rows = [self.cache.row(name) for name in names]
             self.cache.reserve(slots + width)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from outrider.runner.layer_span import LayerSpan
+from outrider.runner.layer_span import LayerSpan, behind
 from outrider.runner.passes import PassRunner
 from outrider.types import OutriderError
 
@@ -58,7 +58,7 @@ class FirstLayers:
             parts = [tokens[b][have[b] : wanted[b]] for b in short]
             slots = [runner.cache.cached_len(request_ids[b]) + have[b] for b in short]
             rows = [runner.cache.row(request_ids[b]) for b in short]
-            last, span = self.depth - 1, LayerSpan(0, self.depth, head=False)
+            last, span = behind(self.depth), LayerSpan(0, self.depth, head=False)
             _, hidden = runner.feed(runner.passes, parts, rows, slots, (last,), span)
             for i, b in enumerate(short):
                 states[b, have[b] : wanted[b]] = hidden[last][i, : wanted[b] - have[b]]
@@ -89,7 +89,7 @@ class SelfDraft:
         """``depth``: the first so many layers and the head draft; else ``passes``: those of another form of the weights."""
         self._runner, self._depth = runner, depth
         self.passes = passes or runner.passes
-        self._layers = () if depth is None else (depth - 1,)
+        self._layers = () if depth is None else (behind(depth),)
         self._span = LayerSpan(0, depth)
         self._rows: list[int] = []
         self._bases: list[int] = []
@@ -112,7 +112,7 @@ class SelfDraft:
         self._rows, self._bases = rows, [slot + len(text) for slot, text in zip(slots, pending, strict=True)]
         if self._depth is not None:
             places = {request_id: a for a, request_id in enumerate(request_ids)}
-            first = FirstLayers(self._depth, places, slots, pending, hidden=hidden[self._depth - 1])
+            first = FirstLayers(self._depth, places, slots, pending, hidden=hidden[behind(self._depth)])
             runner.first_layers = first
         return logits
 
@@ -151,19 +151,18 @@ class SelfDraft:
 
 @torch.inference_mode()
 def exit_logits(runner: ModelRunner, text: Sequence[int], depths: Sequence[int]) -> Iterator[Tensor]:
-    """What the model would say after each token of a text if it ended behind each of so many layers: [T, V] float32 each.
+    """What the model says after each token of a text, then what it would say if it ended behind each of ``depths`` layers.
 
-    Its own norm and head follow every exit. Eager, in a row of the cache that is given back.
+    [T, V] float32 each; the model's own norm and head follow every exit. Eager, in a row of the cache that is given back.
     """
     passes, name = PassRunner(runner.model, runner.cache, "never"), "exit-probe"
     try:
         ids, layout = runner.chain_layout([list(text)], [runner.cache.row(name)], [0])
         places = torch.arange(len(text), device=runner.device)
-        # The last layers' work is in vain where no exit is behind them.
-        span = LayerSpan(0, max(depths), head=False)
-        _, hidden = passes.run(ids, layout, tuple(sorted({depth - 1 for depth in depths})), places[:1], span)
+        logits, hidden = passes.run(ids, layout, tuple(map(behind, depths)), places)
+        yield logits[0].float()
         for depth in depths:
-            logits, _ = passes.run(hidden[depth - 1], layout, (), places, LayerSpan(runner.num_layers))
+            logits, _ = passes.run(hidden[behind(depth)], layout, (), places, LayerSpan(runner.num_layers))
             yield logits[0].float()
     finally:
         runner.cache.release([name])
@@ -180,8 +179,8 @@ def check_layers(runner: ModelRunner, depth: int) -> None:
         rows, places = [runner.cache.row(name)], torch.arange(len(text), device=runner.device)
         ids, layout = runner.chain_layout([text], rows, [0])
         whole, _ = passes.run(ids, layout, (), places)
-        _, hidden = passes.run(ids, layout, (depth - 1,), places, LayerSpan(0, depth, head=False))
-        parts, _ = passes.run(hidden[depth - 1], layout, (), places, LayerSpan(depth))
+        _, hidden = passes.run(ids, layout, (behind(depth),), places, LayerSpan(0, depth, head=False))
+        parts, _ = passes.run(hidden[behind(depth)], layout, (), places, LayerSpan(depth))
         error = (whole - parts).abs().max() / whole.abs().max().clamp(min=1.0)
         is_same = parts.shape == whole.shape and bool(error <= TOLERANCE)
     except OutriderError:
