@@ -58,6 +58,7 @@ PROPOSERS = Registry(
         "draft": "outrider.proposers.draft_model:DraftModelProposer",
         "ngram": "outrider.proposers.ngram:NgramProposer",
         "early-exit": "outrider.proposers.early_exit:EarlyExitProposer",
+        "low-bit": "outrider.proposers.low_bit:LowBitProposer",
     },
 )
 

@@ -8,7 +8,7 @@ needs most of its layers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from outrider.runner import ModelRunner
 from outrider.runner.layer_span import LayerSpan
 from outrider.runner.passes import PassRunner
 from outrider.runner.self_draft import SelfDraft, check_layers, exit_logits
-from outrider.types import Context, OutriderError, Verdict
+from outrider.types import Finding, OutriderError
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,21 @@ class EarlyExitProposer(DraftModelProposer):
     name = "early-exit"
 
     @classmethod
+    def examine(cls, setting: Setting) -> Iterator[Finding]:
+        """Whether any exit promises a gain, on a text of its own."""
+        if setting.tokenizer is None or setting.target.num_layers < 2:
+            return
+        check_layers(setting.target, 1)
+        found = measure_exits(setting.target, setting.tokenizer.encode(TEXT)[:NUM_TOKENS])
+        best = max(found, key=lambda each: each.speedup)
+        said = f"the best exit is behind layer {best.layers}, which agrees with the end at {best.agreement:.0%} of places"
+        yield (
+            Finding("ok", "exits", said)
+            if best.speedup > 1
+            else Finding("suspicious", "exits", f"{said}: none promises a gain")
+        )
+
+    @classmethod
     def build(cls, setting: Setting) -> EarlyExitProposer:
         """Raises ``OutriderError`` for a number of layers that the target lacks, and where its layers do not run in parts."""
         target, layers = setting.target, setting.config(EarlyExitConfig).layers
@@ -87,9 +102,6 @@ class EarlyExitProposer(DraftModelProposer):
         if layers is None:
             layers = pick_exit(target, setting.tokenizer)
         return cls(SelfDraft(target, depth=layers), target.vocab_size)
-
-    def commit(self, context: Context, verdict: Verdict) -> None:
-        """The cache is the target's: there is nothing to keep."""
 
 
 def pick_exit(target: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) -> int:
