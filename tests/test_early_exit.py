@@ -12,6 +12,7 @@ from tiny_folder import make_folder, make_tokenizer
 from torch import nn
 
 from outrider import LLM, SamplingParams
+from outrider.engine.costs import PassCosts
 from outrider.proposers.base import Setting
 from outrider.proposers.early_exit import EarlyExitProposer, measure_exits, pick_exit
 from outrider.runner import ModelRunner, RunnerConfig, compiled, kernels
@@ -184,11 +185,18 @@ def test_text_is_plain_decodings(same_text):
 
 
 def test_the_price_of_whole_passes_is_not_learned_from_scores_that_begin_later(monkeypatch):
-    llm = LLM(make_model(four_layers()), method="early-exit:layers=3", num_draft_tokens=4, compile="never")
     seen = set()
-    monkeypatch.setattr(llm.engine.costs, "observe", lambda width, batch, length, seconds, first: seen.add((width, first)))
+    observe = PassCosts.observe
+
+    def spy(costs, width, *more):
+        seen.add((width, costs is llm.engine.costs))
+        observe(costs, width, *more)
+
+    monkeypatch.setattr(PassCosts, "observe", spy)
+    llm = LLM(make_model(four_layers()), method="early-exit:layers=3", num_draft_tokens=4, compile="never")
     llm.generate([make_text(9, 1, 60)], SamplingParams(max_tokens=12, ignore_eos=True))
-    assert (5, 3) in seen and all(first == (3 if width > 1 else 0) for width, first in seen)
+    assert (5, False) in seen and all(is_whole == (width == 1) for width, is_whole in seen)
+    assert llm.engine.costs.behind(3).seconds(5, 1, 9) is not None
 
 
 def still(model, first):
