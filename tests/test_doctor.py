@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from typing import ClassVar
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ class Guessing(Proposer):
     """Drafts zeros, or with the right option what the target says."""
 
     name = "guessing"
-    answers: list[list[int]] = []
+    answers: ClassVar[list[list[int]]] = []
 
     def __init__(self, is_right):
         self.is_right = is_right

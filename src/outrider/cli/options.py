@@ -64,7 +64,8 @@ class MethodOptions:
     method: Annotated[
         str | None,
         typer.Option(
-            help="Where drafts come from: plain, draft or ngram (default: draft if there is one, else ngram).",
+            help="Where drafts come from: plain, draft, ngram, early-exit or low-bit, with :option=value behind the name where"
+            " one is wanted (default: draft if there is one, else ngram).",
             rich_help_panel=METHOD,
         ),
     ] = None

@@ -197,8 +197,13 @@ inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t 
       const vec scale = Form<Weight>::scaled ? load(scales + begin / kScaled * out_stride + j * kLanes) : vec{};
       for (int r = 0; r < rows; ++r) {
         float* to = out + r * out_stride + j * kLanes;
-        const vec part = Form<Weight>::scaled ? acc[r][j] * scale : acc[r][j];
-        store(to, first && begin == 0 ? part : load(to) + part);
+        const bool fresh = first && begin == 0;
+        if constexpr (Form<Weight>::scaled) {
+          const vec before = fresh ? vec{} : load(to);
+          store(to, before + acc[r][j] * scale);  // one expression: fused in every tile, or a row's bits would depend on the rows
+        } else {
+          store(to, fresh ? acc[r][j] : load(to) + acc[r][j]);
+        }
       }
     }
   }
