@@ -29,7 +29,7 @@ def test_every_weight_becomes_the_nearest_code(outputs, inputs, bits):
         group, got = packed[:, start : start + 128].float(), restored[:, start : start + 128]
         choices = group.abs().amax(1, keepdim=True)[..., None] * numbers  # [panels, 1, 32, codes]
         nearest = (group[..., None] - choices).abs().amin(-1)
-        torch.testing.assert_close((group - got).abs(), nearest, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close((group - got).abs(), nearest, rtol=1e-4, atol=5e-4)  # codes are looked up in steps of 2^-15
 
 
 @needs_kernels

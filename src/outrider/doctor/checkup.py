@@ -85,12 +85,12 @@ class Checkup:
 
 
 def check_up(patient: Patient, progress: Progress = lambda _: None) -> Checkup:
-    """Looks at files, then loads, then measures. What is wrong ends it; it is a finding, never an exception."""
+    """Looks at files, then loads, then measures. What is wrong before that ends it, and is a finding, never an exception."""
     checkup = Checkup()
     try:
         for finding in _stages(patient, checkup, progress):
             checkup.findings.append(finding)
-            if finding.level == "wrong":
+            if finding.level == "wrong" and checkup.acceptance is None:
                 break
     except OutriderError as error:
         checkup.findings.append(Finding("wrong", "loading", str(error)))
