@@ -35,7 +35,7 @@ class FirstLayers:
     places: dict[str, int]  # request id -> row a
     bases: list[int]  # slot of each request's first token
     tokens: list[list[int]]  # fed in one pass, then
-    rolled: list[Tensor] = field(default_factory=list)  # [A] each: one more token a request
+    rolled: list[Tensor] = field(default_factory=list)  # [A, 1] each: one more token a request
     hidden: Tensor = field(default_factory=lambda: torch.empty(0))  # [A, T, H]
 
     def complete(
@@ -68,7 +68,7 @@ class FirstLayers:
         self, runner: ModelRunner, request_ids: Sequence[str], tokens: Sequence[list[int]], wanted: Sequence[int]
     ) -> list[int]:
         """Of how many of each request's leading tokens the hidden states are known."""
-        rolled = torch.stack(self.rolled, 1).tolist() if self.rolled else [[]] * len(self.tokens)
+        rolled = torch.cat(self.rolled, 1).tolist() if self.rolled else [[]] * len(self.tokens)
         counts = []
         for b, request_id in enumerate(request_ids):
             a = self.places.get(request_id)
@@ -131,7 +131,7 @@ class SelfDraft:
         states[:, :width] = first.hidden
         for step, (token_ids, hidden) in enumerate(rolling):
             states[everyone, starts + step] = hidden[0][:, 0]
-            first.rolled.append(token_ids)
+            first.rolled.append(token_ids.clone())
         first.hidden = states
 
     def keep_len(self, request_id: str, num_tokens: int) -> None:
