@@ -174,6 +174,7 @@ template <typename Weight, int rows, int panels>
 inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t depth, const float* scales, float* out,
                  int64_t out_stride, bool first) {
   constexpr int64_t width = Form<Weight>::width, ahead_by = kAhead / (width * static_cast<int64_t>(sizeof(Weight)));
+  constexpr int64_t together = std::max<int64_t>(1, 64 / (width * static_cast<int64_t>(sizeof(Weight))));  // inputs in a cache line
   const int64_t turn = std::max<int64_t>(0, depth - ahead_by);
   const int64_t jump = panels * panel_stride - depth * width;  // from the end of this block to the start of the next panels'
   const int64_t stretch = Form<Weight>::scaled ? kScaled : depth;  // inputs that share a scale
@@ -181,18 +182,21 @@ inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t 
     const int64_t end = std::min(depth, begin + stretch);
     vec acc[rows][2 * panels];
     for (int r = 0; r < rows; ++r) for (int j = 0; j < 2 * panels; ++j) acc[r][j] = vec{};
-    for (int64_t k = begin; k < end; ++k) {
+    const auto add = [&](int64_t k) {
       vec weights[2 * panels];
-      const Weight* ahead = w + (k + ahead_by) * width + (k < turn ? 0 : jump);
-      for (int j = 0; j < panels; ++j) {
-        __builtin_prefetch(ahead + j * panel_stride);
-        load_panel(w + j * panel_stride + k * width, weights[2 * j], weights[2 * j + 1]);
-      }
+      for (int j = 0; j < panels; ++j) load_panel(w + j * panel_stride + k * width, weights[2 * j], weights[2 * j + 1]);
       for (int r = 0; r < rows; ++r) {
         const vec value = splat(x[k * rows + r]);
         for (int j = 0; j < 2 * panels; ++j) acc[r][j] += value * weights[j];
       }
+    };
+    int64_t k = begin;
+    for (; k + together <= end; k += together) {
+      const Weight* ahead = w + (k + ahead_by) * width + (k < turn ? 0 : jump);
+      for (int j = 0; j < panels; ++j) __builtin_prefetch(ahead + j * panel_stride);
+      for (int64_t i = 0; i < together; ++i) add(k + i);
     }
+    for (; k < end; ++k) add(k);
     for (int j = 0; j < 2 * panels; ++j) {
       const vec scale = Form<Weight>::scaled ? load(scales + begin / kScaled * out_stride + j * kLanes) : vec{};
       for (int r = 0; r < rows; ++r) {
