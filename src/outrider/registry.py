@@ -66,6 +66,8 @@ PROPOSERS = Registry(
         "cross-tokenizer": "outrider.proposers.cross_tokenizer:CrossTokenizerProposer",
         "ngram": "outrider.proposers.ngram:NgramProposer",
         "suffix": "outrider.proposers.suffix:SuffixProposer",
+        "early-exit": "outrider.proposers.early_exit:EarlyExitProposer",
+        "low-bit": "outrider.proposers.low_bit:LowBitProposer",
     },
     joint="outrider.proposers.combined:Joint",
 )

@@ -133,6 +133,25 @@ def test_samples_follow_it_whatever_drafts(method: str, name: str) -> None:
     assert excess(samples, exact_law(SETTINGS[name])) < 1
 
 
+@pytest.mark.parametrize("method", ["early-exit", "low-bit"])
+@pytest.mark.parametrize("name", ["temperature 1", "temperature 0.7"])
+def test_a_target_that_drafts_for_itself_follows_it_too(name: str, method: str) -> None:
+    assert excess(sample(SETTINGS[name], method=method), exact_law(SETTINGS[name])) < 1
+
+
+@pytest.mark.parametrize("method", ["early-exit", "low-bit"])
+def test_a_target_that_drafts_for_itself_says_the_same_text_with_coupled_noise(method: str) -> None:
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=20, ignore_eos=True, n=3)
+    texts = [
+        [
+            completion.token_ids
+            for completion in LLM(TARGET, method=name, same_text=True, compile="never").generate([PROMPT], params)
+        ]
+        for name in ("plain", method)
+    ]
+    assert texts[0] == texts[1]
+
+
 class WithoutResidual(RejectionVerifier):
     """Wrong on purpose: after a rejection it draws from the target, not from the residual."""
 

@@ -64,8 +64,8 @@ class MethodOptions:
     method: Annotated[
         str | None,
         typer.Option(
-            help="Where drafts come from: plain, draft, cross-tokenizer, ngram, suffix, or two joined by a plus"
-            " (default: draft if there is one, else ngram).",
+            help="Where drafts come from: plain, draft, cross-tokenizer, ngram, suffix, early-exit, low-bit, or two joined by a"
+            " plus; :option=value behind a name where one is wanted (default: draft if there is one, else ngram).",
             rich_help_panel=METHOD,
         ),
     ] = None

@@ -38,7 +38,7 @@ class Speculation:
     """How to draft and how to judge. The defaults are those of ``LLM`` and of the command line."""
 
     draft: ModelSource | None = None  # a folder, a hub id or a loaded model; what it means is the method's business
-    method: str | None = None  # a name of outrider.registry.PROPOSERS; None: the fitting default
+    method: str | None = None  # a name of outrider.registry.PROPOSERS, or name:option=value; None: the fitting default
     num_draft_tokens: int | str | LengthPolicy = "auto"  # K; "auto" chooses each round, 0 included
     verifier: str | Verifier = "rejection"  # a name of outrider.registry.VERIFIERS, or an object
     proposer: Proposer | None = None  # an object of yours, instead of a method

@@ -47,6 +47,7 @@ class Round:
     lens: list[int]  # drafts proposed, per request
     num_accepted: list[int]
     times: PhaseTimes
+    first_layer: int = 0  # of the score: drafting had run those before it
 
 
 @dataclass(slots=True)

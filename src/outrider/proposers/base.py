@@ -6,13 +6,13 @@ A proposer knows the committed text and, if it declares ``needs_hidden``, featur
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 import torch
 
-from outrider.types import Context, OutriderError, Proposal, Verdict
+from outrider.types import Context, Finding, OutriderError, Proposal, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,6 +80,16 @@ class Proposer(ABC):
         """Makes the proposer for a target. Raises ``OutriderError`` when it does not fit the target."""
         setting.config(NoOptions)
         return cls()
+
+    @classmethod
+    def examine(cls, setting: Setting) -> Iterator[Finding]:
+        """What files and configs say of whether this method fits the target, before ``build`` loads anything."""
+        yield from ()
+
+    @classmethod
+    def alternatives(cls, setting: Setting) -> list[str]:
+        """Options, as text behind the method's name, that are worth a try where hardly any draft is accepted."""
+        return []
 
     @abstractmethod
     def propose(self, context: Context, k: int) -> Proposal:

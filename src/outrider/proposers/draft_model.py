@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.proposers.base import NoOptions, Proposer, Setting
 from outrider.runner import ModelRunner
+from outrider.runner.loading import load_config, text_config
+from outrider.runner.self_draft import SelfDraft
 from outrider.runner.tokenizers import check_same_vocabulary
-from outrider.types import Context, OutriderError, Proposal, Verdict
+from outrider.types import Context, Finding, OutriderError, Proposal, Verdict
 
 
 class DraftModelProposer(Proposer):
@@ -25,7 +27,7 @@ class DraftModelProposer(Proposer):
     name = "draft"
     takes_draft = True
 
-    def __init__(self, draft: ModelRunner, vocab_size: int) -> None:
+    def __init__(self, draft: ModelRunner | SelfDraft, vocab_size: int) -> None:
         self.draft = draft
         self._vocab_size = vocab_size  # the target's: padding rows of the embedding may differ between the two
 
@@ -40,6 +42,25 @@ class DraftModelProposer(Proposer):
         if tokenizer is None and draft.vocab_size != setting.target.vocab_size:
             raise OutriderError(f"the target has {setting.target.vocab_size} token ids, the draft {draft.vocab_size}")
         return cls(draft, setting.target.vocab_size)
+
+    @classmethod
+    def examine(cls, setting: Setting) -> Iterator[Finding]:
+        """Vocabulary, context, RoPE, dtype and size, from the draft's config and tokenizer."""
+        if setting.draft is None:
+            return  # build says so
+        tokenizer = setting.draft_tokenizer or _tokenizer_of(setting.draft)
+        if setting.tokenizer is None or tokenizer is None:
+            yield Finding("suspicious", "vocabulary", "one of the two has no tokenizer, so ids cannot be compared")
+        else:
+            try:
+                check_same_vocabulary(setting.tokenizer, tokenizer)
+            except OutriderError as error:
+                yield Finding("wrong", "vocabulary", str(error))
+                return
+            yield Finding("ok", "vocabulary", f"the same {len(tokenizer):,} tokens, special ones included")
+        is_loaded = isinstance(setting.draft, PreTrainedModel)
+        config = text_config(setting.draft if is_loaded else load_config(setting.draft))  # type: ignore[arg-type]
+        yield from _compared(text_config(setting.target.model), config, setting.target.max_len)
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
@@ -92,7 +113,7 @@ class DraftModelProposer(Proposer):
             self.draft.keep_len(request.request_id, len(request.token_ids) + accepted)
 
     def warmup(self, k: int, batch: int) -> None:
-        self.draft.passes.compile_now()
+        self.draft.prepare()
 
     def release(self, request_ids: Sequence[str]) -> None:
         self.draft.release(request_ids)
@@ -114,6 +135,39 @@ def draft_tokenizer(setting: Setting, method: str) -> PreTrainedTokenizerBase | 
     if not isinstance(setting.draft, (str, PreTrainedModel)) and not hasattr(setting.draft, "__fspath__"):
         raise OutriderError(f"draft must be a folder, a hub id or a loaded model, not {type(setting.draft).__name__}")
     return setting.draft_tokenizer or _tokenizer_of(setting.draft)
+
+
+def _compared(target: PreTrainedConfig, draft: PreTrainedConfig, window: int) -> Iterator[Finding]:
+    """What the two configs say of each other."""
+    reach = int(getattr(draft, "max_position_embeddings", None) or window)
+    if reach < window:
+        said = f"the draft's window of {reach} tokens is shorter than the target's {window}: beyond it nothing is drafted"
+        yield Finding("note", "context", said)
+    else:
+        yield Finding("ok", "context", f"the draft reaches over the target's window of {window} tokens")
+    if draft.vocab_size != target.vocab_size:
+        said = (
+            f"{draft.vocab_size:,} rows in the draft's embedding, {target.vocab_size:,} in the target's: padding, which is cut"
+        )
+        yield Finding("note", "embedding", said)
+    ropes = [getattr(config, "rope_parameters", None) for config in (target, draft)]
+    if ropes[0] != ropes[1]:
+        yield Finding("note", "RoPE", "the two have different rotary settings; each uses its own")
+    if str(draft.dtype).endswith("float32") and not str(target.dtype).endswith("float32"):
+        yield Finding("note", "dtype", "the draft's weights are float32, the target's 16 bit: in 16 bit it would be faster")
+    share = _num_weights(draft) / _num_weights(target)
+    said = f"the draft is about {share:.0%} of the target's size"
+    yield (
+        Finding("suspicious", "size", f"{said}: its drafts cost too much to win much")
+        if share > 0.4
+        else Finding("ok", "size", said)
+    )
+
+
+def _num_weights(config: PreTrainedConfig) -> float:
+    """Roughly, of a dense transformer: what a pass reads."""
+    width, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return float(config.num_hidden_layers * width * (4 * width + 3 * inner) + config.vocab_size * width)
 
 
 def _tokenizer_of(draft: object) -> PreTrainedTokenizerBase | None:

@@ -122,7 +122,7 @@ class DraftLengthPolicy:
                 times.draft - self.costs.draft(longest or round_.k, batch, plain), num_unseen, plain
             )
         if not is_prefill:
-            self.costs.observe(longest or round_.k, batch, times, num_unseen > 0, longest > 0)
+            self.costs.observe(longest or round_.k, batch, times, num_unseen > 0, longest > 0, round_.first_layer)
         self._learn(context, round_)
         self._book(round_, catch_up if self._is_probe else 0.0, is_prefill)
         if self._is_probe:
