@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,7 +138,9 @@ def _measured(
     if drafted.faults:
         yield Finding("wrong", "drafting", f"it failed in {drafted.faults} rounds, which then went on without drafts")
     first = found.by_position[0]
-    if first < HOPELESS:
+    if not drafted.num_drafts:
+        yield Finding("note", "acceptance", "nothing was drafted on these prompts, so nothing can be said of it")
+    elif first < HOPELESS:
         yield Finding("wrong", "acceptance", f"{first:.0%} of first drafts are accepted: it was made for another target, or is"
                       " not trained for this kind of text")  # fmt: skip
     elif first < DOUBTFUL:
@@ -154,8 +155,6 @@ def _measured(
 
 
 def _acceptance(plain: Run, drafted: Run, num_prompts: int) -> Acceptance:
-    rounds = [sum(count for accepted, count in drafted.histogram.items() if accepted >= i) for i in range(K + 1)]
-    by_position = [after / before if before else 0.0 for before, after in pairwise(rounds)]
     step = drafted.phase_seconds["draft"] / max(drafted.num_drafts, 1)
     whole = sum(plain.phase_seconds.values()) / max(plain.num_steps, 1)
     score = max(drafted.ms["score"] + drafted.ms["verify"] + drafted.ms["host"], 1e-6) / 1e3
@@ -164,7 +163,8 @@ def _acceptance(plain: Run, drafted: Run, num_prompts: int) -> Acceptance:
     speeds = [expected_tau(rate, k) / (k * step + whole + (score - whole) * min(k / K, 1)) if k else 1 / max(whole, 1e-9)
               for k in range(2 * K + 1)]  # fmt: skip
     best = max(range(len(speeds)), key=lambda k: speeds[k])
-    return Acceptance(by_position, drafted.mean_acceptance_length, plain.decode_tok_s, drafted.decode_tok_s, best, num_prompts)
+    tau = drafted.mean_acceptance_length
+    return Acceptance(drafted.acceptance_by_position(K), tau, plain.decode_tok_s, drafted.decode_tok_s, best, num_prompts)
 
 
 def _tried(
