@@ -117,6 +117,22 @@ inline float sum(vec v) {
 }
 inline float largest(vec v) { float m = v[0]; for (int i = 1; i < kLanes; ++i) m = std::max(m, v[i]); return m; }
 
+// a * b + c, rounded once where the processor can: said, for a compiler fuses some tiles' and not others', and then a row's bits
+// would depend on the number of rows.
+#if defined(__AVX512F__)
+inline vec fused(vec a, vec b, vec c) {
+  return reinterpret_cast<vec>(
+      _mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
+}
+#elif defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+inline vec fused(vec a, vec b, vec c) {
+  for (int i = 0; i < kLanes; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+}
+#else
+inline vec fused(vec a, vec b, vec c) { return a * b + c; }
+#endif
+
 // Lanes of two vectors by number, those of b from kLanes on.
 #if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
 template <int... lane>
@@ -204,7 +220,7 @@ inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t 
         const bool fresh = first && begin == 0;
         if constexpr (Form<Weight>::scaled) {
           const vec before = fresh ? vec{} : load(to);
-          store(to, before + acc[r][j] * scale);  // one expression: fused in every tile, or a row's bits would depend on the rows
+          store(to, fused(acc[r][j], scale, before));
         } else {
           store(to, fresh ? acc[r][j] : load(to) + acc[r][j]);
         }
