@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -169,7 +170,12 @@ def _fake_attend(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tenso
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
-_FAKES = {"linear": _fake_linear, "linear_scaled": _fake_linear_scaled, "embed": _fake_embed, "attend": _fake_attend}
+_FAKES: dict[str, Callable[..., Tensor]] = {
+    "linear": _fake_linear,
+    "linear_scaled": _fake_linear_scaled,
+    "embed": _fake_embed,
+    "attend": _fake_attend,
+}
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"outrider::{_name}", _fake)
 
