@@ -72,6 +72,7 @@ class EarlyExitProposer(DraftModelProposer):
     """A draft model that is the target's first layers: it keeps nothing of its own."""
 
     name = "early-exit"
+    takes_draft = False
 
     @classmethod
     def examine(cls, setting: Setting) -> Iterator[Finding]:

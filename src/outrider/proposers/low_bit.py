@@ -37,6 +37,7 @@ class LowBitProposer(DraftModelProposer):
     """A draft model that is the target in fewer bits: its cache is the target's."""
 
     name = "low-bit"
+    takes_draft = False
 
     @classmethod
     def examine(cls, setting: Setting) -> Iterator[Finding]:

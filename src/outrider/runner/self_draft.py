@@ -95,6 +95,10 @@ class SelfDraft:
         self._bases: list[int] = []
 
     @property
+    def device(self) -> torch.device:
+        return self._runner.device
+
+    @property
     def max_len(self) -> int:
         return self._runner.max_len
 
