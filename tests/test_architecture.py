@@ -29,7 +29,7 @@ BELOW = {
     "tune": {"types", "sampling", "registry", "verifiers", "runner", "proposers", "engine"},
     "train": {"types", "sampling", "registry", "runner", "heads", "proposers", "family"},
 }
-TOP = {"bench", "audit", "server", "cli", "__init__", "__main__"}  # may import everything below, and each other
+TOP = {"bench", "audit", "doctor", "server", "cli", "__init__", "__main__"}  # may import everything below, and each other
 METHOD_BLIND = ("engine", "runner", "verifiers", "server", "tune")
 COMMON_WORDS = {"draft", "plain"}  # also things, not only methods: looked for as whole string literals
 MAX_FILE, MAX_FUNCTION = 500, 60

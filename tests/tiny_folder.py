@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import string
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +61,17 @@ def make_folder(folder: Path, *, seed: int = 0, tokenizer: PreTrainedTokenizerFa
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def letter_tokenizer(vocab_size: int, seed: int, pairs: int | None = None) -> PreTrainedTokenizerFast:
+    """Letters and some pairs of them (a third of all, unless said), in an order of the seed's: its ids mean other tokens."""
+    choose = random.Random(seed)
+    num_pairs = vocab_size // 3 if pairs is None else pairs
+    letters = string.ascii_letters[: vocab_size - num_pairs]
+    joined = choose.sample([first + second for first in letters for second in letters], num_pairs)
+    words = [*letters, *joined]
+    choose.shuffle(words)
+    merges = [(pair[0], pair[1]) for pair in joined]
+    tokenizer = Tokenizer(models.BPE(vocab={word: token for token, word in enumerate(words)}, merges=merges))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

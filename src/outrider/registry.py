@@ -12,9 +12,11 @@ from outrider.types import OutriderError
 class Registry:
     """Maps a name to ``module:attribute``, imported only when asked for, so that listing the names costs nothing."""
 
-    def __init__(self, kind: str, entries: dict[str, str]) -> None:
+    def __init__(self, kind: str, entries: dict[str, str], joint: str | None = None) -> None:
+        """``joint``: makes one factory of two, for names joined by "+"."""
         self.kind = kind
         self._entries = dict(entries)
+        self._joint = joint
 
     def register(self, name: str, factory: str | Callable[..., Any]) -> None:
         """Adds a name: ``"package.module:Class"`` or the factory itself. Raises ``OutriderError`` where it is taken."""
@@ -30,13 +32,30 @@ class Registry:
 
     def get(self, name: str) -> Any:
         """The factory of that name. Raises ``OutriderError`` naming the known ones."""
+        first, plus, second = name.partition("+")
+        if plus and self._joint is not None:
+            return _imported(self._joint)(self.get(first), self.get(second))
         if name not in self._entries:
             raise OutriderError(f"unknown {self.kind} {name!r}; known: {', '.join(self._entries)}")
         entry: Any = self._entries[name]
-        if not isinstance(entry, str):
-            return entry
-        module, _, attribute = entry.partition(":")
-        return getattr(import_module(module), attribute)
+        return _imported(entry) if isinstance(entry, str) else entry
+
+
+def _imported(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def split_method(text: str) -> tuple[str, dict[str, str]]:
+    """``"name:option=value:option=value"`` -> the name and its options. Raises ``OutriderError`` if malformed."""
+    name, *parts = text.split(":")
+    options = {}
+    for part in parts:
+        option, is_there, value = part.partition("=")
+        if not is_there or not option:
+            raise OutriderError(f"{text!r}: write options as {name}:option=value")
+        options[option] = value
+    return name, options
 
 
 PROPOSERS = Registry(
@@ -44,10 +63,15 @@ PROPOSERS = Registry(
     {
         "plain": "outrider.proposers.base:PlainProposer",
         "draft": "outrider.proposers.draft_model:DraftModelProposer",
+        "cross-tokenizer": "outrider.proposers.cross_tokenizer:CrossTokenizerProposer",
         "ngram": "outrider.proposers.ngram:NgramProposer",
+        "suffix": "outrider.proposers.suffix:SuffixProposer",
+        "early-exit": "outrider.proposers.early_exit:EarlyExitProposer",
+        "low-bit": "outrider.proposers.low_bit:LowBitProposer",
         "medusa": "outrider.proposers.medusa:MedusaProposer",
         "eagle": "outrider.proposers.eagle:EagleProposer",
     },
+    joint="outrider.proposers.combined:Joint",
 )
 
 VERIFIERS = Registry(
@@ -60,6 +84,7 @@ VERIFIERS = Registry(
     },
 )
 
-# What a user gets who names no method: with a draft to use, and without one.
+# What a user gets who names no method: with a draft to use, with one that has another tokenizer, and without one.
 DEFAULT_METHOD_WITH_DRAFT = "draft"
+DEFAULT_METHOD_WITH_FOREIGN_DRAFT = "cross-tokenizer"
 DEFAULT_METHOD = "ngram"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -145,7 +145,8 @@ class Scores:
     logits: Tensor  # [B, N + 1, V] float32
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # index -> [B, N + 1, H]
     past_hidden: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
-    # index -> B tensors [T_b, H]: of the committed tokens before the root that this call had to read, in order
+    # index -> B tensors [T_b, H]: of the committed tokens before the root that this round had to read, in order
+    first_layer: int = 0  # of the pass: drafting had run those before it
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,15 @@ class Verdict:
     path: Tensor  # [B, D] int64, on the CPU: indices of accepted drafts, root to leaf, -1 padded
     num_accepted: Tensor  # [B] int64, on the CPU
     next_token: Tensor  # [B] int64, on the CPU: recovered (after a rejection) or bonus (all accepted): always one
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at before anything is served, and what came of it."""
+
+    level: Literal["ok", "note", "suspicious", "wrong"]  # wrong: it does not fit
+    topic: str  # "vocabulary"
+    text: str  # a sentence in plain words
 
 
 class Randomness(Protocol):

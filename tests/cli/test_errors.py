@@ -64,7 +64,10 @@ def test_weights_with_nan(outrider: Run, tmp_path: Path) -> None:
 
 
 def test_vocabularies_that_differ(outrider: Run, target: Path, other_vocabulary: Path) -> None:
-    assert_one_line(outrider("generate", "--target", target, "--draft", other_vocabulary, "hi"), "vocabular")
+    pair = ("--target", target, "--draft", other_vocabulary)
+    assert_one_line(outrider("generate", *pair, "--method", "draft", "hi"), "vocabular", "cross-tokenizer")
+    outcome = outrider("generate", *pair, "--max-tokens", 4, "--compile", "never", "hi")
+    assert outcome.code == 0 and "drafting across tokenizers" in " ".join(outcome.err.split())
 
 
 def test_an_unknown_method_lists_the_known_ones(outrider: Run, target: Path) -> None:
@@ -81,7 +84,8 @@ def test_a_k_that_is_no_number_of_drafts(outrider: Run, target: Path, k: str) ->
 
 def test_the_method_draft_without_a_draft(outrider: Run, target: Path) -> None:
     assert_one_line(outrider("generate", "--target", target, "--method", "draft", "hi"), "draft")
-    assert_one_line(outrider("bench", "--target", target, "--methods", "draft"), "--draft")
+    for methods in ("draft", "ngram,suffix+draft"):
+        assert_one_line(outrider("bench", "--target", target, "--methods", methods), "--draft")
 
 
 def test_a_prompt_longer_than_the_context(outrider: Run, target: Path) -> None:

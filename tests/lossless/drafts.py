@@ -13,7 +13,8 @@ from outrider.heads.medusa import MedusaHeads, MedusaShape
 
 def draft_for(method: str, target: PreTrainedModel, model: PreTrainedModel | None = None) -> Any:
     """The ``draft`` option for a method: a head made for the target, or ``model`` for methods that take a second model."""
-    return HEADS[method](target) if method in HEADS else model
+    kind = method.split("+")[-1]
+    return HEADS[kind](target) if kind in HEADS else model
 
 
 def eagle_head(target: PreTrainedModel, generation: int = 3, draft_vocab: int | None = None, seed: int = 6) -> EagleHead:

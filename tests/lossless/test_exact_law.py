@@ -12,6 +12,7 @@ from toy import reference_probs
 
 import outrider.verifiers.block
 import outrider.verifiers.rejection
+from outrider.proposers.base import merged
 from outrider.types import Proposal, SamplingParams
 from outrider.verifiers.base import Verifier
 from outrider.verifiers.block import BlockVerifier
@@ -116,8 +117,23 @@ def other_temperature(output: Text, params: SamplingParams) -> Drafts:
     return draw_drafts(output, SamplingParams(temperature=0.5, top_k=2), CHAIN)
 
 
-DRAFTINGS = [likeliest, top_tree, doubled, chain, with_replacement, without_replacement, three_siblings, other_temperature]
-CHAINS = [likeliest, chain, other_temperature]
+def shared_tokens(output: Text, params: SamplingParams) -> Drafts:
+    """A draft that lacks one of the target's tokens: its distribution over the others, renormalised."""
+    return draw_drafts(output, replace(params, allowed_token_ids=(0, 2)), CHAIN)
+
+
+DRAFTINGS = [
+    likeliest,
+    top_tree,
+    doubled,
+    chain,
+    with_replacement,
+    without_replacement,
+    three_siblings,
+    other_temperature,
+    shared_tokens,
+]
+CHAINS = [likeliest, chain, other_temperature, shared_tokens]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -246,6 +262,37 @@ def test_exact_match_equals_rejection_on_one_hots(draft: Callable[[Text, Samplin
         emitted = (*(text[i] for i in path), int(verdict.next_token[b]))
         by_exact[emitted] = by_exact.get(emitted, 0.0) + float(drafts.weights[b])
     assert distance(by_rejection, {text: weight for text, weight in by_exact.items() if weight}) < EXACT
+
+
+@pytest.mark.parametrize("setting", ["greedy", "warm", "presence", "all"])
+@pytest.mark.parametrize(
+    ("verifier", "first", "second"),
+    [
+        (RejectionVerifier(), likeliest, chain),
+        (BlockVerifier(), likeliest, chain),
+        (RejectionVerifier(), likeliest, without_replacement),
+        (RejectionVerifier(), top_tree, chain),
+    ],
+)
+def test_requests_with_different_kinds_of_drafts_in_a_batch_are_lossless(
+    verifier: Verifier,
+    first: Callable[[Text, SamplingParams], Drafts],
+    second: Callable[[Text, SamplingParams], Drafts],
+    setting: str,
+) -> None:
+    """One request's point masses beside another's drawn drafts, chains beside trees: each follows its own law."""
+    params = SETTINGS[setting]
+    parts = [first((), params), second((), params)]
+    sizes = [len(part.weights) for part in parts]
+    rows = list(range(sizes[0])), list(range(sizes[0], sum(sizes)))
+    proposal = merged([(rows[i], part.proposal) for i, part in enumerate(parts)], sum(sizes), VOCAB)
+    target = score(proposal, (), params)
+    longest = proposal.num_nodes + 1
+    for part in (0, 1):
+        weights = torch.zeros(sum(sizes), dtype=torch.float64)
+        weights[rows[part]] = parts[part].weights
+        law = round_law(verifier, Drafts(proposal, weights), target)
+        assert distance(continued(law, (), params, longest), target_law((), params, longest)) < EXACT
 
 
 class _NoRandomness:

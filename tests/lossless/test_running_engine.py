@@ -11,9 +11,11 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from tiny_folder import letter_tokenizer
 from toy import reference_probs
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -82,6 +84,18 @@ def excess(token_ids: list[list[int]], law: torch.Tensor) -> float:
     return float(((seen - due) ** 2 / due).sum()) / limit
 
 
+METHODS = [*PROPOSERS, "suffix+draft", "suffix+eagle"]
+FOREIGN = "cross-tokenizer"
+
+
+def tokenizers(vocab_size: int, method: str) -> dict[str, Any]:
+    """Options of ``LLM``: one tokenizer for both models, or one for each where that is what the method is for."""
+    return {
+        "tokenizer": letter_tokenizer(vocab_size, 1),
+        "draft_tokenizer": letter_tokenizer(vocab_size, 1 + (method == FOREIGN)),
+    }
+
+
 def sample(params: SamplingParams, **options: object) -> list[list[int]]:
     llm = LLM(TARGET, max_batch=256, compile="never", num_draft_tokens=3, **{"method": "draft", "draft": DRAFT, **options})
     completions = llm.generate([PROMPT], replace(params, n=SAMPLES, max_tokens=LENGTH, seed=7, ignore_eos=True))
@@ -111,6 +125,33 @@ def test_point_mass_drafts_and_coupled_noise_follow_it_too() -> None:
     law = exact_law(SETTINGS["temperature 1"])
     assert excess(sample(SETTINGS["temperature 1"], method="ngram", draft=None), law) < 1
     assert excess(sample(SETTINGS["temperature 1"], same_text=True), law) < 1
+
+
+@pytest.mark.parametrize("name", ["temperature 1", "temperature 0.7", "penalties"])
+@pytest.mark.parametrize("method", ["suffix", "suffix+draft", FOREIGN])
+def test_samples_follow_it_whatever_drafts(method: str, name: str) -> None:
+    options = {"method_options": {"min_first": 1}} if "+" in method else {}
+    samples = sample(SETTINGS[name], method=method, **tokenizers(VOCAB, method), **options)
+    assert excess(samples, exact_law(SETTINGS[name])) < 1
+
+
+@pytest.mark.parametrize("method", ["early-exit", "low-bit"])
+@pytest.mark.parametrize("name", ["temperature 1", "temperature 0.7"])
+def test_a_target_that_drafts_for_itself_follows_it_too(name: str, method: str) -> None:
+    assert excess(sample(SETTINGS[name], method=method), exact_law(SETTINGS[name])) < 1
+
+
+@pytest.mark.parametrize("method", ["early-exit", "low-bit"])
+def test_a_target_that_drafts_for_itself_says_the_same_text_with_coupled_noise(method: str) -> None:
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=20, ignore_eos=True, n=3)
+    texts = [
+        [
+            completion.token_ids
+            for completion in LLM(TARGET, method=name, same_text=True, compile="never").generate([PROMPT], params)
+        ]
+        for name in ("plain", method)
+    ]
+    assert texts[0] == texts[1]
 
 
 class WithoutResidual(RejectionVerifier):
@@ -144,8 +185,7 @@ def test_the_same_test_catches_untempered_draft_probabilities(monkeypatch: pytes
     assert excess(samples, exact_law(SETTINGS["temperature 1"])) > 2
 
 
-METHODS = [(method, verifier) for method in PROPOSERS for verifier in ("rejection", "block")]
-TREES = [method for method in PROPOSERS if PROPOSERS.get(method).drafts_trees]
+TREES = [method for method in METHODS if PROPOSERS.get(method).drafts_trees]
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -163,13 +203,13 @@ def test_trees_heed_truncation_and_penalties(method: str) -> None:
         assert excess(samples, exact_law(SETTINGS[name])) < 1
 
 
-@pytest.mark.parametrize("method", list(PROPOSERS))
+@pytest.mark.parametrize("method", METHODS)
 def test_coupled_noise_gives_the_same_text_with_every_method(method: str) -> None:
     target, draft = tiny_model(3, 40, 20.0), tiny_model(4, 40, 20.0)
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [2, 7, 1, 8, 2, 8]]
 
     def texts(name: str, batch: int) -> list[list[int]]:
-        options = {"method": name, "draft": draft_for(name, target, draft), "max_batch": batch}
+        options = {"method": name, "draft": draft_for(name, target, draft), "max_batch": batch, **tokenizers(40, name)}
         llm = LLM(target, **options, num_draft_tokens=3, same_text=True, compile="never")
         params = SamplingParams(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True)
         completions = llm.generate(prompts, params)
@@ -192,7 +232,8 @@ def test_a_batch_of_greedy_and_sampled_requests_keeps_the_greedy_text(method: st
     assert len(second.token_ids) == 20 and llm.stats.faults == 0
 
 
-@pytest.mark.parametrize("method, verifier", METHODS)
+@pytest.mark.parametrize("verifier", ["rejection", "block"])
+@pytest.mark.parametrize("method", METHODS)
 def test_greedy_text_is_that_of_plain_forwards(method: str, verifier: str) -> None:
     if method in TREES and verifier == "block":
         pytest.skip("block verification is for chains")
@@ -200,11 +241,30 @@ def test_greedy_text_is_that_of_plain_forwards(method: str, verifier: str) -> No
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [2, 7, 1, 8, 2, 8]]
     expected = [greedy_text(target, prompt, 20) for prompt in prompts]
     for k, batch in itertools.product(range(9), (1, 3)):
-        options = {"draft": draft_for(method, target, draft), "verifier": verifier, "max_batch": batch}
+        options = {
+            "draft": draft_for(method, target, draft),
+            "verifier": verifier,
+            "max_batch": batch,
+            **tokenizers(40, method),
+        }
         llm = LLM(target, method=method, **options, num_draft_tokens=k, compile="never")
         completions = llm.generate(prompts[:batch], SamplingParams(max_tokens=20, ignore_eos=True))
         assert [completion.token_ids for completion in completions] == expected[:batch], (k, batch)
         assert llm.stats.faults == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_same_text_is_that_of_plain_decoding(method: str) -> None:
+    target, draft = tiny_model(3, 40, 3.0), tiny_model(3, 40, 3.1)
+    params = [SamplingParams(max_tokens=24, ignore_eos=True, seed=5, temperature=t) for t in (0.0, 0.8, 1.0)]
+    texts = []
+    for name in ("plain", method):
+        options = tokenizers(40, name) | {"draft": None if name == "plain" else draft_for(name, target, draft)}
+        llm = LLM(target, method=name, num_draft_tokens=3, same_text=True, compile="never", **options)
+        texts.append([completion.token_ids for completion in llm.generate([[3, 1, 4, 1, 5]] * 3, params)])
+        assert llm.stats.faults == 0
+    assert texts[0] == texts[1]
+    assert llm.stats.num_accepted > 0 or "draft" not in method.split("+")
 
 
 @torch.no_grad()

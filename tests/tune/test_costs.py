@@ -119,3 +119,19 @@ def test_the_expected_speedup_is_leviathans():
     assert expected_speedup(0.0, 5, 0.1) == pytest.approx(1 / 1.5)
     assert expected_speedup(1.0, 5, 0.0) == 6
     assert expected_speedup(0.8, 5, 0.05) == pytest.approx((1 - 0.8**6) / (0.2 * 1.25))
+
+
+def test_passes_that_begin_behind_the_first_layers_have_prices_of_their_own():
+    passes = PassCosts()
+    model = CostModel(passes)
+    for seconds in (0.8, 0.8, 0.8, 0.2):  # the last one compiled
+        passes.observe(1, 1, 0, 1.0)
+        passes.behind(3).observe(5, 1, 0, seconds)
+    assert passes.seconds(1, 1, 0) == 1.0
+    assert passes.behind(3).seconds(5, 1, 0) == pytest.approx(0.2)
+    assert passes.behind(2).seconds(5, 1, 0) is None
+    assert model.drafted_rounds([4], 1, 0)[0][1] >= 1.0
+    model.observe(4, 1, PhaseTimes(draft=0.4), False, True, first_layer=3)
+    assert model.drafted_rounds([4], 1, 0)[0][1] == pytest.approx(0.2)
+    assert model.round(4, 4, 1, 0) == pytest.approx(0.2 + model.draft(4, 1, 1.0))
+    assert model.round(0, 0, 1, 0) == 1.0

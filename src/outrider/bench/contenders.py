@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from outrider.engine import Engine, FixedLength, LengthPolicy, Round
 from outrider.engine.config import Speculation, build_policy, build_proposer, build_verifiers
-from outrider.engine.llm import MAX_K
 from outrider.proposers.base import PlainProposer
-from outrider.registry import DEFAULT_METHOD_WITH_DRAFT, PROPOSERS
+from outrider.registry import PROPOSERS, split_method
 from outrider.types import Context
 
 if TYPE_CHECKING:
@@ -78,11 +77,10 @@ class Contenders:
         if contender not in self._policies:
             proposer = self._engines[method].proposer
             speculation = replace(llm.speculation, num_draft_tokens=0 if contender.is_plain else contender.k)
-            self._policies[contender] = build_policy(speculation, llm.runner, proposer, min(proposer.max_drafts, MAX_K))
+            self._policies[contender] = build_policy(speculation, llm.runner, proposer)
 
     def _speculation(self, method: str) -> Speculation:
-        PROPOSERS.get(method)  # an unknown name is an error that lists the known ones
-        draft = self._draft if method == DEFAULT_METHOD_WITH_DRAFT else None
+        draft = self._draft if PROPOSERS.get(split_method(method)[0]).takes_draft else None
         return replace(self.llm.speculation, method=method, draft=draft, proposer=None)
 
     @contextmanager

@@ -27,6 +27,8 @@ class Run:
     first_seconds: float = 0.0  # until the first tokens of each batch
     first_tokens: int = 0  # that came with them
     histogram: Counter[int] = field(default_factory=Counter)  # {num_accepted: rounds}, of each request
+    reached: Counter[int] = field(default_factory=Counter)  # {place: drafts that were reached there}, from 0
+    kept: Counter[int] = field(default_factory=Counter)  # {place: drafts that were accepted there}
     num_drafts: int = 0
     num_judged: int = 0  # drafts that were reached
     num_steps: int = 0  # rounds of the whole batch
@@ -57,6 +59,10 @@ class Run:
         """tau = 1 + accepted / rounds, over decoding rounds."""
         return 1 + self.num_accepted / max(sum(self.histogram.values()), 1)
 
+    def acceptance_by_position(self, num_places: int) -> list[float]:
+        """Conditional: the part of the drafts reached in each place that were accepted."""
+        return [self.kept[place] / self.reached[place] if self.reached[place] else 0.0 for place in range(num_places)]
+
     @property
     def acceptance_rate(self) -> float:
         """alpha: accepted drafts over drafts that were reached. 0 where nothing was drafted."""
@@ -72,6 +78,8 @@ class Run:
         for round_ in rounds:
             for drafted, accepted in zip(round_.lens, round_.num_accepted, strict=True):
                 self.histogram[accepted] += 1
+                self.reached.update(range(min(accepted + 1, drafted)))
+                self.kept.update(range(accepted))
                 self.num_drafts += drafted
                 self.num_judged += accepted + 1 if accepted < drafted else drafted
             for name in ("draft", "score", "verify"):

@@ -137,17 +137,14 @@ def check_writable(out: Path | None) -> None:
 def parse_contenders(grid: GridOptions, has_draft: bool) -> tuple[Contender, ...]:
     """Methods x draft lengths, without plain decoding, which is always there."""
     from outrider.bench.contenders import Contender
-    from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, PROPOSERS
+    from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, PROPOSERS, split_method
     from outrider.types import OutriderError
 
     default = ",".join([DEFAULT_METHOD_WITH_DRAFT, DEFAULT_METHOD] if has_draft else [DEFAULT_METHOD])
     methods = parse_list("--methods", grid.methods or default, str)
-    for method in methods:
-        PROPOSERS.get(method)
-    if DEFAULT_METHOD_WITH_DRAFT in methods and not has_draft:
-        raise OutriderError(
-            f"the method {DEFAULT_METHOD_WITH_DRAFT!r} needs --draft, a small model with the target's vocabulary"
-        )
+    takes_draft = [method for method in methods if PROPOSERS.get(split_method(method)[0]).takes_draft]
+    if takes_draft and not has_draft:
+        raise OutriderError(f"the method {takes_draft[0]!r} needs --draft, a small model that drafts for the target")
     lengths = parse_list("--k", grid.k, parse_k)
     found = (Contender(method, k) for method in methods for k in lengths)
     return tuple(contender for contender in found if not contender.is_plain)

@@ -32,9 +32,7 @@ class ModelOptions:
     ] = None
     draft: Annotated[
         str | None,
-        typer.Option(
-            help="Folder or hub id of what drafts: a small model with the same vocabulary, or heads.", rich_help_panel=MODEL
-        ),
+        typer.Option(help="Folder or hub id of what drafts: a small model, or heads.", rich_help_panel=MODEL),
     ] = None
     verifier: Annotated[
         str | None,
@@ -69,7 +67,8 @@ class MethodOptions:
     method: Annotated[
         str | None,
         typer.Option(
-            help="Where drafts come from: plain, draft, ngram, medusa or eagle (default: draft if there is one, else ngram).",
+            help="Where drafts come from: plain, draft, cross-tokenizer, ngram, suffix, early-exit, low-bit, medusa, eagle, or"
+            " two joined by a plus; :option=value behind a name where one is wanted (default: draft if there is one, else ngram).",
             rich_help_panel=METHOD,
         ),
     ] = None

@@ -42,18 +42,17 @@ def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
 
     Raises ``OutriderError`` for a mistake that needs no model to be found, before the seconds that loading takes.
     """
-    from outrider.registry import DEFAULT_METHOD_WITH_DRAFT, PROPOSERS, VERIFIERS
+    from outrider.registry import PROPOSERS, VERIFIERS, split_method
 
     k = parse_k(methods.k)
-    if methods.method is not None:
-        PROPOSERS.get(methods.method)
+    takes_draft = methods.method is None or PROPOSERS.get(split_method(methods.method)[0]).takes_draft
     if models.verifier is not None:
         VERIFIERS.get(models.verifier)
     check_machine(models)
     for model in (models.target, models.draft):
         check_source(model)
     draft: str | Path | None = models.draft
-    if draft is None and models.target is None and methods.method in (None, DEFAULT_METHOD_WITH_DRAFT):
+    if draft is None and models.target is None and takes_draft:
         from outrider.family import DRAFT
 
         draft = DRAFT

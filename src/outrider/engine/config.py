@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.engine.costs import pass_costs
 from outrider.engine.policy import POLICIES, FixedLength, LengthPolicy
 from outrider.proposers.base import Proposer, Setting
-from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, PROPOSERS, VERIFIERS
+from outrider.registry import (
+    DEFAULT_METHOD,
+    DEFAULT_METHOD_WITH_DRAFT,
+    DEFAULT_METHOD_WITH_FOREIGN_DRAFT,
+    PROPOSERS,
+    VERIFIERS,
+    split_method,
+)
 from outrider.runner import ModelRunner, RunnerConfig
+from outrider.runner.tokenizers import DifferentVocabulary
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
@@ -22,7 +30,6 @@ if TYPE_CHECKING:
 
     ModelSource = str | Path | PreTrainedModel
 
-
 logger = logging.getLogger(__name__)
 
 
@@ -31,18 +38,19 @@ class Speculation:
     """How to draft and how to judge. The defaults are those of ``LLM`` and of the command line."""
 
     draft: ModelSource | None = None  # a folder, a hub id or a loaded model; what it means is the method's business
-    method: str | None = None  # a name of outrider.registry.PROPOSERS; None: the fitting default
+    method: str | None = None  # a name of outrider.registry.PROPOSERS, or name:option=value; None: the fitting default
     num_draft_tokens: int | str | LengthPolicy = "auto"  # K; "auto" chooses each round, 0 included
     verifier: str | Verifier = "rejection"  # a name of outrider.registry.VERIFIERS, or an object
     proposer: Proposer | None = None  # an object of yours, instead of a method
     draft_tokenizer: PreTrainedTokenizerBase | None = None
+    method_options: Mapping[str, Any] = field(default_factory=dict)  # what the method itself lets one choose
     same_text: bool = False  # the same tokens for the same seed, drafts or not: coupled noise
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[Speculation, RunnerConfig]:
     """Keyword options -> the two configurations they belong to. Raises ``OutriderError`` for an unknown one."""
-    ours = {field.name for field in fields(Speculation)}
-    runners = {field.name for field in fields(RunnerConfig)}
+    ours = {each.name for each in fields(Speculation)}
+    runners = {each.name for each in fields(RunnerConfig)}
     unknown = [name for name in options if name not in ours | runners]
     if unknown:
         raise OutriderError(f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(ours | runners))}")
@@ -83,8 +91,16 @@ def build_proposer(speculation: Speculation, runner: ModelRunner, tokenizer: Pre
             raise OutriderError("give either a proposer or a method and a draft, not both")
         return speculation.proposer
     method = speculation.method or (DEFAULT_METHOD if speculation.draft is None else DEFAULT_METHOD_WITH_DRAFT)
-    setting = Setting(runner, tokenizer, speculation.draft, speculation.draft_tokenizer)
-    proposer: Proposer = PROPOSERS.get(method).build(setting)
+    name, options = split_method(method)
+    options |= speculation.method_options
+    setting = Setting(runner, tokenizer, speculation.draft, speculation.draft_tokenizer, options)
+    try:
+        proposer: Proposer = PROPOSERS.get(name).build(setting)
+    except DifferentVocabulary as difference:
+        if speculation.method is not None:
+            raise
+        logger.info("%s: drafting across tokenizers", difference.what)
+        proposer = PROPOSERS.get(DEFAULT_METHOD_WITH_FOREIGN_DRAFT).build(setting)
     return proposer
 
 
@@ -100,8 +116,8 @@ def build_verifiers(speculation: Speculation) -> tuple[Verifier, Verifier]:
     return sampled, deterministic if sampled.lossless else sampled
 
 
-def build_policy(speculation: Speculation, runner: ModelRunner, proposer: Proposer, max_k: int) -> LengthPolicy:
-    """A fixed K, or the policy of that name, which chooses from 0 to ``max_k``."""
+def build_policy(speculation: Speculation, runner: ModelRunner, proposer: Proposer) -> LengthPolicy:
+    """A fixed K, or the policy of that name, which chooses from 0 to what the proposer says is the most."""
     k = speculation.num_draft_tokens
     if isinstance(k, bool) or not (isinstance(k, (int, str)) or hasattr(k, "next_k")):
         raise OutriderError(f"num_draft_tokens must be a number or one of {', '.join(POLICIES)}, not {k!r}")
@@ -109,5 +125,6 @@ def build_policy(speculation: Speculation, runner: ModelRunner, proposer: Propos
         return k
     if isinstance(k, int):
         return FixedLength(min(k, proposer.max_drafts))
+    max_k = min(proposer.max_drafts, proposer.auto_drafts)
     policy: LengthPolicy = POLICIES.get(k)(max_k, pass_costs(runner), proposer.num_nodes) if max_k else FixedLength(0)
     return policy

@@ -23,8 +23,13 @@ class PassCosts:
     """Running means of measured passes; widths never run are interpolated between those that were."""
 
     def __init__(self) -> None:
+        self._behind: dict[int, PassCosts] = {}  # first layer -> prices of their own
         self._tables: dict[tuple[int, int], dict[int, float]] = {}  # (batch, cache bucket) -> width -> seconds
         self._counts: dict[tuple[int, int, int], int] = {}  # (batch, cache bucket, width) -> how often it was measured there
+
+    def behind(self, first_layer: int) -> PassCosts:
+        """The prices of passes that begin at that layer, because drafting has run those before it; at 0 these."""
+        return self if first_layer == 0 else self._behind.setdefault(first_layer, PassCosts())
 
     def observe(self, width: int, batch: int, cache_len: int, seconds: float) -> None:
         """Adds a measured pass. A first value that the next one contradicts downwards (it held a compilation) is replaced."""

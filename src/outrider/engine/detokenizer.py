@@ -6,17 +6,16 @@ Knows a tokenizer and nothing of models, requests or rounds.
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
+
+from outrider.runner.tokenizers import BROKEN, byte_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CONTEXT_TOKENS = 6  # of the prompt, so that a leading space is not lost where a tokenizer strips it at the start of a text
 MAX_HELD_TOKENS = 16  # held back for an incomplete character; the longest real one takes 4 byte tokens (a joined emoji more)
-BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer(Protocol):
@@ -92,34 +91,6 @@ class DetokenizerFactory:
         if self._table is not None:
             return BytesDetokenizer(self._table)
         return WindowDetokenizer(self._tokenizer, prompt_ids)
-
-
-def byte_table(tokenizer: PreTrainedTokenizerBase) -> list[bytes] | None:
-    """Each token's bytes (none for special tokens) if the tokenizer is a byte-level BPE, else None."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or (json.loads(backend.to_str()).get("decoder") or {}).get("type") != "ByteLevel":
-        return None
-    alphabet = byte_alphabet()
-    special = set(tokenizer.all_special_ids)
-    added = tokenizer.added_tokens_decoder
-    special.update(token for token, entry in added.items() if entry.special)
-    table = []
-    for token, text in enumerate(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))):
-        if token in special or text is None:
-            table.append(b"")
-        elif token not in added and all(character in alphabet for character in text):
-            table.append(bytes([alphabet[character] for character in text]))
-        else:
-            table.append(text.encode())
-    return table
-
-
-@lru_cache(maxsize=1)
-def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte -> the byte."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class StopScanner:

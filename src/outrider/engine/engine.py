@@ -141,7 +141,8 @@ class Engine:
             self._forget(ended)
         measured = perf_counter()
         times.host = measured - started - times.total + self._unbooked
-        self._account(entries, context, drafts, Round(drafts.k, drafts.lens, drafts.depths, counts, times), emissions)
+        round_ = Round(drafts.k, drafts.lens, drafts.depths, counts, times, scores.first_layer)
+        self._account(entries, context, drafts, round_, emissions)
         if ended:
             self.policy.release(ended)
         self._unbooked = perf_counter() - measured
@@ -174,7 +175,8 @@ class Engine:
         cache_len = max([len(request.token_ids) for request in context.requests])
         is_prefill = not all([entry.is_cached for entry in entries])
         if not is_prefill:
-            self.costs.observe(1 + max(drafts.lens), len(entries), cache_len, round_.times.score)
+            prices = self.costs.behind(round_.first_layer)
+            prices.observe(1 + max(drafts.lens), len(entries), cache_len, round_.times.score)
         plain_pass = self.costs.seconds(1, len(entries), cache_len)
         emitted = 0
         for entry, emission in zip(entries, emissions, strict=True):

@@ -38,7 +38,6 @@ Prompt = str | Sequence[int]
 Prompts = Prompt | Sequence[str] | Sequence[Sequence[int]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
-MAX_K = 15  # of a policy that chooses: passes of 16 rows
 SEED_STRIDE = 0x9E3779B97F4A7C15  # keeps the seeds of a prompt's samples apart
 
 
@@ -56,8 +55,8 @@ class LLM:
         """Loads a folder, a hub id or takes a loaded transformers model; None is the embedded family, its draft included.
 
         ``options`` are the fields of ``engine.config.Speculation`` (draft, method, num_draft_tokens, verifier, proposer,
-        draft_tokenizer, same_text) and of ``runner.RunnerConfig``. Raises ``OutriderError`` for unknown ones, for a model that
-        cannot be loaded or rolled back, and for a draft that does not fit.
+        draft_tokenizer, method_options, same_text) and of ``runner.RunnerConfig``. Raises ``OutriderError`` for unknown ones,
+        for a model that cannot be loaded or rolled back, and for a draft that does not fit.
         """
         if target is None:
             from outrider.family import DRAFT, TARGET
@@ -69,8 +68,7 @@ class LLM:
         self.tokenizer = tokenizer or load_tokenizer(target)
         self.runner = ModelRunner.load(target, runner_config)
         self.proposer = build_proposer(self.speculation, self.runner, self.tokenizer)
-        max_k = min(self.proposer.max_drafts, MAX_K)
-        self.policy = build_policy(self.speculation, self.runner, self.proposer, max_k)
+        self.policy = build_policy(self.speculation, self.runner, self.proposer)
         scheduler = Scheduler(
             self.runner.max_batch,
             self.runner.max_len,

@@ -48,6 +48,7 @@ class Round:
     depths: list[int]  # the longest path among them: lens, unless they are trees
     num_accepted: list[int]
     times: PhaseTimes
+    first_layer: int = 0  # of the score: drafting had run those before it
 
 
 @dataclass(slots=True)

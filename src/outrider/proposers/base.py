@@ -6,18 +6,25 @@ A proposer knows the committed text and, if it declares ``needs_hidden``, featur
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 import torch
 
-from outrider.types import Context, Proposal, Verdict
+from outrider.types import Context, Finding, OutriderError, Proposal, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from outrider.runner import ModelRunner
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The configuration of a method that has nothing to choose."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,34 @@ class Setting:
     tokenizer: PreTrainedTokenizerBase | None = None
     draft: object = None  # a folder, a hub id or a loaded model, for methods that take a second model
     draft_tokenizer: PreTrainedTokenizerBase | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # the method's own, by name
+
+    def config(self, kind: type[Config]) -> Config:
+        """The options as the method's configuration; text is read as its type says.
+
+        Raises ``OutriderError`` for an option that it does not know or refuses.
+        """
+        known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+        unknown = [name for name in self.options if name not in known]
+        if unknown:
+            raise OutriderError(f"the method has no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
+        hints = get_type_hints(kind)
+        try:
+            return kind(**{name: _read(value, hints[name]) for name, value in self.options.items()})
+        except (TypeError, ValueError) as error:
+            raise OutriderError(f"an option of the method has a value of the wrong type: {error}") from error
+
+
+def _read(value: Any, hint: Any) -> Any:
+    """Text as the number or truth value that the hint asks for; anything else as it is."""
+    kinds = get_args(hint) or (hint,)
+    if not isinstance(value, str) or str in kinds:
+        return value
+    if type(None) in kinds and value.lower() in ("auto", "none"):
+        return None
+    if bool in kinds and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    return int(value) if int in kinds else float(value)
 
 
 class Proposer(ABC):
@@ -37,11 +72,24 @@ class Proposer(ABC):
     needs_hidden: tuple[int, ...] = ()  # target hidden states it wants to see, counted as types.Scores says: data
     drafts_trees: bool = False  # whether its proposals may have parents: then the verifier must handle trees
     max_drafts: int = 64  # the longest path it can draft
+    auto_drafts: int = 15  # the longest that is asked for where the length is chosen each round: passes of 16 rows
+    takes_draft: bool = False  # whether it looks at the draft that the user names
 
     @classmethod
     def build(cls, setting: Setting) -> Proposer:
         """Makes the proposer for a target. Raises ``OutriderError`` when it does not fit the target."""
+        setting.config(NoOptions)
         return cls()
+
+    @classmethod
+    def examine(cls, setting: Setting) -> Iterator[Finding]:
+        """What files and configs say of whether this method fits the target, before ``build`` loads anything."""
+        yield from ()
+
+    @classmethod
+    def alternatives(cls, setting: Setting) -> list[str]:
+        """Options, as text behind the method's name, that are worth a try where hardly any draft is accepted."""
+        return []
 
     @abstractmethod
     def propose(self, context: Context, k: int) -> Proposal:
@@ -97,3 +145,46 @@ def chain_proposal(chains: Sequence[Sequence[int]]) -> Proposal:
     width = max(lens, default=0)
     padded = [list(chain) + [0] * (width - len(chain)) for chain in chains]
     return Proposal(torch.tensor(padded, dtype=torch.long).view(len(chains), width), torch.tensor(lens, dtype=torch.long))
+
+
+def merged(parts: Sequence[tuple[Sequence[int], Proposal]], batch: int, vocab_size: int) -> Proposal:
+    """Proposals for some rows of a batch each, no row in two of them, as one for all; the other rows are without drafts.
+
+    Where one of them has probabilities the point masses of the others become one-hots, and where one is a tree the chains of
+    the others become trees: to a verifier they are the same.
+    """
+    parts = [(rows, part) for rows, part in parts if part.num_nodes]
+    if not parts:
+        return Proposal.empty(batch)
+    if len(parts) == 1 and len(parts[0][0]) == batch:
+        return parts[0][1]
+    device = next((part.probs.device for _, part in parts if part.probs is not None), parts[0][1].token_ids.device)
+    width = max(part.num_nodes for _, part in parts)
+    token_ids, lens = torch.zeros(batch, width, dtype=torch.long, device=device), torch.zeros(batch, dtype=torch.long)
+    probs = parents = None
+    drawn = [part.probs for _, part in parts if part.probs is not None]
+    if drawn:
+        probs = torch.zeros(batch, width, vocab_size, dtype=drawn[0].dtype, device=device)
+    if any(part.parents is not None for _, part in parts):
+        parents = torch.arange(-1, width - 1, device=device).repeat(batch, 1)
+    for rows, part in parts:
+        index, nodes = torch.tensor(rows, device=device), slice(part.num_nodes)
+        token_ids[index, nodes] = part.token_ids.to(device)
+        lens[torch.tensor(rows)] = part.lens
+        if probs is not None and part.probs is not None:
+            probs[index, nodes] = part.probs.to(device)
+        elif probs is not None:
+            probs[index[:, None], torch.arange(part.num_nodes, device=device), part.token_ids.to(device)] = 1.0
+        if parents is not None and part.parents is not None:
+            parents[index, nodes] = part.parents.to(device)
+    return Proposal(token_ids, lens, probs, parents)
+
+
+def rows_of(proposal: Proposal, rows: list[int]) -> Proposal:
+    """Some rows of a proposal."""
+    return Proposal(
+        proposal.token_ids[rows],
+        proposal.lens[rows],
+        None if proposal.probs is None else proposal.probs[rows],
+        None if proposal.parents is None else proposal.parents[rows],
+    )

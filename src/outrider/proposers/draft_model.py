@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from outrider.proposers.base import Proposer, Setting
+from outrider.proposers.base import NoOptions, Proposer, Setting
 from outrider.runner import ModelRunner
+from outrider.runner.loading import load_config, text_config
+from outrider.runner.self_draft import SelfDraft
 from outrider.runner.tokenizers import check_same_vocabulary
-from outrider.types import Context, OutriderError, Proposal, Verdict
+from outrider.types import Context, Finding, OutriderError, Proposal, Verdict
 
 
 class DraftModelProposer(Proposer):
@@ -23,19 +25,17 @@ class DraftModelProposer(Proposer):
     """
 
     name = "draft"
+    takes_draft = True
 
-    def __init__(self, draft: ModelRunner, vocab_size: int) -> None:
+    def __init__(self, draft: ModelRunner | SelfDraft, vocab_size: int) -> None:
         self.draft = draft
         self._vocab_size = vocab_size  # the target's: padding rows of the embedding may differ between the two
 
     @classmethod
     def build(cls, setting: Setting) -> DraftModelProposer:
         """Loads the draft beside the target. Raises ``OutriderError`` where there is none or the vocabularies differ."""
-        if setting.draft is None:
-            raise OutriderError("method 'draft' needs a draft model: give draft=<folder, hub id or model>")
-        if not isinstance(setting.draft, (str, PreTrainedModel)) and not hasattr(setting.draft, "__fspath__"):
-            raise OutriderError(f"draft must be a folder, a hub id or a loaded model, not {type(setting.draft).__name__}")
-        tokenizer = setting.draft_tokenizer or _tokenizer_of(setting.draft)
+        setting.config(NoOptions)
+        tokenizer = draft_tokenizer(setting, cls.name)
         if setting.tokenizer is not None and tokenizer is not None:
             check_same_vocabulary(setting.tokenizer, tokenizer)
         draft = ModelRunner.load(setting.draft, setting.target.config)  # type: ignore[arg-type]
@@ -43,55 +43,131 @@ class DraftModelProposer(Proposer):
             raise OutriderError(f"the target has {setting.target.vocab_size} token ids, the draft {draft.vocab_size}")
         return cls(draft, setting.target.vocab_size)
 
+    @classmethod
+    def examine(cls, setting: Setting) -> Iterator[Finding]:
+        """Vocabulary, context, RoPE, dtype and size, from the draft's config and tokenizer."""
+        if setting.draft is None:
+            return  # build says so
+        tokenizer = setting.draft_tokenizer or _tokenizer_of(setting.draft)
+        if setting.tokenizer is None or tokenizer is None:
+            yield Finding("suspicious", "vocabulary", "one of the two has no tokenizer, so ids cannot be compared")
+        else:
+            try:
+                check_same_vocabulary(setting.tokenizer, tokenizer)
+            except OutriderError as error:
+                yield Finding("wrong", "vocabulary", str(error))
+                return
+            yield Finding("ok", "vocabulary", f"the same {len(tokenizer):,} tokens, special ones included")
+        is_loaded = isinstance(setting.draft, PreTrainedModel)
+        config = text_config(setting.draft if is_loaded else load_config(setting.draft))  # type: ignore[arg-type]
+        yield from _compared(text_config(setting.target.model), config, setting.target.max_len)
+
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
         requests, sampler = context.requests, context.sampler
         k = min(k, self.max_drafts, max(context.limits, default=0))
-        room = [len(request.token_ids) + k <= self.draft.max_len for request in requests]
-        able = [index for index, fits in enumerate(room) if fits and context.limits[index] > 0]
-        if k == 0 or not able:
+        texts = self.texts(context, k) if k else {}
+        if not texts:
             return Proposal.empty(len(requests))
+        able = list(texts)
         ids = [requests[index].request_id for index in able]
-        logits = self.draft.extend(ids, [requests[index].token_ids for index in able])
+        logits = self.draft.extend(ids, list(texts.values()))
         drafts = torch.zeros(len(requests), k, dtype=torch.long, device=logits.device)
         probs: list[Tensor] = []
 
         def pick(logits: Tensor, step: int) -> Tensor:
-            logits = self._spread(logits, able, len(requests))
+            logits = _spread(self.in_target(logits), able, len(requests))
             if sampler.is_deterministic:
                 token = sampler.tokens(logits, drafts, start=step)  # [B, 1]
             else:
                 probs.append(sampler.probs(logits, drafts, start=step))
                 token = sampler.draw(probs[-1][:, 0], step).unsqueeze(1)
             drafts[:, step : step + 1] = token
-            return token if len(able) == len(requests) else token[able]
+            return self.in_draft(token if len(able) == len(requests) else token[able])
 
         self.draft.rollout(ids, logits, k, pick)
-        lens = torch.tensor([min(k, context.limits[i]) if i in set(able) else 0 for i in range(len(requests))])
+        lens = torch.tensor([min(k, context.limits[i]) if i in texts else 0 for i in range(len(requests))])
         return Proposal(drafts, lens, torch.cat(probs, 1) if probs else None)
 
-    def _spread(self, logits: Tensor, able: list[int], batch: int) -> Tensor:
-        """[A, 1, Vd] logits of the requests that can draft -> [B, 1, V]: the others' rows are zero, their drafts unused."""
+    def texts(self, context: Context, k: int) -> dict[int, list[int]]:
+        """Row -> its committed text, of the requests for which k drafts are of use and fit the draft's window."""
+        return {
+            b: request.token_ids
+            for b, (request, limit) in enumerate(zip(context.requests, context.limits, strict=True))
+            if limit > 0 and len(request.token_ids) + k <= self.draft.max_len
+        }
+
+    def in_target(self, logits: Tensor) -> Tensor:
+        """Logits of the draft [A, 1, Vd] -> logits of the target's tokens [A, 1, V]."""
         missing = self._vocab_size - logits.shape[2]
         if missing > 0:
-            logits = functional.pad(logits, (0, missing), value=float("-inf"))
-        elif missing < 0:
-            logits = logits[:, :, :missing]
-        if len(able) == batch:
-            return logits
-        full = logits.new_zeros(batch, 1, self._vocab_size)
-        full[able] = logits
-        return full
+            return functional.pad(logits, (0, missing), value=float("-inf"))
+        return logits[:, :, : self._vocab_size]
+
+    def in_draft(self, token_ids: Tensor) -> Tensor:
+        """Tokens of the target [A, 1] -> the draft's ids."""
+        return token_ids
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         for request, accepted in zip(context.requests, verdict.num_accepted.tolist(), strict=True):
             self.draft.keep_len(request.request_id, len(request.token_ids) + accepted)
 
     def warmup(self, k: int, batch: int) -> None:
-        self.draft.passes.compile_now()
+        self.draft.prepare()
 
     def release(self, request_ids: Sequence[str]) -> None:
         self.draft.release(request_ids)
+
+
+def _spread(logits: Tensor, able: list[int], batch: int) -> Tensor:
+    """[A, 1, V] logits of the requests that can draft -> [B, 1, V]: the others' rows are zero, their drafts unused."""
+    if len(able) == batch:
+        return logits
+    full = logits.new_zeros(batch, 1, logits.shape[2])
+    full[able] = logits
+    return full
+
+
+def draft_tokenizer(setting: Setting, method: str) -> PreTrainedTokenizerBase | None:
+    """The draft's tokenizer, if there is one. Raises ``OutriderError`` where there is no draft, or nothing that can be one."""
+    if setting.draft is None:
+        raise OutriderError(f"method {method!r} needs a draft model: give draft=<folder, hub id or model>")
+    if not isinstance(setting.draft, (str, PreTrainedModel)) and not hasattr(setting.draft, "__fspath__"):
+        raise OutriderError(f"draft must be a folder, a hub id or a loaded model, not {type(setting.draft).__name__}")
+    return setting.draft_tokenizer or _tokenizer_of(setting.draft)
+
+
+def _compared(target: PreTrainedConfig, draft: PreTrainedConfig, window: int) -> Iterator[Finding]:
+    """What the two configs say of each other."""
+    reach = int(getattr(draft, "max_position_embeddings", None) or window)
+    if reach < window:
+        said = f"the draft's window of {reach} tokens is shorter than the target's {window}: beyond it nothing is drafted"
+        yield Finding("note", "context", said)
+    else:
+        yield Finding("ok", "context", f"the draft reaches over the target's window of {window} tokens")
+    if draft.vocab_size != target.vocab_size:
+        said = (
+            f"{draft.vocab_size:,} rows in the draft's embedding, {target.vocab_size:,} in the target's: padding, which is cut"
+        )
+        yield Finding("note", "embedding", said)
+    ropes = [getattr(config, "rope_parameters", None) for config in (target, draft)]
+    if ropes[0] != ropes[1]:
+        yield Finding("note", "RoPE", "the two have different rotary settings; each uses its own")
+    if str(draft.dtype).endswith("float32") and not str(target.dtype).endswith("float32"):
+        yield Finding("note", "dtype", "the draft's weights are float32, the target's 16 bit: in 16 bit it would be faster")
+    share = _num_weights(draft) / _num_weights(target)
+    said = f"the draft is about {share:.0%} of the target's size"
+    yield (
+        Finding("suspicious", "size", f"{said}: its drafts cost too much to win much")
+        if share > 0.4
+        else Finding("ok", "size", said)
+    )
+
+
+def _num_weights(config: PreTrainedConfig) -> float:
+    """Roughly, of a dense transformer: what a pass reads."""
+    width, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return float(config.num_hidden_layers * width * (4 * width + 3 * inner) + config.vocab_size * width)
 
 
 def _tokenizer_of(draft: object) -> PreTrainedTokenizerBase | None:

@@ -46,6 +46,7 @@ class EagleProposer(Proposer):
 
     name = "eagle"
     drafts_trees = True
+    takes_draft = True
 
     def __init__(self, head: EagleHead, target: ModelRunner, config: EagleConfig = EagleConfig()) -> None:
         """Raises ``OutriderError`` for a head that does not fit the target."""

@@ -40,6 +40,7 @@ class MedusaProposer(Proposer):
 
     name = "medusa"
     drafts_trees = True
+    takes_draft = True
 
     def __init__(self, heads: MedusaHeads, target: ModelRunner, config: MedusaConfig = MedusaConfig()) -> None:
         """Raises ``OutriderError`` for heads that do not fit the target."""

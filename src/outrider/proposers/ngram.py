@@ -35,7 +35,7 @@ class NgramProposer(Proposer):
 
     @classmethod
     def build(cls, setting: Setting) -> NgramProposer:
-        return cls()
+        return cls(setting.config(NgramConfig))
 
     def propose(self, context: Context, k: int) -> Proposal:
         """Point masses, at most k; none where nothing repeats."""

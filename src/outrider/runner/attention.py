@@ -34,10 +34,18 @@ class PassLayout:
     bases: Tensor  # [B] int64: slot of the pass's first token; slots before it hold the committed text
     positions: Tensor  # [B, W] int64
     visible: Tensor  # bool [B, W, M], M >= W: which of the last M slots, the pass's own at their end, each token sees
+    hidden: Tensor | None = None  # [B, W, H]: what the layer before the first one run gave, where that is not the first
     layers_done: set[int] = field(default_factory=set)  # whose attention has run
 
 
 _active: PassLayout | None = None
+
+
+def given_hidden() -> Tensor:
+    """The hidden states [B, W, H] with which the pass under way begins, where it does not begin with tokens."""
+    if _active is None or _active.hidden is None:
+        raise RuntimeError("a pass that begins behind the first layer needs hidden states")
+    return _active.hidden
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from outrider.disk_cache import cache_dir
 from outrider.runner.linear import is_packed
+from outrider.runner.loading import text_config
 
 if TYPE_CHECKING:
     from outrider.runner.passes import Pass
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 Run = Callable[[list[Tensor]], list[Tensor]]
 
 # what a package is made from, beside the model
-TRACED = ("attention.py", "compiled.py", "linear.py", "passes.py", "kernels/__init__.py")
+TRACED = ("attention.py", "compiled.py", "layer_span.py", "linear.py", "passes.py", "kernels/__init__.py")
 
 
 def is_supported(model: PreTrainedModel) -> bool:
@@ -80,8 +81,11 @@ def _build(module: Pass, path: Path) -> None:
     shape = module.cache_shape
     batch, width = 2, 3
     store = (shape.num_layers, 2, shape.num_kv_heads, 8)
+    tokens = torch.zeros(batch, width, dtype=torch.long)
+    if module.span.start:
+        tokens = torch.zeros(batch, width, text_config(module.model).hidden_size, dtype=module.cache_dtype)
     inputs: tuple[Any, ...] = (
-        torch.zeros(batch, width, dtype=torch.long),
+        tokens,
         torch.arange(width).repeat(batch, 1),
         torch.arange(batch),
         torch.zeros(batch, dtype=torch.long),
@@ -117,7 +121,7 @@ def _package_path(module: Pass) -> Path:
         type(model).__name__,
         json.dumps(config, sort_keys=True, default=str),
         tensors,
-        str(module.layers),
+        str((module.layers, module.span)),
         torch.__version__,
         transformers.__version__,
         torch.backends.cpu.get_cpu_capability(),

@@ -54,7 +54,7 @@ class GraphRunner:
 
     def __call__(self, inputs: list[Tensor]) -> Sequence[Tensor]:
         """Inputs as ``Pass.forward`` takes them."""
-        batch, width = inputs[0].shape
+        batch, width = inputs[0].shape[:2]
         if width > MAX_WIDTH:
             return self._function(inputs)
         key = (batch, width, inputs[5].shape[0])

@@ -15,16 +15,28 @@ from transformers.pytorch_utils import Conv1D
 from outrider.runner import huge_pages, kernels
 
 
+def apply(x: Tensor, packed: Tensor, scales: Tensor | None, bias: Tensor | None, outputs: int) -> Tensor:
+    """A packed weight applied to x [..., inputs] -> [..., outputs]."""
+    out: Tensor
+    if scales is None:
+        out = torch.ops.outrider.linear(x, packed, bias, outputs)
+    else:
+        out = torch.ops.outrider.linear_scaled(x, packed, scales, bias, outputs)
+    return out
+
+
 class PackedLinear(nn.Module):
     """A linear layer whose weight stands packed for ``outrider::linear``; the arithmetic and the output are float32."""
 
     packed: Tensor
+    scales: Tensor | None  # where the weight is of codes (see quantized.py)
     bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.register_buffer("packed", kernels.pack_weight(weight.detach()), persistent=False)
+        self.register_buffer("scales", None, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
 
     @property
@@ -33,8 +45,7 @@ class PackedLinear(nn.Module):
         return torch.empty(0, dtype=torch.float32, device=self.packed.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.outrider.linear(x, self.packed, self.bias, self.out_features)
-        return out
+        return apply(x, self.packed, self.scales, self.bias, self.out_features)
 
 
 class PackedEmbedding(nn.Module):
@@ -84,6 +95,10 @@ class FusedLinears(nn.Module):
     another tensor than its siblings computes anew, so that the fusion can cost time but never a wrong result.
     """
 
+    packed: Tensor
+    scales: Tensor | None
+    bias: Tensor | None
+
     def __init__(self, layers: list[PackedLinear]) -> None:
         super().__init__()
         biases = [layer.bias for layer in layers]
@@ -94,6 +109,7 @@ class FusedLinears(nn.Module):
         shape = (sum(layer.packed.shape[0] for layer in layers), *layers[0].packed.shape[1:])
         packed = huge_pages.empty(shape, layers[0].packed.dtype)
         self.register_buffer("packed", torch.cat([layer.packed for layer in layers], out=packed), persistent=False)
+        self.register_buffer("scales", None, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
         self.out_features = [layer.out_features for layer in layers]
         self._input: Tensor | None = None
@@ -102,7 +118,7 @@ class FusedLinears(nn.Module):
     def part(self, index: int, x: Tensor) -> Tensor:
         """Layer ``index`` of x [..., inputs]."""
         if self._input is not x or self._parts[index] is None:
-            out = torch.ops.outrider.linear(x, self.packed, self.bias, sum(self.out_features))
+            out = apply(x, self.packed, self.scales, self.bias, sum(self.out_features))
             self._input, self._parts = x, list(out.split(self.out_features, -1))
         part, self._parts[index] = self._parts[index], None
         if not any(kept is not None for kept in self._parts):

@@ -6,7 +6,7 @@ It does not know where drafts come from, nor what becomes of the logits. Target 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,10 @@ from transformers import PreTrainedModel
 from outrider.runner import kernels, linear, loading
 from outrider.runner.attention import PassLayout
 from outrider.runner.kv_cache import KVCache, cache_shape
-from outrider.runner.passes import PassRunner
+from outrider.runner.layer_span import WHOLE, LayerSpan, behind
+from outrider.runner.passes import PassRunner, Run
+from outrider.runner.read_hidden import ReadHidden
+from outrider.runner.self_draft import FirstLayers
 from outrider.runner.tree_mask import tree_positions, tree_visibility
 from outrider.types import Context, OutriderError, Proposal, Scores, Verdict
 
@@ -52,28 +55,7 @@ class _Round:
     is_tree: bool
 
 
-class _Read:
-    """Hidden states of the committed text that a call reads: index -> request -> chunks in order."""
-
-    def __init__(self, layers: tuple[int, ...], batch: int) -> None:
-        self.layers = layers
-        self._chunks: dict[int, list[list[Tensor]]] = {index: [[] for _ in range(batch)] for index in layers}
-
-    def add(self, hidden: dict[int, Tensor], lens: Sequence[tuple[int, int]]) -> None:
-        """Row i of hidden [R, W, H] begins with ``lens[i][1]`` tokens of request ``lens[i][0]``."""
-        for index, states in hidden.items():
-            for i, (b, length) in enumerate(lens):
-                if length:
-                    self._chunks[index][b].append(states[i, :length].clone())  # a captured graph writes there again
-
-    def joined(self, hidden: dict[int, Tensor]) -> dict[int, list[Tensor]]:
-        """One tensor [T_b, H] a request."""
-        return {
-            index: [torch.cat(chunks) if chunks else states.new_empty(0, states.shape[-1]) for chunks in self._chunks[index]]
-            for index, states in hidden.items()
-        }
-
-
+Pick = Callable[[Tensor, int], Tensor]  # logits [B, 1, V] of a step and its number -> the step's tokens, [B, 1] int64
 SHORT = 16  # uncached tokens up to which text is scored in the same pass as the drafts, not prefilled before
 
 
@@ -94,6 +76,8 @@ class ModelRunner:
         self.cache = KVCache(cache_shape(text), config.max_batch, self.max_len, compute, device)
         self.passes = PassRunner(model, self.cache, config.compile)
         self.needs_hidden: tuple[int, ...] = ()  # hidden states that every score reports, counted as types.Scores says
+        self.first_layers: FirstLayers | None = None  # of this round's drafts, where drafting ran them
+        self._read = ReadHidden()
         self._round: _Round | None = None
         self._numbers = torch.arange(0, device=device)
         self._masks: dict[tuple[int, int], Tensor] = {}
@@ -133,25 +117,29 @@ class ModelRunner:
 
     def score(self, context: Context, proposal: Proposal) -> Scores:
         """One target pass over whatever is not cached yet and the drafts: logits [B, N + 1, V], row 0 after the root."""
-        requests = context.requests
-        rows = [self.cache.row(request.request_id) for request in requests]
-        read = _Read(self.needs_hidden, len(rows))
-        self._prefill([request.token_ids for request in requests], rows, spare=proposal.num_nodes, read=read)
-        pending = [r.token_ids[self.cache.cached_lens[row] :] for r, row in zip(requests, rows, strict=True)]
+        texts = [request.token_ids for request in context.requests]
+        rows, pending = self.catch_up(context.request_ids, texts, spare=proposal.num_nodes)
         bases = [self.cache.cached_lens[row] for row in rows]
         drafts = proposal.token_ids.tolist()
         tokens = [text + nodes for text, nodes in zip(pending, drafts, strict=True)]
-        is_tree = proposal.parents is not None and proposal.num_nodes > 0
-        layout_of = self._tree_layout if is_tree else self._chain_layout
-        ids, layout = layout_of(tokens, rows, bases, proposal)
         first = [len(text) - 1 for text in pending]
         start = min(first)  # no logits are wanted of what stands before every root
-        logits, hidden = self.passes.run(ids, layout, self.needs_hidden, self._arange(start, ids.shape[1]))
+        is_tree = proposal.parents is not None and proposal.num_nodes > 0
+        states, span = None, WHOLE
+        if self.first_layers is not None and not is_tree:
+            wanted = [at + 1 + n for at, n in zip(first, proposal.lens.tolist(), strict=True)]
+            states, span = self._begun(self.first_layers, context.request_ids, tokens, wanted)
+        layout_of = self._tree_layout if is_tree else self.chain_layout
+        ids, layout = layout_of(tokens, rows, bases, proposal)
+        places = self._arange(start, ids.shape[1])
+        logits, hidden = self.passes.run(ids if states is None else states, layout, self.needs_hidden, places, span)
         self._round = _Round(context.request_ids, [base + at for base, at in zip(bases, first, strict=True)], is_tree)
-        logits = _rows_from(logits, [at - start for at in first], proposal.num_nodes + 1)
-        read.add(hidden, list(enumerate(first)))
-        rows_of = {index: _rows_from(states, first, proposal.num_nodes + 1) for index, states in hidden.items()}
-        return Scores(logits.float(), rows_of, read.joined(hidden))
+        count = proposal.num_nodes + 1
+        self._read.add(hidden, context.request_ids, first)
+        past = {index: self._read.take(index, context.request_ids, states) for index, states in hidden.items()}
+        rows_of = {index: _rows_from(states, first, count) for index, states in hidden.items()}
+        logits = _rows_from(logits, [at - start for at in first], count).float()
+        return Scores(logits, rows_of, past, first_layer=span.start)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Keeps the accepted path of the round just scored; rejected drafts are simply overwritten by the next pass."""
@@ -165,10 +153,16 @@ class ModelRunner:
             if paths is not None:
                 self.cache.keep(row, root + 1, paths[index][: accepted[index]])
             self.cache.cached_lens[row] = root + 1 + accepted[index]
-        self._round = None
+        self._round = self.first_layers = None
+
+    def prepare(self) -> None:
+        """Compiles, or loads, the passes in use."""
+        self.passes.compile_now(self.needs_hidden)
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Forgets requests that ended."""
+        self.first_layers = None
+        self._read.forget(request_ids)
         self.cache.release(request_ids)
 
     def fork(self, source_id: str, new_ids: Sequence[str]) -> None:
@@ -183,29 +177,65 @@ class ModelRunner:
 
         Everything fed counts as cached; ``keep_len`` takes tokens back.
         """
-        rows = [self.cache.row(request_id) for request_id in request_ids]
-        for row, text in zip(rows, texts, strict=True):  # the last token is always fed, for its logits
-            self.cache.cached_lens[row] = min(self.cache.cached_lens[row], len(text) - 1)
-        self._prefill(texts, rows, spare=0, read=_Read((), len(rows)))
-        bases = [self.cache.cached_lens[row] for row in rows]
-        pending = [list(text[base:]) for text, base in zip(texts, bases, strict=True)]
-        ids, layout = self._chain_layout(pending, rows, bases)
-        first = [len(text) - 1 for text in pending]
-        start = min(first)
-        logits, _ = self.passes.run(ids, layout, (), self._arange(start, ids.shape[1]))
+        rows, pending = self.catch_up(request_ids, texts, spare=0)
+        logits, _ = self.feed(self.passes, pending, rows, [self.cache.cached_lens[row] for row in rows])
         for row, text in zip(rows, texts, strict=True):
             self.cache.cached_lens[row] = len(text)
-        return _rows_from(logits, [at - start for at in first], 1)[:, 0].float()
+        return logits
 
-    def rollout(self, request_ids: Sequence[str], logits: Tensor, steps: int, pick: Callable[[Tensor, int], Tensor]) -> None:
+    def rollout(self, request_ids: Sequence[str], logits: Tensor, steps: int, pick: Pick) -> None:
         """Feeds token after token behind what is cached: ``pick(logits [B, 1, V], step)`` chooses a step's tokens: [B, 1].
 
         ``logits`` [B, V] are those that ``extend`` gave. The last step's tokens are picked and not fed.
         """
         rows = [self.cache.row(request_id) for request_id in request_ids]
         bases = [self.cache.cached_lens[row] for row in rows]
+        for _ in self.roll(self.passes.runner_of(), rows, bases, logits, steps, pick):
+            pass
+        for row in rows:
+            self.cache.cached_lens[row] += steps - 1
+
+    def catch_up(
+        self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], spare: int
+    ) -> tuple[list[int], list[list[int]]]:
+        """Reads long uncached text. Returns the cache rows and what is left to feed: the last token at least."""
+        rows, lens = [self.cache.row(request_id) for request_id in request_ids], self.cache.cached_lens
+        for row, text in zip(rows, texts, strict=True):
+            lens[row] = min(lens[row], len(text) - 1)
+        self._prefill(request_ids, texts, rows, spare)
+        return rows, [list(text[lens[row] :]) for text, row in zip(texts, rows, strict=True)]
+
+    def feed(
+        self,
+        passes: PassRunner,
+        pending: Sequence[list[int]],
+        rows: list[int],
+        slots: list[int],
+        layers: tuple[int, ...] = (),
+        span: LayerSpan = WHOLE,
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """One pass over tokens from ``slots`` on: logits after each last one [B, V] float32, and {hidden state: [B, W, H]}.
+
+        Leaves the lengths of the cache as they are. Without the head the logits are empty.
+        """
+        ids, layout = self.chain_layout(pending, rows, slots)
+        first = [len(text) - 1 for text in pending]
+        start = min(first)
+        logits, hidden = passes.run(ids, layout, layers, self._arange(start, ids.shape[1]), span)
+        if not span.head:
+            return logits, hidden
+        return _rows_from(logits, [at - start for at in first], 1)[:, 0].float(), hidden
+
+    def roll(
+        self, run: Run, rows: list[int], bases: list[int], logits: Tensor, steps: int, pick: Pick
+    ) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
+        """Steps of one token a request from slots ``bases`` on; leaves the lengths of the cache as they are.
+
+        Yields the tokens fed [B, 1], in memory that the next step writes, and the hidden states that ``run`` gives. The last
+        step's tokens are picked and not fed.
+        """
         self.cache.reserve(max(bases) + steps)
-        run, batch = self.passes.runner_of(), len(rows)
+        batch = len(rows)
         # One set of inputs for all steps, written in place: a step that made its own would take half as long as its pass.
         start, token_ids = torch.tensor(bases, device=self.device), torch.empty(batch, 1, dtype=torch.long, device=self.device)
         layout = [start.unsqueeze(1), torch.tensor(rows, device=self.device), start, self._causal(batch, 1), self._arange(0, 1)]
@@ -213,20 +243,31 @@ class ModelRunner:
         logits = logits.unsqueeze(1)
         for step in range(steps - 1):
             token_ids.copy_(pick(logits, step))
-            logits = run(inputs.copy())[0].float()
+            out = run(inputs.copy())
+            logits = out[0].float()
+            yield token_ids, out[1:]
             start.add_(1)
         pick(logits, steps - 1)
-        for row in rows:
-            self.cache.cached_lens[row] += steps - 1
 
     def keep_len(self, request_id: str, num_tokens: int) -> None:
         """Takes back what was fed beyond the first ``num_tokens`` tokens of a request."""
         row = self.cache.row(request_id)
         self.cache.cached_lens[row] = min(self.cache.cached_lens[row], num_tokens)
 
+    def _begun(
+        self, first: FirstLayers, request_ids: Sequence[str], tokens: Sequence[list[int]], wanted: list[int]
+    ) -> tuple[Tensor | None, LayerSpan]:
+        """Hidden states of each request's first ``wanted[b]`` tokens and the layers left to run; None and all of them else."""
+        if any(index < behind(first.depth) for index in self.needs_hidden):
+            return None, WHOLE
+        states = first.complete(self, request_ids, tokens, wanted)
+        return states, WHOLE if states is None else LayerSpan(first.depth)
+
     # -- passes -------------------------------------------------------------------------------------------------------------
 
-    def _prefill(self, texts: Sequence[Sequence[int]], rows: list[int], spare: int, read: _Read) -> None:
+    def _prefill(
+        self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], rows: list[int], spare: int
+    ) -> None:
         """Reads long uncached text in chunks, all requests together, up to but excluding each one's last token."""
         lens = self.cache.cached_lens
         longest = max(len(text) for text in texts)
@@ -242,14 +283,14 @@ class ModelRunner:
             todo = [(texts[b], rows[b]) for b in left]
             chunks = [list(text[lens[row] : min(len(text) - 1, lens[row] + self.config.prefill_chunk)]) for text, row in todo]
             self.cache.reserve(max(lens[row] for _, row in todo) + max(map(len, chunks)))
-            ids, layout = self._chain_layout(chunks, [row for _, row in todo], [lens[row] for _, row in todo])
+            ids, layout = self.chain_layout(chunks, [row for _, row in todo], [lens[row] for _, row in todo])
             # one logit row, since there must be one: none is wanted
-            _, hidden = self.passes.run(ids, layout, read.layers, self._arange(0, 1))
-            read.add(hidden, list(zip(left, map(len, chunks), strict=True)))
+            _, hidden = self.passes.run(ids, layout, self.needs_hidden, self._arange(0, 1))
+            self._read.add(hidden, [request_ids[b] for b in left], [len(chunk) for chunk in chunks])
             for chunk, (_, row) in zip(chunks, todo, strict=True):
                 lens[row] += len(chunk)
 
-    def _chain_layout(
+    def chain_layout(
         self, tokens: Sequence[list[int]], rows: list[int], bases: list[int], proposal: Proposal | None = None
     ) -> tuple[Tensor, PassLayout]:
         width = max(map(len, tokens))
@@ -264,7 +305,7 @@ class ModelRunner:
         self, tokens: Sequence[list[int]], rows: list[int], bases: list[int], proposal: Proposal
     ) -> tuple[Tensor, PassLayout]:
         assert proposal.parents is not None
-        ids, chain = self._chain_layout(tokens, rows, bases)
+        ids, chain = self.chain_layout(tokens, rows, bases)
         texts = [len(text) - proposal.num_nodes for text in tokens]
         visible = tree_visibility(proposal.parents, texts, ids.shape[1])
         positions = tree_positions(proposal.parents, texts, ids.shape[1]) + chain.bases.cpu()[:, None]
@@ -286,13 +327,19 @@ class ModelRunner:
             self._masks[key] = mask.repeat(batch, 1, 1)
         return self._masks[key]
 
-    def pass_cost(self, width: int, batch: int, cache_len: int, repeat: int = 3) -> float:
+    def pass_cost(
+        self, width: int, batch: int, cache_len: int, repeat: int = 3, span: LayerSpan = WHOLE, passes: PassRunner | None = None
+    ) -> float:
         """Seconds of a pass of ``width`` tokens a request over ``cache_len`` cached ones: the least of ``repeat`` runs.
 
-        Raises ``OutriderError`` where fewer than ``batch`` rows of the cache are free.
+        ``span`` begins at the first layer; ``passes``: others than the runner's. Raises ``OutriderError`` where fewer than
+        ``batch`` rows of the cache are free.
         """
         slots = max(0, min(cache_len, self.max_len - width))
         names = [f"cost-probe-{index}" for index in range(batch)]
+        layers = self.needs_hidden if span == WHOLE and passes is None else ()
+        if not span.head and span.stop is not None:
+            layers = (behind(span.stop),)
         try:
             rows = [self.cache.row(name) for name in names]
             self.cache.reserve(slots + width)
@@ -301,10 +348,10 @@ class ModelRunner:
                 self.cache.values[:, row].normal_()
             times = []
             for _ in range(repeat + 1):
-                ids, layout = self._chain_layout([[0] * width] * batch, rows, [slots] * batch)
+                ids, layout = self.chain_layout([[0] * width] * batch, rows, [slots] * batch)
                 self._synchronize()
                 start = time.perf_counter()
-                self.passes.run(ids, layout, self.needs_hidden, self._arange(0, width))
+                (passes or self.passes).run(ids, layout, layers, self._arange(0, width), span)
                 self._synchronize()
                 times.append(time.perf_counter() - start)
             return min(times[1:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from outrider.runner import compiled
 from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.graphs import GraphRunner
 from outrider.runner.kv_cache import KVCache
+from outrider.runner.layer_span import WHOLE, LayerSpan, spanned
 from outrider.runner.loading import decoder_layers
 from outrider.types import OutriderError
 
@@ -27,22 +29,23 @@ class Pass(nn.Module):
     """The function that is run and compiled: tokens and their layout -> logits and the hidden states asked for.
 
     Its batch, width, cache size and number of logits are free, so one compiled form serves prefill, plain and speculative
-    rounds.
+    rounds. A pass over a part of the layers takes hidden states in the place of tokens where it does not begin at the first,
+    and gives no logits where it ends before the head.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: KVCache, layers: tuple[int, ...]) -> None:
+    def __init__(self, model: PreTrainedModel, cache: KVCache, layers: tuple[int, ...], span: LayerSpan = WHOLE) -> None:
         super().__init__()
-        self.model, self.layers = model, layers
+        self.model, self.layers, self.span = spanned(model, span), layers, span
         self._cache = [cache]  # in a list, so that a module does not look into it
         self.cache_shape, self.cache_dtype = cache.shape, cache.dtype
-        self._stack = [decoder_layers(model)] if layers else []
+        self._stack = [decoder_layers(self.model)] if layers else []
         last = cache.shape.num_layers
         if layers and not 0 <= min(layers) <= max(layers) <= last:
             raise OutriderError(f"a model of {last} layers has the hidden states 0 to {last}, not all of {layers}")
 
     def forward(  # noqa: PLR0913 - the inputs of a compiled function
         self,
-        token_ids: Tensor,  # [B, W]
+        tokens: Tensor,  # [B, W] ids, or the hidden states [B, W, H] of the layer before the span
         positions: Tensor,  # [B, W]
         cache_rows: Tensor,  # [B]
         bases: Tensor,  # [B]
@@ -51,24 +54,29 @@ class Pass(nn.Module):
         keys: Tensor,  # [L, R, Hkv, S, D]
         values: Tensor,
     ) -> tuple[Tensor, ...]:
-        layout = PassLayout(keys, values, cache_rows, bases, positions, visible)
+        hidden = tokens if self.span.start else None
+        layout = PassLayout(keys, values, cache_rows, bases, positions, visible, hidden)
         captured: dict[int, Tensor] = {}
         handles = [self._capture(layer, captured) for layer in self.layers]
+        inputs: dict[str, Any] = {
+            "inputs_embeds" if self.span.start else "input_ids": tokens,
+            "position_ids": positions,
+            # A 4-D mask is passed on as it is by every model, and Outrider's attention does not look at it.
+            "attention_mask": positions.new_ones((1, 1, 1, 1), dtype=torch.bool),
+            "past_key_values": self._cache[0],
+            "use_cache": True,
+        }
         try:
             with active_pass(layout):
-                logits = self.model(
-                    input_ids=token_ids,
-                    position_ids=positions,
-                    # A 4-D mask is passed on as it is by every model, and Outrider's attention does not look at it.
-                    attention_mask=token_ids.new_ones((1, 1, 1, 1), dtype=torch.bool),
-                    past_key_values=self._cache[0],
-                    use_cache=True,
-                    logits_to_keep=logits_at,
-                ).logits
+                if self.span.head:
+                    out = [self.model(**inputs, logits_to_keep=logits_at).logits]
+                else:
+                    self.model.base_model(**inputs)
+                    out = []
         finally:
             for handle in handles:
                 handle.remove()
-        return (logits, *(captured[layer] for layer in self.layers))
+        return (*out, *(captured[layer] for layer in self.layers))
 
     def _capture(self, index: int, captured: dict[int, Tensor]) -> torch.utils.hooks.RemovableHandle:
         """Counted as transformers' ``hidden_states``: what goes into layer ``index``, or comes out after the final norm."""
@@ -85,6 +93,7 @@ class Pass(nn.Module):
 
 
 Run = Callable[[list[Tensor]], "Sequence[Tensor]"]
+Kind = tuple[tuple[int, ...], LayerSpan]  # hidden states wanted, layers run
 
 
 class PassRunner:
@@ -92,59 +101,66 @@ class PassRunner:
 
     def __init__(self, model: PreTrainedModel, cache: KVCache, compile: str) -> None:
         self._model, self._cache, self._compile = model, cache, compile
-        self._runs: dict[tuple[int, ...], Run] = {}
-        self._compiled: set[tuple[int, ...]] = set()
-        self._eager: dict[tuple[int, ...], float] = {}  # layers -> seconds spent in eager passes of that kind
+        self._runs: dict[Kind, Run] = {}
+        self._compiled: set[Kind] = set()
+        self._eager: dict[Kind, float] = {}  # seconds spent in eager passes of that kind
 
     @torch.inference_mode()
     def run(
-        self, token_ids: Tensor, layout: PassLayout, layers: tuple[int, ...], logits_at: Tensor
+        self, tokens: Tensor, layout: PassLayout, layers: tuple[int, ...], logits_at: Tensor, span: LayerSpan = WHOLE
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """[B, W] tokens -> logits [B, M, V] of the places ``logits_at`` [M], and {hidden state: [B, W, H]}."""
-        run = self.runner_of(layers)
-        started = time.perf_counter() if layers in self._eager else 0.0
-        where = [layout.positions, layout.cache_rows, layout.bases, layout.visible, logits_at, layout.keys, layout.values]
-        out = run([token_ids, *where])
-        if started:
-            self._eager[layers] += time.perf_counter() - started
-            if self._eager[layers] > PATIENCE:
-                self._runs[layers] = self._prepare(layers, insist=True)
-        return out[0], dict(zip(layers, out[1:], strict=True))
+        """[B, W] tokens -> logits [B, M, V] of the places ``logits_at`` [M], and {hidden state: [B, W, H]}.
 
-    def runner_of(self, layers: tuple[int, ...] = ()) -> Run:
+        A ``span`` that begins behind the first layer takes hidden states [B, W, H]; one without the head gives logits [0].
+        """
+        kind = (layers, span)
+        run = self.runner_of(layers, span)
+        started = time.perf_counter() if kind in self._eager else 0.0
+        where = [layout.positions, layout.cache_rows, layout.bases, layout.visible, logits_at, layout.keys, layout.values]
+        out = run([tokens, *where])
+        if started:
+            self._eager[kind] += time.perf_counter() - started
+            if self._eager[kind] > PATIENCE:
+                self._runs[kind] = self._prepare(kind, insist=True)
+        logits, hidden = (out[0], out[1:]) if span.head else (tokens.new_empty(0), out)
+        return logits, dict(zip(layers, hidden, strict=True))
+
+    def runner_of(self, layers: tuple[int, ...] = (), span: LayerSpan = WHOLE) -> Run:
         """The function behind ``run``, for loops in which a look-up counts: inputs as ``Pass.forward`` takes them."""
-        if layers not in self._runs:
-            self._runs[layers] = self._prepare(layers)
-        return self._runs[layers]
+        kind = (layers, span)
+        if kind not in self._runs:
+            self._runs[kind] = self._prepare(kind)
+        return self._runs[kind]
 
     def compile_now(self, layers: tuple[int, ...] = ()) -> None:
         """Compiles the passes in use and the one with these hidden states (or loads them from the disk cache), not later when
         it pays off.
         """
         if self._compile != "never":
-            for kind in {*self._runs, layers}:
-                self._runs[kind] = self._prepare(kind, insist=True)
+            for kind in dict.fromkeys([*self._runs, (layers, WHOLE)]):
+                if kind not in self._compiled:
+                    self._runs[kind] = self._prepare(kind, insist=True)
 
     @property
     def is_compiled(self) -> bool:
         """Whether every kind of pass run so far is compiled."""
         return bool(self._runs) and self._compiled == self._runs.keys()
 
-    def _prepare(self, layers: tuple[int, ...], insist: bool = False) -> Run:
-        module = Pass(self._model, self._cache, layers)
+    def _prepare(self, kind: Kind, insist: bool = False) -> Run:
+        module = Pass(self._model, self._cache, *kind)
         insist = insist or self._compile == "always"
         if self._compile != "never" and compiled.is_supported(self._model):
             run = compiled.load(module, build=insist)
             if run is not None:
-                self._eager.pop(layers, None)
-                self._compiled.add(layers)
+                self._eager.pop(kind, None)
+                self._compiled.add(kind)
                 return run
         if self._compile == "auto" and not insist:
-            self._eager.setdefault(layers, 0.0)
+            self._eager.setdefault(kind, 0.0)
         else:
-            self._eager.pop(layers, None)
+            self._eager.pop(kind, None)
         if self._compile != "never" and self._model.device.type == "cuda":
-            self._eager.pop(layers, None)
-            self._compiled.add(layers)
+            self._eager.pop(kind, None)
+            self._compiled.add(kind)
             return GraphRunner(lambda inputs: tuple(module(*inputs)))
         return lambda inputs: tuple(module(*inputs))

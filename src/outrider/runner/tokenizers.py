@@ -1,22 +1,43 @@
-"""Do two tokenizers give the same ids to the same text? A draft whose ids mean other tokens would corrupt every proposal."""
+"""What token ids mean: whether two tokenizers agree, and the bytes that each id stands for.
+
+A draft whose ids mean other tokens would corrupt every proposal.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from functools import lru_cache
+
 from transformers import PreTrainedTokenizerBase
 
+from outrider.registry import DEFAULT_METHOD_WITH_FOREIGN_DRAFT
 from outrider.types import OutriderError
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+class DifferentVocabulary(OutriderError):
+    """Two tokenizers give different ids to the same text; ``what`` says how they differ."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        super().__init__(
+            f"{what}; choose a draft made for this target's tokenizer, or the method"
+            f" {DEFAULT_METHOD_WITH_FOREIGN_DRAFT!r}, which takes any"
+        )
 
 
 def check_same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-    """Raises ``OutriderError`` saying what differs, unless every id means the same token to both."""
+    """Raises ``OutriderError`` saying what differs, unless every id means the same token to both.
+
+    Where it is the vocabulary, the error is a ``DifferentVocabulary``.
+    """
     if target is draft:
         return
     target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
     if target_vocab != draft_vocab:
-        raise OutriderError(
-            f"draft and target have different vocabularies ({_difference(target_vocab, draft_vocab)});"
-            " choose a draft made for this target's tokenizer"
-        )
+        raise DifferentVocabulary(f"draft and target have different vocabularies ({_difference(target_vocab, draft_vocab)})")
     for name in ("eos_token_id", "bos_token_id"):
         of_target, of_draft = getattr(target, name, None), getattr(draft, name, None)
         if of_target is not None and of_draft is not None and of_target != of_draft:
@@ -36,3 +57,104 @@ def _difference(target: dict[str, int], draft: dict[str, int]) -> str:
         return f"{counts}; {len(extra):,} of the draft's are unknown to the target, the first {extra[0]!r}"
     token = min((t for t in target if target[t] != draft[t]), key=target.__getitem__)
     return f"{counts}; {token!r} is {target[token]} in the target and {draft[token]} in the draft"
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Ids that stand for no text: begin, end, roles of a chat."""
+    added = tokenizer.added_tokens_decoder
+    return {*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)}
+
+
+def byte_table(tokenizer: PreTrainedTokenizerBase) -> list[bytes] | None:
+    """Each token's bytes (none for special tokens) if the tokenizer is a byte-level BPE, else None."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or (json.loads(backend.to_str()).get("decoder") or {}).get("type") != "ByteLevel":
+        return None
+    alphabet = byte_alphabet()
+    special, added = special_ids(tokenizer), tokenizer.added_tokens_decoder
+    table = []
+    for token, text in enumerate(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))):
+        if token in special or text is None:
+            table.append(b"")
+        elif token not in added and all(character in alphabet for character in text):
+            table.append(bytes([alphabet[character] for character in text]))
+        else:
+            table.append(text.encode())
+    return table
+
+
+@lru_cache(maxsize=1)
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte -> the byte."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
+    """The bytes that each token of any tokenizer adds to a text already begun; none for special ones."""
+    table = byte_table(tokenizer)
+    if table is not None:
+        return table
+    special = special_ids(tokenizer)
+    names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    # Decoded behind another token, since many tokenizers strip the space with which a text begins.
+    before = next(iter(tokenizer.encode("a", add_special_tokens=False)), 0)
+    alone = str(tokenizer.decode([before], clean_up_tokenization_spaces=False))
+    pairs = [str(tokenizer.decode([before, token], clean_up_tokenization_spaces=False)) for token in range(len(names))]
+    found = []
+    for token, (name, text) in enumerate(zip(names, pairs, strict=True)):
+        byte = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name or "")
+        if token in special or name is None:
+            found.append(b"")
+        elif byte:
+            found.append(bytes([int(byte[1], 16)]))
+        else:
+            found.append(text.removeprefix(alone).encode() if text.startswith(alone) and BROKEN not in text else b"")
+    return found
+
+
+class Spelling:
+    """A tokenizer as a way to write bytes: what each id stands for, and ids for a text.
+
+    ``ids`` is the way back: one id for each string of bytes that is a token, never a special one.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.table = token_bytes(tokenizer)
+        names = tokenizer.convert_ids_to_tokens(list(range(len(self.table))))
+        self.special = {token: names[token] for token in sorted(special_ids(tokenizer)) if token < len(names)}
+        self.ids: dict[bytes, int] = {}
+        fallbacks = [token for token, name in enumerate(names) if str(name).startswith("<0x")]
+        for token in [*(token for token in range(len(names)) if token not in set(fallbacks)), *fallbacks]:
+            if self.table[token]:
+                self.ids.setdefault(self.table[token], token)
+        self._longest = max(map(len, self.ids), default=0)
+        self.adds_space = self.joined(self._encode("a")) == b" a"  # before a text that begins with none
+
+    def joined(self, token_ids: list[int]) -> bytes:
+        """The bytes of tokens; ids outside the vocabulary, an embedding's padding, stand for none."""
+        table = self.table
+        return b"".join([table[token] for token in token_ids if token < len(table)])
+
+    def encode(self, text: str, is_start: bool) -> list[int]:
+        """Ids of a text without special tokens; where ``is_start`` is false, something stands before it."""
+        if self.adds_space and not is_start and text.startswith(" "):
+            text = text[1:]
+        return self._encode(text)
+
+    def segment(self, data: bytes) -> list[int] | None:
+        """Ids of any bytes, the longest token first, half characters too; None where there is no token for a byte."""
+        token_ids, at = [], 0
+        while at < len(data):
+            sizes = range(min(self._longest, len(data) - at), 0, -1)
+            size = next((size for size in sizes if data[at : at + size] in self.ids), 0)
+            if not size:
+                return None
+            token_ids.append(self.ids[data[at : at + size]])
+            at += size
+        return token_ids
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False)) if text else []

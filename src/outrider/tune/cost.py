@@ -22,13 +22,18 @@ class CostModel:
         self.passes, self._num_nodes = passes, num_nodes
         self._draft: dict[int, Line] = {}  # batch -> seconds of drafting
         self._catch_up: float | None = None  # seconds for each token that a proposer had not seen
+        self._first_layer = 0  # at which the scores of drafts begin
         self._outside: dict[tuple[int, bool], float] = {}  # (batch, whether there were drafts) -> seconds of verifier and host
 
-    def observe(self, num_drafts: int, batch: int, times: PhaseTimes, is_catch_up: bool, has_drafts: bool) -> None:
+    def observe(
+        self, num_drafts: int, batch: int, times: PhaseTimes, is_catch_up: bool, has_drafts: bool, first_layer: int = 0
+    ) -> None:
         """Adds a decoding round. A proposer that had text to catch up with says nothing of its step.
 
         ``num_drafts``: the longest draft, or what was asked for in vain.
         """
+        if has_drafts:
+            self._first_layer = first_layer
         key, seconds = (batch, has_drafts), times.verify + times.host
         mean = self._outside.get(key)
         if mean is None or seconds < mean / 2:
@@ -71,7 +76,7 @@ class CostModel:
     def round(self, k: int, longest: int, batch: int, cache_len: int) -> float:
         """Seconds of a round that asked for k drafts and scored a path of ``longest``."""
         plain_pass = self.passes.seconds(1, batch, cache_len) or 0.0
-        score = self.passes.seconds(1 + self._num_nodes(longest), batch, cache_len) or plain_pass
+        score = self._score(longest, batch, cache_len) if longest else plain_pass
         return self.draft(longest or k, batch, plain_pass) + score + self.outside(batch, longest > 0)
 
     def plain_round(self, batch: int, cache_len: int) -> float | None:
@@ -85,10 +90,17 @@ class CostModel:
         outside = self.outside(batch, True)
         rounds = []
         for k in lengths:
-            score = self.passes.seconds(1 + self._num_nodes(k), batch, cache_len) or plain_pass
-            # A wider pass is never cheaper: where it measured so, that was noise.
-            rounds.append((self.draft(k, batch, plain_pass), max(score, plain_pass) + outside))
+            score = self._score(k, batch, cache_len) if k else plain_pass
+            # A wider pass is never cheaper, unless a part of it was run before: where it measured so, that was noise.
+            score = score if self._first_layer else max(score, plain_pass)
+            rounds.append((self.draft(k, batch, plain_pass), score + outside))
         return rounds
+
+    def _score(self, k: int, batch: int, cache_len: int) -> float:
+        """Seconds of scoring a proposal whose longest path is k."""
+        width = 1 + self._num_nodes(k)
+        begun = self.passes.behind(self._first_layer).seconds(width, batch, cache_len)
+        return begun or self.passes.seconds(width, batch, cache_len) or self.passes.seconds(1, batch, cache_len) or 0.0
 
 
 class Line:

@@ -17,7 +17,7 @@ from outrider.tune.acceptance import OPTIMISM, Acceptance
 from outrider.tune.cost import CostModel
 from outrider.types import Context, Request
 
-LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12)  # what is chosen from, beside the longest
+LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 23)  # what is chosen from, beside the longest
 PERIOD = 6  # rounds between decisions
 FRESH = 16  # drafted rounds in which every one is decided on
 HYSTERESIS = 1.02  # a change of K must promise this much
@@ -125,7 +125,7 @@ class DraftLengthPolicy:
                 times.draft - self.costs.draft(longest or round_.k, batch, plain), num_unseen, plain
             )
         if not is_prefill:
-            self.costs.observe(longest or round_.k, batch, times, num_unseen > 0, longest > 0)
+            self.costs.observe(longest or round_.k, batch, times, num_unseen > 0, longest > 0, round_.first_layer)
         self._learn(context, round_)
         self._book(round_, catch_up if self._is_probe else 0.0, is_prefill)
         if self._is_probe:

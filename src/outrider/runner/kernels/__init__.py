@@ -1,5 +1,5 @@
-"""Outrider's two operators, ``outrider::linear`` and ``outrider::attend``: a torch reference for every device, and C++ for
-the CPU.
+"""Outrider's operators, first of all ``outrider::linear`` and ``outrider::attend``: a torch reference for every device, and
+C++ for the CPU.
 
 The reference is what the C++ is tested against, and what runs on CUDA and on machines without a C++ compiler.
 """
@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -36,6 +37,15 @@ _library.define(
 
 
 _library.define("embed(Tensor token_ids, Tensor packed) -> Tensor")
+_library.define("linear_scaled(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int outputs) -> Tensor")
+
+SCALED = 128  # inputs of an output that share a scale, where weights are codes of 8 or 4 bits
+# What the codes of 4 bits stand for: quantiles of the normal distribution (NF4: Dettmers et al. 2023, appendix E).
+CODES = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
 
 
 def pack_weight(weight: Tensor) -> Tensor:
@@ -57,6 +67,23 @@ def reference_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: in
     """x [..., inputs], packed [panels, inputs, 32] -> [..., outputs]: float32 arithmetic, the result in x's type."""
     result = functional.linear(x.float(), unpack_weight(packed, outputs).float(), None if bias is None else bias.float())
     return result.to(x.dtype)
+
+
+def unpack_codes(packed: Tensor, scales: Tensor) -> Tensor:
+    """int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], scales [groups, panels * 32] -> float32 [panels, inputs, 32]."""
+    panels, inputs = packed.shape[:2]
+    if packed.dtype == torch.uint8:
+        codes = torch.tensor(CODES, device=packed.device)
+        values = codes[torch.cat([packed & 15, packed >> 4], -1).long()]
+    else:
+        values = packed.float()
+    each = scales.view(-1, panels, PANEL).transpose(0, 1)  # [panels, groups, 32]
+    return values * each.repeat_interleave(SCALED, 1)[:, :inputs]
+
+
+def reference_linear_scaled(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    """``reference_linear`` for a weight of codes."""
+    return reference_linear(x, unpack_codes(packed, scales), bias, outputs)
 
 
 def reference_embed(token_ids: Tensor, packed: Tensor) -> Tensor:
@@ -126,11 +153,16 @@ def _visible_slots(bases: Tensor, positions: Tensor, visible: Tensor, capacity: 
 
 
 _library.impl("linear", reference_linear, "CompositeExplicitAutograd")
+_library.impl("linear_scaled", reference_linear_scaled, "CompositeExplicitAutograd")
 _library.impl("embed", reference_embed, "CompositeExplicitAutograd")
 _library.impl("attend", reference_attend, "CompositeExplicitAutograd")
 
 
 def _fake_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], outputs)
+
+
+def _fake_linear_scaled(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], outputs)
 
 
@@ -142,7 +174,13 @@ def _fake_attend(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tenso
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
-for _name, _fake in (("linear", _fake_linear), ("embed", _fake_embed), ("attend", _fake_attend)):
+_FAKES: dict[str, Callable[..., Tensor]] = {
+    "linear": _fake_linear,
+    "linear_scaled": _fake_linear_scaled,
+    "embed": _fake_embed,
+    "attend": _fake_attend,
+}
+for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"outrider::{_name}", _fake)
 
 

@@ -29,7 +29,7 @@ namespace {
 
 constexpr int kLanes = 16;                // floats in a vector: one AVX-512 register, two of AVX2, four of NEON
 constexpr int64_t kPanel = 2 * kLanes;    // outputs whose weights stand side by side
-constexpr int64_t kAhead = 48;            // inputs that a weight is fetched ahead of its use: the hardware stops at page ends
+constexpr int64_t kAhead = 3072;          // bytes that a weight is fetched ahead of its use: the hardware stops at page ends
 constexpr int64_t kBlock = 512;           // inputs accumulated in registers before they are added to the output
 #if defined(__AVX512F__)
 constexpr int kMaxRows = 12;              // 12 rows x 2 vectors of accumulators fill the 32 registers
@@ -62,6 +62,52 @@ inline vec load(const at::BFloat16* from) {
 inline vec load(const at::Half* from) { vec v; for (int i = 0; i < kLanes; ++i) v[i] = static_cast<float>(from[i]); return v; }
 inline vec splat(float x) { return vec{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 #endif
+
+// How 32 weights, of one input and the outputs that stand side by side, are kept and read: as numbers, or as codes of 8 or 4 bits
+// that one scale for every kScaled inputs of an output makes numbers of.
+constexpr int64_t kScaled = 128;
+template <typename Weight>
+struct Form {
+  static constexpr int64_t width = kPanel;  // entries that hold the 32
+  static constexpr bool scaled = false;
+};
+template <>
+struct Form<int8_t> {
+  static constexpr int64_t width = kPanel;
+  static constexpr bool scaled = true;
+};
+template <>
+struct Form<uint8_t> {  // two codes in a byte: of output j in the low half, of output j + 16 in the high one
+  static constexpr int64_t width = kPanel / 2;
+  static constexpr bool scaled = true;
+};
+template <typename Weight>
+inline void load_panel(const Weight* from, vec& low, vec& high) { low = load(from), high = load(from + kLanes); }
+// Quantiles of the normal distribution: what the 16 codes stand for (NF4: Dettmers et al. 2023, appendix E).
+alignas(64) constexpr float kCodes[kLanes] = {
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f, -0.18477343022823334f,
+    -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
+    0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+#if defined(__AVX512F__)
+inline void load_panel(const int8_t* from, vec& low, vec& high) {
+  const __m128i* codes = reinterpret_cast<const __m128i*>(from);
+  low = reinterpret_cast<vec>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes))));
+  high = reinterpret_cast<vec>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes + 1))));
+}
+inline void load_panel(const uint8_t* from, vec& low, vec& high) {
+  const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  const __m512 codes = _mm512_load_ps(kCodes);  // a lane looks its number up by the low four bits
+  low = reinterpret_cast<vec>(_mm512_permutexvar_ps(wide, codes));
+  high = reinterpret_cast<vec>(_mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4), codes));
+}
+#else
+inline void load_panel(const int8_t* from, vec& low, vec& high) {
+  for (int i = 0; i < kLanes; ++i) low[i] = from[i], high[i] = from[i + kLanes];
+}
+inline void load_panel(const uint8_t* from, vec& low, vec& high) {
+  for (int i = 0; i < kLanes; ++i) low[i] = kCodes[from[i] & 15], high[i] = kCodes[from[i] >> 4];
+}
+#endif
 inline void store(at::BFloat16* to, vec v) { for (int i = 0; i < kLanes; ++i) to[i] = static_cast<at::BFloat16>(v[i]); }
 inline void store(at::Half* to, vec v) { for (int i = 0; i < kLanes; ++i) to[i] = static_cast<at::Half>(v[i]); }
 inline float sum(vec v) {
@@ -70,6 +116,22 @@ inline float sum(vec v) {
   return v[0];
 }
 inline float largest(vec v) { float m = v[0]; for (int i = 1; i < kLanes; ++i) m = std::max(m, v[i]); return m; }
+
+// a * b + c, rounded once where the processor can: said, for a compiler fuses some tiles' and not others', and then a row's bits
+// would depend on the number of rows.
+#if defined(__AVX512F__)
+inline vec fused(vec a, vec b, vec c) {
+  return reinterpret_cast<vec>(
+      _mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
+}
+#elif defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+inline vec fused(vec a, vec b, vec c) {
+  for (int i = 0; i < kLanes; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+}
+#else
+inline vec fused(vec a, vec b, vec c) { return a * b + c; }
+#endif
 
 // Lanes of two vectors by number, those of b from kLanes on.
 #if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
@@ -123,48 +185,66 @@ inline vec exp_nonpositive(vec x) {
 // ---------------------------------------------------------------------------------------------------------------------------
 
 // out[r][panels * 32] (+)= x[0..depth)[r] . w, for `rows` rows and `panels` neighbouring panels; one chain of additions a lane.
-// Weights are fetched kAhead inputs before their use, and towards the end those of the panels that come next.
+// Weights are fetched kAhead bytes before their use, and towards the end those of the panels that come next.
 template <typename Weight, int rows, int panels>
-inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t depth, float* out, int64_t out_stride, bool first) {
-  vec acc[rows][2 * panels];
-  for (int r = 0; r < rows; ++r) for (int j = 0; j < 2 * panels; ++j) acc[r][j] = vec{};
-  const int64_t turn = std::max<int64_t>(0, depth - kAhead);
-  const int64_t jump = panels * panel_stride - depth * kPanel;  // from the end of this block to the start of the next panels'
-  for (int64_t k = 0; k < depth; ++k) {
-    vec weights[2 * panels];
-    const Weight* ahead = w + (k + kAhead) * kPanel + (k < turn ? 0 : jump);
-    for (int j = 0; j < panels; ++j) {
-      const Weight* at_k = w + j * panel_stride + k * kPanel;
-      __builtin_prefetch(ahead + j * panel_stride);
-      weights[2 * j] = load(at_k);
-      weights[2 * j + 1] = load(at_k + kLanes);
+inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t depth, const float* scales, float* out,
+                 int64_t out_stride, bool first) {
+  constexpr int64_t width = Form<Weight>::width, ahead_by = kAhead / (width * static_cast<int64_t>(sizeof(Weight)));
+  constexpr int64_t together = std::max<int64_t>(1, 64 / (width * static_cast<int64_t>(sizeof(Weight))));  // inputs in a cache line
+  const int64_t turn = std::max<int64_t>(0, depth - ahead_by);
+  const int64_t jump = panels * panel_stride - depth * width;  // from the end of this block to the start of the next panels'
+  const int64_t stretch = Form<Weight>::scaled ? kScaled : depth;  // inputs that share a scale
+  for (int64_t begin = 0; begin < depth; begin += stretch) {
+    const int64_t end = std::min(depth, begin + stretch);
+    vec acc[rows][2 * panels];
+    for (int r = 0; r < rows; ++r) for (int j = 0; j < 2 * panels; ++j) acc[r][j] = vec{};
+    const auto add = [&](int64_t k) {
+      vec weights[2 * panels];
+      for (int j = 0; j < panels; ++j) load_panel(w + j * panel_stride + k * width, weights[2 * j], weights[2 * j + 1]);
+      for (int r = 0; r < rows; ++r) {
+        const vec value = splat(x[k * rows + r]);
+        for (int j = 0; j < 2 * panels; ++j) acc[r][j] += value * weights[j];
+      }
+    };
+    int64_t k = begin;
+    for (; k + together <= end; k += together) {
+      const Weight* ahead = w + (k + ahead_by) * width + (k < turn ? 0 : jump);
+      for (int j = 0; j < panels; ++j) __builtin_prefetch(ahead + j * panel_stride);
+      for (int64_t i = 0; i < together; ++i) add(k + i);
     }
-    for (int r = 0; r < rows; ++r) {
-      const vec value = splat(x[k * rows + r]);
-      for (int j = 0; j < 2 * panels; ++j) acc[r][j] += value * weights[j];
+    for (; k < end; ++k) add(k);
+    for (int j = 0; j < 2 * panels; ++j) {
+      const vec scale = Form<Weight>::scaled ? load(scales + begin / kScaled * out_stride + j * kLanes) : vec{};
+      for (int r = 0; r < rows; ++r) {
+        float* to = out + r * out_stride + j * kLanes;
+        const bool fresh = first && begin == 0;
+        if constexpr (Form<Weight>::scaled) {
+          const vec before = fresh ? vec{} : load(to);
+          store(to, fused(acc[r][j], scale, before));
+        } else {
+          store(to, fresh ? acc[r][j] : load(to) + acc[r][j]);
+        }
+      }
     }
   }
-  for (int r = 0; r < rows; ++r)
-    for (int j = 0; j < 2 * panels; ++j) {
-      float* to = out + r * out_stride + j * kLanes;
-      store(to, first ? acc[r][j] : load(to) + acc[r][j]);
-    }
 }
 
 template <typename Weight, int rows>
-void run_panels(const float* x, const Weight* w, int64_t panel_stride, int64_t depth, float* out, int64_t out_stride, bool first,
-                int64_t panels) {
+void run_panels(const float* x, const Weight* w, int64_t panel_stride, int64_t depth, const float* scales, float* out,
+                int64_t out_stride, bool first, int64_t panels) {
   // Few rows leave registers free: several panels at once hide the latency of the additions without changing their order.
   constexpr int wide = kMaxRows < 12 ? 1 : rows <= 2 ? 4 : rows == 3 ? 3 : rows <= 6 ? 2 : 1;
   int64_t done = 0;
   for (; done + wide <= panels; done += wide)
-    tile<Weight, rows, wide>(x, w + done * panel_stride, panel_stride, depth, out + done * kPanel, out_stride, first);
+    tile<Weight, rows, wide>(x, w + done * panel_stride, panel_stride, depth, scales + done * kPanel, out + done * kPanel,
+                             out_stride, first);
   for (; done < panels; ++done)
-    tile<Weight, rows, 1>(x, w + done * panel_stride, panel_stride, depth, out + done * kPanel, out_stride, first);
+    tile<Weight, rows, 1>(x, w + done * panel_stride, panel_stride, depth, scales + done * kPanel, out + done * kPanel,
+                          out_stride, first);
 }
 
 template <typename Weight>
-using RunPanels = void (*)(const float*, const Weight*, int64_t, int64_t, float*, int64_t, bool, int64_t);
+using RunPanels = void (*)(const float*, const Weight*, int64_t, int64_t, const float*, float*, int64_t, bool, int64_t);
 
 template <typename Weight, size_t... index>
 constexpr std::array<RunPanels<Weight>, sizeof...(index)> make_table(std::index_sequence<index...>) {
@@ -185,10 +265,14 @@ inline void turn_rows(const float* x, int64_t stride, int64_t rows, int64_t dept
     for (int64_t r = 0; r < rows; ++r) to[k * rows + r] = x[r * stride + k];
 }
 
+// scales: [ceil(inputs / kScaled), panels * 32], for weights that are codes.
 template <typename Weight>
-void linear_rows(const float* x, int64_t rows, int64_t inputs, const Weight* w, int64_t panels, float* out) {
+void linear_rows(const float* x, int64_t rows, int64_t inputs, const Weight* w, const float* scales, int64_t panels, float* out) {
   static constexpr auto table = make_table<Weight>(std::make_index_sequence<kMaxRows>{});
-  const int64_t panel_stride = inputs * kPanel, out_stride = panels * kPanel;
+  static constexpr float none[1] = {};
+  constexpr int64_t width = Form<Weight>::width;
+  static_assert(kBlock % kScaled == 0);
+  const int64_t panel_stride = inputs * width, out_stride = panels * kPanel;
   // A thread is worth waking for some 10 microseconds of work.
   const int64_t work = inputs * kPanel * (rows + 4);
   const int64_t grain = std::max<int64_t>(1, 200'000 / work);
@@ -200,13 +284,14 @@ void linear_rows(const float* x, int64_t rows, int64_t inputs, const Weight* w, 
       const int64_t count = std::min(group, end - panel);
       for (int64_t k = 0; k < inputs; k += kBlock) {
         const int64_t depth = std::min(kBlock, inputs - k);
+        const float* scales_at = Form<Weight>::scaled ? scales + k / kScaled * out_stride + panel * kPanel : none;
         for (int64_t start = 0; start < rows; start += kStretch) {
           const int64_t stop = std::min(rows, start + kStretch);
           for (int64_t r = start; rows > 1 && r < stop; r += kMaxRows)
             turn_rows(x + r * inputs + k, inputs, std::min<int64_t>(kMaxRows, stop - r), depth, turned.data() + (r - start) * depth);
           for (int64_t r = start; r < stop; r += kMaxRows)
             table[std::min<int64_t>(kMaxRows, stop - r) - 1](rows > 1 ? turned.data() + (r - start) * depth : x + k,
-                                                             w + panel * panel_stride + k * kPanel, panel_stride, depth,
+                                                             w + panel * panel_stride + k * width, panel_stride, depth, scales_at,
                                                              out + r * out_stride + panel * kPanel, out_stride, k == 0, count);
         }
       }
@@ -214,8 +299,13 @@ void linear_rows(const float* x, int64_t rows, int64_t inputs, const Weight* w, 
   });
 }
 
-// x [..., inputs] float32 or bfloat16, packed [panels, inputs, 32] -> [..., outputs] in x's type; outputs <= panels * 32.
-at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs) {
+template <typename Weight>
+void linear_of(const float* x, int64_t rows, const at::Tensor& packed, const float* scales, float* out) {
+  linear_rows(x, rows, packed.size(1), packed.const_data_ptr<Weight>(), scales, packed.size(0), out);
+}
+
+at::Tensor apply(const at::Tensor& x, const at::Tensor& packed, const float* scales, const std::optional<at::Tensor>& bias,
+                 int64_t outputs) {
   const int64_t panels = packed.size(0), inputs = packed.size(1);
   TORCH_CHECK(x.size(-1) == inputs, "linear: input of size ", x.size(-1), ", weight for ", inputs);
   const at::Tensor source = x.to(at::kFloat).contiguous();
@@ -225,15 +315,31 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::opti
   at::Tensor out = at::empty(shape, source.options());
   const float* from = source.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
-  if (packed.scalar_type() == at::kBFloat16)
-    linear_rows(from, rows, inputs, packed.const_data_ptr<at::BFloat16>(), panels, to);
-  else if (packed.scalar_type() == at::kHalf)
-    linear_rows(from, rows, inputs, packed.const_data_ptr<at::Half>(), panels, to);
-  else
-    linear_rows(from, rows, inputs, packed.const_data_ptr<float>(), panels, to);
+  switch (packed.scalar_type()) {
+    case at::kBFloat16: linear_of<at::BFloat16>(from, rows, packed, scales, to); break;
+    case at::kHalf: linear_of<at::Half>(from, rows, packed, scales, to); break;
+    case at::kChar: linear_of<int8_t>(from, rows, packed, scales, to); break;
+    case at::kByte: linear_of<uint8_t>(from, rows, packed, scales, to); break;
+    default: linear_of<float>(from, rows, packed, scales, to);
+  }
   if (outputs != panels * kPanel) out = out.narrow(-1, 0, outputs).contiguous();
   if (bias.has_value()) out.add_(*bias);
   return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
+}
+
+// x [..., inputs] float32 or bfloat16, packed [panels, inputs, 32] -> [..., outputs] in x's type; outputs <= panels * 32.
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs) {
+  TORCH_CHECK(packed.is_floating_point(), "linear: weights that are codes need scales");
+  return apply(x, packed, nullptr, bias, outputs);
+}
+
+// The same for codes: packed int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], scales [ceil(inputs / 128), panels * 32].
+at::Tensor linear_scaled(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,
+                         const std::optional<at::Tensor>& bias, int64_t outputs) {
+  TORCH_CHECK(scales.is_contiguous() && scales.size(0) == (packed.size(1) + kScaled - 1) / kScaled &&
+                  scales.size(1) == packed.size(0) * kPanel && !packed.is_floating_point(),
+              "linear_scaled: scales ", scales.sizes(), " for weights ", packed.sizes());
+  return apply(x, packed, scales.const_data_ptr<float>(), bias, outputs);
 }
 
 template <typename Weight>
@@ -457,6 +563,7 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
 // The operators are declared in Python, beside their reference.
 TORCH_LIBRARY_IMPL(outrider, CPU, library) {
   library.impl("linear", linear);
+  library.impl("linear_scaled", linear_scaled);
   library.impl("embed", embed);
   library.impl("attend", attend);
 }

@@ -1,0 +1,79 @@
+"""``outrider doctor``: does this draft fit this target? In plain words, before anything is served."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, with_groups
+
+if TYPE_CHECKING:
+    from outrider.doctor import Checkup
+
+EXAMPLES = """Examples:
+
+outrider doctor
+
+outrider doctor --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B
+
+outrider doctor --target ./my-model --method early-exit:layers=6
+"""
+EXIT_DOES_NOT_FIT = 3
+MARKS = {"ok": "[green]ok[/]", "note": "[dim]note[/]", "suspicious": "[yellow]suspicious[/]", "wrong": "[red]WRONG[/]"}
+
+
+@with_groups
+def command(
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the report.")] = False,
+    models: ModelOptions,
+    methods: MethodOptions,
+    sampling: SamplingOptions,
+) -> int:
+    """Check whether a draft fits its target: vocabulary, context, memory, then acceptance and speed on a few prompts."""
+    from outrider.cli.console import show_notices, waiting
+    from outrider.cli.session import resolve
+    from outrider.doctor import Patient, check_up
+    from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT
+
+    show_notices()
+    options = resolve(models, methods)
+    options.pop("num_draft_tokens", None)
+    method = options.pop("method", None) or (DEFAULT_METHOD_WITH_DRAFT if "draft" in options else DEFAULT_METHOD)
+    target: object = models.target
+    if target is None:
+        from outrider.family import TARGET
+
+        target = TARGET
+    params = sampling.params(max_tokens=sampling.max_tokens or 48)
+    with waiting("looking") as status:
+        checkup = check_up(Patient(target, method, options, params), status.update if status is not None else lambda _: None)
+    if as_json:
+        print(json.dumps(asdict(checkup) | {"fits": checkup.fits, "verdict": checkup.verdict}))
+    else:
+        _show(checkup, method)
+    return 0 if checkup.fits else EXIT_DOES_NOT_FIT
+
+
+def _show(checkup: Checkup, method: str) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    out, view = Console(soft_wrap=True), Table.grid(padding=(0, 2))
+    for finding in checkup.findings:
+        view.add_row(MARKS[finding.level], finding.topic, escape(finding.text))
+    out.print(view)
+    found = checkup.acceptance
+    if found is not None:
+        places = ", ".join(f"{rate:.0%}" for rate in found.by_position)
+        tau, prompts = found.mean_acceptance_length, found.num_prompts
+        out.print(f"acceptance   of draft 1, 2, ... where it was reached: {places}; {tau:.2f} tokens a pass")
+        out.print(
+            f"speed        plain {found.plain_tok_s:.1f} tok/s, {method} {found.tok_s:.1f}, over {prompts} prompts",
+            markup=False,
+        )
+    out.print(f"verdict      [bold]{escape(checkup.verdict)}[/]")

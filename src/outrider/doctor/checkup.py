@@ -1,0 +1,223 @@
+"""Does this draft fit this target? What files and configs say, then what a few prompts show.
+
+The checks of a method stand in its own file (``Proposer.examine``, ``Proposer.alternatives``): here is what all have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outrider.bench.contenders import PLAIN, Contender, Contenders
+from outrider.bench.measure import Run, generate
+from outrider.bench.workloads import builtin, encode
+from outrider.engine import LLM
+from outrider.engine.stats import expected_tau
+from outrider.proposers.base import Setting
+from outrider.registry import PROPOSERS, split_method
+from outrider.types import Finding, OutriderError, SamplingParams
+
+if TYPE_CHECKING:
+    from outrider.runner import ModelRunner
+
+WORKLOADS = ("code", "story", "json", "math")  # kinds of text, one prompt each
+K = 5  # drafts a round while acceptance is measured
+HOPELESS, DOUBTFUL = (
+    0.1,
+    0.35,
+)  # acceptance of the first draft below which it does not fit, and below which something may be wrong
+BETTER = 1.15  # an alternative's mean acceptance length over the first one's, from which on it is named
+
+Progress = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Patient:
+    """What is looked at: the options that ``LLM`` takes."""
+
+    target: Any
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)  # of LLM: draft, dtype, device, max_len, ...
+    params: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=48))
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What a few prompts showed."""
+
+    by_position: list[float]  # share of the drafts in each place that were accepted, of those that were reached
+    mean_acceptance_length: float
+    plain_tok_s: float
+    tok_s: float
+    best_k: int  # by the measured acceptance and cost; 0 where no number of drafts pays
+    num_prompts: int
+
+    @property
+    def speedup(self) -> float:
+        return self.tok_s / self.plain_tok_s if self.plain_tok_s else 0.0
+
+
+@dataclass
+class Checkup:
+    """Everything found, in the order in which it was."""
+
+    findings: list[Finding] = field(default_factory=list)
+    acceptance: Acceptance | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.acceptance is not None and not any(finding.level == "wrong" for finding in self.findings)
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        if not self.fits:
+            return "does not fit: see what is marked wrong."
+        assert self.acceptance is not None
+        doubts = any(finding.level == "suspicious" for finding in self.findings)
+        gain = f"{self.acceptance.speedup:.2f} times plain decoding's speed with {K} drafts a round"
+        if self.acceptance.best_k == 0:
+            return f"fits, but gains nothing on this machine: {gain}."
+        return f"fits{', with doubts' if doubts else ''}: {gain}, best with about {self.acceptance.best_k}."
+
+
+def check_up(patient: Patient, progress: Progress = lambda _: None) -> Checkup:
+    """Looks at files, then loads, then measures. What is wrong before that ends it, and is a finding, never an exception."""
+    checkup = Checkup()
+    try:
+        for finding in _stages(patient, checkup, progress):
+            checkup.findings.append(finding)
+            if finding.level == "wrong" and checkup.acceptance is None:
+                break
+    except OutriderError as error:
+        checkup.findings.append(Finding("wrong", "loading", str(error)))
+    return checkup
+
+
+def _stages(patient: Patient, checkup: Checkup, progress: Progress) -> Iterator[Finding]:
+    name, options = split_method(patient.method)
+    kind = PROPOSERS.get(name)
+    sources = [patient.target, patient.options.get("draft")]
+    yield from _memory_on_disk([source for source in sources if source is not None])
+    progress("loading the target")
+    without_draft = {key: value for key, value in patient.options.items() if key != "draft"}
+    llm = LLM(patient.target, method=PLAIN, max_batch=1, **without_draft)
+    yield _cache_memory(llm.runner)
+    setting = Setting(llm.runner, llm.tokenizer, patient.options.get("draft"), options=options)
+    progress(f"looking at {name}")
+    yield from kind.examine(setting)
+    contenders = Contenders(llm, patient.options.get("draft"))
+    contenders.prepare(Contender(patient.method, K))
+    yield Finding("ok", "loading", "everything loads, and no weight is NaN or infinite")
+    if llm.tokenizer is None:
+        yield Finding("wrong", "tokenizer", "there is none with the target, so no prompt can be tried")
+        return
+    prompts = [encode(llm.tokenizer, prompt) for workload in WORKLOADS for prompt in builtin(workload, 1)]
+    prompts = [ids[-llm.runner.max_len // 2 :] for ids in prompts]
+    yield from _measured(patient, contenders, prompts, checkup, progress)
+    assert checkup.acceptance is not None
+    if checkup.acceptance.by_position[0] < DOUBTFUL:
+        yield from _tried(patient, kind.alternatives(setting), contenders, prompts, checkup.acceptance, progress)
+
+
+def _measured(
+    patient: Patient, contenders: Contenders, prompts: list[list[int]], checkup: Checkup, progress: Progress
+) -> Iterator[Finding]:
+    """Plain and drafted in turn: acceptance by position, speeds, and whether the text is the same."""
+    runs: dict[str, Run] = {}
+    pair = [Contender(PLAIN, 0), Contender(patient.method, K)]
+    for contender in pair:  # what is slow only once
+        generate(contenders, contender, prompts[:1], SamplingParams(max_tokens=8), batch=1)
+    for contender in pair:
+        progress(f"{contender.label}: {len(prompts)} prompts")
+        runs[contender.label] = generate(contenders, contender, prompts, patient.params, batch=1)
+    plain, drafted = (runs[contender.label] for contender in pair)
+    checkup.acceptance = found = _acceptance(plain, drafted, len(prompts))
+    if drafted.faults:
+        yield Finding("wrong", "drafting", f"it failed in {drafted.faults} rounds, which then went on without drafts")
+    first = found.by_position[0]
+    if not drafted.num_drafts:
+        yield Finding("note", "acceptance", "nothing was drafted on these prompts, so nothing can be said of it")
+    elif first < HOPELESS:
+        yield Finding("wrong", "acceptance", f"{first:.0%} of first drafts are accepted: it was made for another target, or is"
+                      " not trained for this kind of text")  # fmt: skip
+    elif first < DOUBTFUL:
+        yield Finding("suspicious", "acceptance", f"only {first:.0%} of first drafts are accepted")
+    if patient.params.is_greedy:
+        same = sum(a == b for a, b in zip(plain.token_ids, drafted.token_ids, strict=True))
+        said = f"with and without drafts the same text for {same} of {len(prompts)} prompts"
+        if same == len(prompts):
+            yield Finding("ok", "text", said)
+        else:
+            yield Finding("note", "text", said + ": where two tokens are almost equally likely, rounding decides")
+
+
+def _acceptance(plain: Run, drafted: Run, num_prompts: int) -> Acceptance:
+    step = drafted.phase_seconds["draft"] / max(drafted.num_drafts, 1)
+    whole = sum(plain.phase_seconds.values()) / max(plain.num_steps, 1)
+    score = max(drafted.ms["score"] + drafted.ms["verify"] + drafted.ms["host"], 1e-6) / 1e3
+    rate = drafted.acceptance_rate
+    # A round's score grows little with its drafts; between a plain round and the measured one it is a straight line.
+    speeds = [expected_tau(rate, k) / (k * step + whole + (score - whole) * min(k / K, 1)) if k else 1 / max(whole, 1e-9)
+              for k in range(2 * K + 1)]  # fmt: skip
+    best = max(range(len(speeds)), key=lambda k: speeds[k])
+    tau = drafted.mean_acceptance_length
+    return Acceptance(drafted.acceptance_by_position(K), tau, plain.decode_tok_s, drafted.decode_tok_s, best, num_prompts)
+
+
+def _tried(
+    patient: Patient,
+    alternatives: list[str],
+    contenders: Contenders,
+    prompts: list[list[int]],
+    found: Acceptance,
+    progress: Progress,
+) -> Iterator[Finding]:
+    """Other options of the same method, where these hardly work: the one that fits is named."""
+    name = split_method(patient.method)[0]
+    lengths = {}
+    for options in alternatives:
+        contender = Contender(f"{name}:{options}", K)
+        progress(f"trying {contender.method}")
+        lengths[contender.method] = generate(contenders, contender, prompts, patient.params, batch=1).mean_acceptance_length
+    best = max(lengths, key=lambda method: lengths[method], default=None)
+    if best is not None and lengths[best] > BETTER * found.mean_acceptance_length:
+        yield Finding("suspicious", "options", f"{best} fits better: {lengths[best]:.2f} tokens a pass instead of"
+                      f" {found.mean_acceptance_length:.2f}")  # fmt: skip
+    elif lengths:
+        yield Finding("note", "options", f"{', '.join(lengths)} fit no better")
+
+
+def _memory_on_disk(sources: list[Any]) -> Iterator[Finding]:
+    """Whether weights in local folders fit into the memory that is free."""
+    files = [file for source in sources if isinstance(source, (str, Path)) for file in Path(source).glob("*.safetensors")]
+    needed, free = sum(file.stat().st_size for file in files), free_memory()
+    if files and free is not None:
+        said = f"the weights take {size(needed)}, {size(free)} are free"
+        yield Finding("ok" if needed < 0.9 * free else "wrong", "memory", said)
+
+
+def _cache_memory(runner: ModelRunner) -> Finding:
+    """What a request that fills the window takes."""
+    needed = runner.cache.shape.floats_per_token * runner.max_len * runner.cache.dtype.itemsize
+    free = free_memory()
+    said = f"a request that fills the window of {runner.max_len} tokens takes {size(needed)} of cache"
+    if free is not None and runner.device.type == "cpu" and needed > free:
+        return Finding("suspicious", "cache", f"{said}, {size(free)} are free: set --max-len")
+    return Finding("ok", "cache", said)
+
+
+def free_memory() -> int | None:
+    """Bytes that the system can still give; None where it does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def size(num_bytes: float) -> str:
+    """``"1.3 GB"``"""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"

@@ -1,0 +1,204 @@
+"""Two methods in turn, request by request: the first one's draft where it is long enough, else the second one's.
+
+Made for a first that knows the text and costs nothing, and a second that runs a model: what repeats is copied, what is new is
+drafted. Written ``first+second``; knows neither, only what a ``Proposer`` says of itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.proposers.base import Proposer, Setting, merged, rows_of
+from outrider.sampling import Sampler
+from outrider.types import Context, OutriderError, Proposal, Request, Verdict
+
+MAX_SAMPLERS = 16  # kept for parts of a batch
+
+
+@dataclass(frozen=True)
+class CombinedConfig:
+    """When the first method's draft is taken."""
+
+    min_first: int = 8  # drafts; a shorter one only where the second has none
+
+    def __post_init__(self) -> None:
+        if self.min_first < 1:
+            raise OutriderError(f"min_first must be at least 1, not {self.min_first}")
+
+
+class _Part:
+    """One of the two, which is asked about some requests of a round, and sees what any proposer sees: these and no others."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self.proposer = proposer
+        self.rows: list[int] = []  # that it was asked about this round
+        self._unseen: dict[str, dict[int, list[Tensor]]] = {}  # request -> layer -> features since it was last asked about it
+
+    def hear(self, context: Context) -> None:
+        """Keeps the features that this round brought until they are asked for."""
+        for layer in self.proposer.needs_hidden:
+            for request_id, hidden in zip(context.request_ids, context.hidden[layer], strict=True):
+                if hidden.numel():
+                    self._unseen.setdefault(request_id, {}).setdefault(layer, []).append(hidden)
+
+    def propose(self, view: Context, rows: list[int], k: int) -> Proposal:
+        """Drafts for the requests of a view, which are ``rows`` of the batch."""
+        hidden = {}
+        for layer in self.proposer.needs_hidden:
+            chunks = [self._unseen.get(request_id, {}).get(layer) for request_id in view.request_ids]
+            hidden[layer] = [torch.cat(chunk) if chunk else torch.empty(0) for chunk in chunks]
+        proposal = self.proposer.propose(replace(view, hidden=hidden), min(k, self.proposer.max_drafts))
+        self.rows = rows
+        self._forget(view.request_ids)
+        return proposal
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        self.proposer.release(request_ids)
+        self._forget(request_ids)
+
+    def _forget(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._unseen.pop(request_id, None)
+
+
+class CombinedProposer(Proposer):
+    """Takes each request's drafts from one of two proposers.
+
+    The first must draft point masses: which draft is taken may depend on the text, but not on what was drawn, or the drafts
+    that are taken would follow another distribution than the one they carry.
+    """
+
+    def __init__(self, first: Proposer, second: Proposer, config: CombinedConfig = CombinedConfig()) -> None:
+        self._first, self._second, self._config = _Part(first), _Part(second), config
+        self.name = f"{first.name}+{second.name}"
+        self.needs_hidden = tuple(sorted({*first.needs_hidden, *second.needs_hidden}))
+        self.drafts_trees = first.drafts_trees or second.drafts_trees
+        self.max_drafts = max(first.max_drafts, second.max_drafts)
+        self.auto_drafts = max(first.auto_drafts, second.auto_drafts)
+        self.takes_draft = first.takes_draft or second.takes_draft
+        self._owners: list[_Part | None] = []  # of each row's drafts, this round
+        self._proposal = Proposal.empty(0)
+        self._samplers: dict[tuple[str, ...], Sampler] = {}
+
+    def propose(self, context: Context, k: int) -> Proposal:
+        """Raises ``OutriderError`` where the first one's drafts carry probabilities."""
+        for part in (self._first, self._second):
+            part.hear(context)
+            part.rows = []
+        first, second, batch = self._first.proposer, self._second.proposer, len(context.requests)
+        early = self._ask_first(context, k)
+        lens = early.lens.tolist()
+        enough = min(self._config.min_first, first.max_drafts)
+        rows = [b for b, limit in enumerate(context.limits) if limit > 0 and lens[b] < enough]
+        late = Proposal.empty(0)
+        if rows:
+            late = self._second.propose(self._view(context, rows), rows, min(k, second.auto_drafts))
+        taken = {b: i for i, b in enumerate(rows) if late.lens[i] > 0}
+        self._owners = [self._second if b in taken else self._first for b in range(batch)]
+        if len(taken) == batch:
+            self._proposal = late
+            return late
+        wanted = zip(lens, context.limits, strict=True)
+        early = _cut(early, [0 if b in taken else min(n, k, limit) for b, (n, limit) in enumerate(wanted)])
+        if not taken:
+            self._proposal = early
+            return early
+        kept = [b for b in range(batch) if b not in taken]
+        parts = [(kept, rows_of(early, kept)), (list(taken), rows_of(late, list(taken.values())))]
+        self._proposal = merged(parts, batch, context.sampler.vocab_size)
+        return self._proposal
+
+    def commit(self, context: Context, verdict: Verdict) -> None:
+        for part in (self._first, self._second):
+            if part.rows:
+                part.proposer.commit(self._view(context, part.rows), self._verdict_for(part, verdict))
+
+    def num_nodes(self, k: int) -> int:
+        parts = (self._first.proposer, self._second.proposer)
+        return max([part.num_nodes(min(k, part.max_drafts)) for part in parts])
+
+    def warmup(self, k: int, batch: int) -> None:
+        for part in (self._first, self._second):
+            part.proposer.warmup(k, batch)
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        for part in (self._first, self._second):
+            part.release(request_ids)
+        self._samplers.clear()
+
+    def _ask_first(self, context: Context, k: int) -> Proposal:
+        """The first one's drafts: also where only few are wanted, as many as show that it has enough."""
+        rows, view = list(range(len(context.requests))), context
+        if not self._first.proposer.drafts_trees:
+            wanted = self._config.min_first
+            k = max(k, wanted)
+            view = replace(context, limits=tuple([max(limit, wanted) if limit > 0 else 0 for limit in context.limits]))
+        proposal = self._first.propose(view, rows, k)
+        if proposal.probs is not None:
+            name = self._first.proposer.name
+            raise OutriderError(f"the first of two methods must not draw its drafts, as {name!r} does here: name it second")
+        return proposal
+
+    def _verdict_for(self, part: _Part, verdict: Verdict) -> Verdict:
+        """What a part hears: of drafts that were not taken none was kept, and the text went on with another token."""
+        rows = part.rows
+        path, num_accepted, next_token = verdict.path[rows], verdict.num_accepted[rows], verdict.next_token[rows]
+        for i, b in enumerate(rows):
+            if self._owners[b] is not part:
+                if num_accepted[i] > 0:
+                    next_token[i] = self._proposal.token_ids[b, verdict.path[b, 0]]
+                path[i], num_accepted[i] = -1, 0
+        return Verdict(path, num_accepted, next_token)
+
+    def _view(self, context: Context, rows: list[int]) -> Context:
+        """The context of some rows. All of them: itself."""
+        if len(rows) == len(context.requests):
+            return context
+        requests = tuple([context.requests[b] for b in rows])
+        return Context(requests, tuple([context.limits[b] for b in rows]), self._sampler(context.sampler, requests))
+
+    def _sampler(self, whole: Sampler, requests: tuple[Request, ...]) -> Sampler:
+        key = tuple([request.request_id for request in requests])
+        sampler = self._samplers.get(key)
+        if sampler is None or sampler.requests != requests:
+            if len(self._samplers) == MAX_SAMPLERS:
+                self._samplers.clear()
+            sampler = self._samplers[key] = Sampler(requests, whole.vocab_size, whole.device, whole.coupled)
+        return sampler
+
+
+class Joint:
+    """Builds a ``CombinedProposer`` from two methods' factories; their options begin with their names: ``name.option``."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self._parts = (first, second)
+        self.name = f"{first.name}+{second.name}"
+        self.drafts_trees = first.drafts_trees or second.drafts_trees
+        self.takes_draft = first.takes_draft or second.takes_draft
+
+    def build(self, setting: Setting) -> CombinedProposer:
+        """Raises ``OutriderError`` where one of the two does not fit the target."""
+        options: dict[str, dict[str, Any]] = {"": {}, **{part.name: {} for part in self._parts}}
+        for name, value in setting.options.items():
+            whose, _, option = name.rpartition(".")
+            if whose not in options:
+                raise OutriderError(
+                    f"{name}: options of {self.name} begin with {' or '.join(part.name for part in self._parts)}"
+                )
+            options[whose][option] = value
+        config = replace(setting, options=options[""]).config(CombinedConfig)
+        first, second = [part.build(replace(setting, options=options[part.name])) for part in self._parts]
+        return CombinedProposer(first, second, config)
+
+
+def _cut(proposal: Proposal, lens: list[int]) -> Proposal:
+    """Chains of point masses at these lengths; a tree stays as it is but for rows of length 0."""
+    if proposal.parents is not None:
+        kept = torch.tensor([n > 0 for n in lens])
+        return replace(proposal, lens=torch.where(kept, proposal.lens, 0))
+    return Proposal(proposal.token_ids[:, : max(lens, default=0)], torch.tensor(lens))

@@ -1,0 +1,282 @@
+"""A draft model with a tokenizer of its own: what it says is translated into the target's tokens.
+
+Timor et al. 2025, "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies".
+Sampled requests are drafted by *token-level intersection* (TLI): the draft's distribution over the tokens that both
+vocabularies have, renormalised; drafts are drawn from exactly that distribution, and the proposal carries it. Greedy requests
+are drafted by *string-level exact match* (SLEM): the draft writes text, which is tokenised again behind the
+committed text, so that tokens only the target has are drafted too. Both are lossless: to the verifier they are drafts as any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from outrider.proposers.base import NoOptions, Setting, chain_proposal, merged, rows_of
+from outrider.proposers.draft_model import DraftModelProposer, draft_tokenizer
+from outrider.runner import ModelRunner
+from outrider.runner.tokenizers import Spelling
+from outrider.types import Context, OutriderError, Proposal, Request, SamplingParams, Verdict
+
+WINDOW = 32  # target tokens at the end of a text that may still be translated in another way when the text goes on
+MAX_STEPS_PER_DRAFT = 4  # passes of the draft for each token wanted, where the draft's tokens are shorter
+
+
+class CrossTokenizerProposer(DraftModelProposer):
+    """Drafts with a model whose ids mean other tokens than the target's."""
+
+    name = "cross-tokenizer"
+
+    def __init__(self, draft: ModelRunner, vocab_size: int, pair: TokenizerPair) -> None:
+        super().__init__(draft, vocab_size)
+        self._pair = pair
+        both = [(of_draft, of_target) for of_draft, of_target in pair.common if of_draft < draft.vocab_size]
+        both = [(of_draft, of_target) for of_draft, of_target in both if of_target < vocab_size]
+        if not both:
+            raise OutriderError("draft and target have no token in common: this draft cannot be used")
+        columns = torch.tensor(both, device=draft.device)
+        self._draft_ids, self._target_ids = columns.unbind(1)  # [C]: the same tokens in both vocabularies
+        self._common = frozenset(of_target for _, of_target in both)
+        self._to_draft = torch.zeros(vocab_size, dtype=torch.long, device=draft.device)
+        self._to_draft[self._target_ids] = self._draft_ids
+        self._translations: dict[str, Translation] = {}
+
+    @classmethod
+    def build(cls, setting: Setting) -> CrossTokenizerProposer:
+        """Loads the draft beside the target. Raises ``OutriderError`` where it or one of the tokenizers is missing."""
+        setting.config(NoOptions)
+        tokenizer = draft_tokenizer(setting, cls.name)
+        for whose, found in (("target", setting.tokenizer), ("draft", tokenizer)):
+            if found is None:
+                raise OutriderError(f"method {cls.name!r} needs the {whose}'s tokenizer: none was given and none found")
+        assert setting.tokenizer is not None and tokenizer is not None
+        draft = ModelRunner.load(setting.draft, setting.target.config)  # type: ignore[arg-type]
+        return cls(draft, setting.target.vocab_size, TokenizerPair(setting.tokenizer, tokenizer))
+
+    @torch.inference_mode()
+    def propose(self, context: Context, k: int) -> Proposal:
+        batch = len(context.requests)
+        written = {b for b, request in enumerate(context.requests) if _is_written(request.params)}
+        by_token, by_text = Proposal.empty(batch), Proposal.empty(batch)
+        if len(written) < batch:
+            by_token = super().propose(_only(context, set(range(batch)) - written), k)
+            for b, drafts in enumerate(by_token.token_ids[:, :-1].tolist()):
+                if by_token.lens[b] > 0:
+                    self._translation(context.requests[b]).fed += self._to_draft[drafts].tolist()
+        if written:
+            by_text = self._write(_only(context, written), k)
+        if not written or len(written) == batch:
+            return by_text if written else by_token
+        rows = sorted(written), sorted(set(range(batch)) - written)
+        parts = [(rows[0], rows_of(by_text, rows[0])), (rows[1], rows_of(by_token, rows[1]))]
+        return merged(parts, batch, self._vocab_size)
+
+    def texts(self, context: Context, k: int) -> dict[int, list[int]]:
+        """Row -> its committed text in the draft's ids; what of it differs from what the draft was fed is taken back."""
+        found = {}
+        for b, (request, limit) in enumerate(zip(context.requests, context.limits, strict=True)):
+            if limit <= 0 or not (self._can_say(request.params) or _is_written(request.params)):
+                continue
+            translation = self._translation(request)
+            text = translation.read(request.token_ids)
+            if not text or len(text) + k > self.draft.max_len:
+                continue
+            self.draft.keep_len(request.request_id, translation.feed(text))
+            found[b] = text
+        return found
+
+    def in_target(self, logits: Tensor) -> Tensor:
+        """TLI: what the target has no token for gets no probability; the sampler renormalises."""
+        full = logits.new_full((*logits.shape[:2], self._vocab_size), -math.inf)
+        full[:, :, self._target_ids] = logits[:, :, self._draft_ids]
+        return full
+
+    def in_draft(self, token_ids: Tensor) -> Tensor:
+        return self._to_draft[token_ids]
+
+    def commit(self, context: Context, verdict: Verdict) -> None:
+        """Nothing: what was fed is compared with the text when it is translated again."""
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        super().release(request_ids)
+        for request_id in request_ids:
+            self._translations.pop(request_id, None)
+
+    def _write(self, context: Context, k: int) -> Proposal:
+        """SLEM: the draft's likeliest text, in the target's tokens."""
+        requests = context.requests
+        k = min(k, self.max_drafts, max(context.limits))
+        if k == 0:
+            return Proposal.empty(len(requests))
+        ratios = [self._translation(request).ratio for request in requests]
+        # One token more than is wanted: the last one may be the beginning of a longer one.
+        steps = min(math.ceil((k + 1) * max(ratios)), MAX_STEPS_PER_DRAFT * k)
+        texts = self.texts(context, steps)
+        if not texts:
+            return Proposal.empty(len(requests))
+        ids = [requests[b].request_id for b in texts]
+        written = torch.zeros(len(texts), steps, dtype=torch.long, device=self.draft.device)
+
+        def pick(logits: Tensor, step: int) -> Tensor:
+            written[:, step : step + 1] = logits.argmax(dim=-1)
+            return written[:, step : step + 1]
+
+        self.draft.rollout(ids, self.draft.extend(ids, list(texts.values())), steps, pick)
+        chains: list[list[int]] = [[] for _ in requests]
+        for b, drafted in zip(texts, written.tolist(), strict=True):
+            translation = self._translation(requests[b])
+            translation.fed += drafted[:-1]
+            chains[b] = translation.back(requests[b].token_ids, drafted)[: min(k, context.limits[b])]
+        return chain_proposal(chains)
+
+    def _translation(self, request: Request) -> Translation:
+        found = self._translations.get(request.request_id)
+        if found is None:
+            found = self._translations[request.request_id] = Translation(self._pair)
+        return found
+
+    def _can_say(self, params: SamplingParams) -> bool:
+        """Whether the request's token masks leave any token that both have."""
+        allowed = self._common if params.allowed_token_ids is None else self._common & set(params.allowed_token_ids)
+        return len(allowed) > len(params.banned_token_ids) or bool(allowed - set(params.banned_token_ids))
+
+
+class TokenizerPair:
+    """Two tokenizers, and which of their tokens are the same: those of the same bytes, and special ones of the same role."""
+
+    def __init__(self, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+        self.target, self.draft = Spelling(target), Spelling(draft)
+        named = {name: token for token, name in self.draft.special.items()}
+        self.specials = {token: named[name] for token, name in self.target.special.items() if name in named}
+        if target.eos_token_id is not None and draft.eos_token_id is not None:
+            self.specials[target.eos_token_id] = draft.eos_token_id
+        self.specials_back = {of_draft: of_target for of_target, of_draft in self.specials.items()}
+        begin = draft.bos_token_id
+        self.start = [begin] if begin is not None and draft.encode("a")[:1] == [begin] else []
+        shared = self.draft.ids.keys() & self.target.ids.keys()
+        self.common = sorted((self.draft.ids[data], self.target.ids[data]) for data in shared)
+        self.common += self.specials_back.items()
+
+
+class Translation:
+    """One request's committed text in the draft's ids, and drafted text back in the target's.
+
+    Only the end of the text is tokenised again when it grows: what lies further back is settled, at a place where tokens of
+    both begin, before a space if there is one.
+    """
+
+    def __init__(self, pair: TokenizerPair) -> None:
+        self._pair = pair
+        self._settled = list(pair.start)  # ids of the draft ...
+        self._num_settled = 0  # ... for so many of the target
+        self._is_start = True  # no text stands before what is not settled
+        self.fed: list[int] = []  # what the draft's cache holds, or more
+        self._common = 0  # tokens at the beginning of ``fed`` that cannot differ any more
+        self.ratio = 1.0  # the draft's tokens for one of the target's
+
+    def read(self, token_ids: list[int]) -> list[int] | None:
+        """The whole text in the draft's ids; None while it ends in a part of a character that the draft cannot write."""
+        pair, first = self._pair, self._num_settled
+        special = [i for i in range(first, len(token_ids)) if token_ids[i] in pair.target.special]
+        for at in special:  # a special token is a place where nothing joins
+            run = self._translated(token_ids[self._num_settled : at])
+            known = pair.specials.get(token_ids[at])
+            is_first = at == 0 and self._settled == [known]
+            self._settled += (run or []) + ([known] if known is not None and not is_first else [])
+            self._num_settled, self._is_start = at + 1, True
+        run = self._translated(token_ids[self._num_settled :])
+        if run is None:
+            return None
+        text = self._settled + run
+        self.ratio = len(text) / len(token_ids)
+        if len(token_ids) - self._num_settled > 2 * WINDOW:
+            self._settle(token_ids, run)
+        return text
+
+    def feed(self, text: list[int]) -> int:
+        """Notes that the draft is fed this text; returns how much of it it was fed before."""
+        fed, common = self.fed, self._common
+        while common < min(len(fed), len(text)) and fed[common] == text[common]:
+            common += 1
+        self.fed, self._common = list(text), min(common, len(self._settled))
+        return common
+
+    def back(self, token_ids: list[int], drafted: list[int]) -> list[int]:
+        """Drafted ids of the draft -> ids of the target that go on from ``token_ids``.
+
+        The end of the text is tokenised again together with the draft. Where a token then reaches over the border, which is
+        fixed, its part behind the border is written with other tokens.
+        """
+        pair, target = self._pair, self._pair.target
+        stop = next((i for i, token in enumerate(drafted) if token in pair.draft.special), len(drafted))
+        end = [pair.specials_back[token] for token in drafted[stop : stop + 1] if token in pair.specials_back]
+        before, fresh = self._bytes(token_ids[self._num_settled :]), pair.draft.joined(drafted[:stop])
+        whole, _ = _split(before + fresh)
+        data = whole.encode()
+        if not (before + fresh).startswith(data):  # a character was broken
+            return target.segment(fresh) or []
+        retold = target.encode(whole, self._is_start)
+        shift = len(target.joined(retold)) - len(data)  # 1 where a space was put in front
+        starts = [0, *(at - shift for at in accumulate(len(target.table[token]) for token in retold))]
+        if shift not in (0, 1) or not target.joined(retold).endswith(data):
+            return (target.segment(data[len(before) :]) or []) + end
+        border = next((i for i, at in enumerate(starts) if at >= len(before)), None)
+        if border is None:  # nothing but a part of a character
+            return []
+        part = target.segment(data[len(before) : starts[border]])
+        return [] if part is None else part + retold[border:] + end
+
+    def _bytes(self, token_ids: list[int]) -> bytes:
+        data = self._pair.target.joined(token_ids)
+        return data[1:] if self._is_start and self._pair.target.adds_space and data.startswith(b" ") else data
+
+    def _translated(self, token_ids: list[int]) -> list[int] | None:
+        whole, part = _split(self._bytes(token_ids))
+        rest = self._pair.draft.segment(part)
+        return None if rest is None else self._pair.draft.encode(whole, self._is_start) + rest
+
+    def _settle(self, token_ids: list[int], run: list[int]) -> None:
+        """Moves the beginning of the unsettled text to the last place, a window before the end, where tokens of both begin."""
+        pending, pair = token_ids[self._num_settled :], self._pair
+        target_at = list(accumulate((len(pair.target.table[token]) for token in pending), initial=0))
+        draft_at = list(accumulate((len(pair.draft.table[token]) for token in run), initial=0))
+        shift = draft_at[-1] - target_at[-1]  # a space in front that one of the two puts there
+        places = {at - shift: i for i, at in enumerate(draft_at) if i}
+        last = len(pending) - WINDOW
+        spaces = (i for i in range(last, 0, -1) if pair.target.table[pending[i]].startswith(b" ") and target_at[i] in places)
+        found = next(spaces, None)
+        if found is None and last > 2 * WINDOW:
+            found = next((i for i in range(last, 0, -1) if target_at[i] in places), None)
+        if abs(shift) > 1:  # a tokenizer that changes what it reads: no place can be found, and the text must not grow
+            found, places[target_at[-1]] = (len(pending), len(run)) if last > 2 * WINDOW else (None, 0)
+        if found is not None:
+            self._settled += run[: places[target_at[found]]]
+            self._num_settled += found
+            self._is_start = False
+
+
+def _is_written(params: SamplingParams) -> bool:
+    """Whether a request is drafted as text: greedy, and not shaped by settings that speak of the target's tokens."""
+    masks = params.logit_bias or params.banned_token_ids or params.allowed_token_ids is not None
+    return params.is_greedy and not params.has_penalties and not masks
+
+
+def _only(context: Context, rows: set[int]) -> Context:
+    """The context with no use for drafts outside ``rows``."""
+    return replace(context, limits=tuple([limit if b in rows else 0 for b, limit in enumerate(context.limits)]))
+
+
+def _split(data: bytes) -> tuple[str, bytes]:
+    """Bytes -> the text of them, and the part of a character that they end with."""
+    try:
+        return data.decode(), b""
+    except UnicodeDecodeError as error:
+        if error.end == len(data) and error.reason == "unexpected end of data":
+            return data[: error.start].decode(), data[error.start :]
+        return data.decode(errors="replace"), b""

@@ -1,0 +1,273 @@
+"""The longest repeated end of the text is continued as it went on before: a suffix automaton, no model, no weights.
+
+The idea is SuffixDecoding's (Oliaro et al. 2024): the longer the match, the longer the draft, as far as the continuation has
+been frequent. The index is the online suffix automaton of Blumer et al. 1985: O(1) amortised a token, at most 2n states and 3n
+transitions for n tokens, where a suffix tree of bounded depth d takes O(d) a token and forgets longer matches.
+
+A continuation is counted where it was the longest match and in the contexts in which it was new: *update exclusion*, as in the
+text compressor PPM (Moffat 1990). These are exactly the states that the automaton's own extension visits, so that counts cost
+nothing, where counting every context of a token takes O(text) in the worst case.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.proposers.base import Proposer, Setting, chain_proposal
+from outrider.types import Context, OutriderError, Proposal, Request
+
+END = -1  # stands behind each earlier text: no token, so no match and no draft crosses it
+ROOT = 0
+NUM_BLOCKS = 4  # earlier texts are dropped by the quarter
+MAX_ENTRY = 64  # tokens with which a request enters a block of earlier texts: its longest match there at first
+
+
+@dataclass(frozen=True)
+class SuffixConfig:
+    """How far a repetition is trusted, and whether texts of earlier requests count."""
+
+    min_match: int = 1  # tokens; after a match of one a draft is short, and cheap
+    drafts_per_match: float = 2.0  # drafts for each matched token
+    min_prob: float = 0.1  # of the whole draft so far, by counts; below it the draft stops
+    earlier_tokens: int = 0  # tokens of earlier requests to remember, prompts and outputs; 0: none
+
+    def __post_init__(self) -> None:
+        checks = {
+            "suffix needs min_match >= 1": self.min_match >= 1,
+            "suffix needs drafts_per_match > 0": self.drafts_per_match > 0,
+            "suffix needs 0 <= min_prob <= 1": 0 <= self.min_prob <= 1,
+            f"suffix needs earlier_tokens 0 or at least {2 * NUM_BLOCKS}": self.earlier_tokens == 0
+            or self.earlier_tokens >= 2 * NUM_BLOCKS,
+        }
+        for message, holds in checks.items():
+            if not holds:
+                raise OutriderError(message)
+
+
+class SuffixAutomaton:
+    """The substrings of a growing text, and how often each was followed by what.
+
+    A state stands for substrings that end at the same places, the longest of ``lens[state]`` tokens; ``links`` leads to the
+    longest suffix that ends at more places. States are numbered from the root, 0, on.
+    """
+
+    __slots__ = ("_best", "_counts", "_last", "_next", "_totals", "lens", "links")
+
+    def __init__(self) -> None:
+        self.lens = [0]
+        self.links = [-1]
+        self._next: list[dict[int, int]] = [{}]
+        self._totals = [0]  # continuations counted
+        self._best = [END]  # the most frequent of them, the latest on ties
+        self._counts: list[dict[int, int] | None] = [None]  # None: there is only one, counted ``_totals`` times
+        self._last = ROOT
+
+    @property
+    def num_states(self) -> int:
+        return len(self.lens)
+
+    @property
+    def num_transitions(self) -> int:
+        return sum(map(len, self._next))
+
+    @property
+    def end(self) -> int:
+        """The state of the longest end of the text that stood somewhere else before; the root if there is none."""
+        return max(self.links[self._last], ROOT)
+
+    def extend(self, token: int) -> None:
+        """Appends a token (Blumer et al. 1985), amortised O(1), and counts it."""
+        following, links = self._next, self.links
+        state, new = self._last, self._add(self.lens[self._last] + 1, {})
+        while state >= 0 and token not in following[state]:
+            following[state][token] = new
+            self._count(state, token)
+            state = links[state]
+        if state < 0:
+            links[new] = ROOT
+        else:
+            self._count(state, token)
+            links[new] = self._exactly(state, token)
+        self._last = new
+
+    def follow(self, state: int, length: int, token_ids: Sequence[int]) -> tuple[int, int]:
+        """Where a match of ``length`` tokens in ``state`` leads with more tokens: the longest match then, and its length."""
+        following, links, lens = self._next, self.links, self.lens
+        while state and length <= lens[links[state]]:  # the state was split since
+            state = links[state]
+        for token in token_ids:
+            after = following[state].get(token)
+            while after is None and state:
+                state = links[state]
+                length = lens[state]
+                after = following[state].get(token)
+            state, length = (ROOT, 0) if after is None else (after, length + 1)
+        return state, length
+
+    def continuation(self, state: int, k: int, min_len: int, min_prob: float) -> list[int]:
+        """At most k tokens, each the most frequent after those before it, while their joint probability is ``min_prob``.
+
+        Where the text ends, the draft goes on after the longest end of at least ``min_len`` tokens that stood elsewhere, so
+        that what repeats goes on repeating.
+        """
+        drafts: list[int] = []
+        prob = 1.0
+        while len(drafts) < k:
+            total = self._totals[state]
+            if not total:
+                state = self.links[state]
+                if self.lens[state] < min_len:
+                    break
+                continue
+            token, counts = self._best[state], self._counts[state]
+            if counts is not None:
+                prob *= counts[token] / total
+            if token == END or prob < min_prob:
+                break
+            drafts.append(token)
+            state = self._next[state][token]
+        return drafts
+
+    def _add(self, length: int, following: dict[int, int]) -> int:
+        self.lens.append(length)
+        self.links.append(-1)
+        self._next.append(following)
+        self._totals.append(0)
+        self._best.append(END)
+        self._counts.append(None)
+        return len(self.lens) - 1
+
+    def _exactly(self, state: int, token: int) -> int:
+        """The state of precisely ``state``'s longest substring and the token: split off where it stands for longer ones too."""
+        following, links = self._next, self.links
+        found = following[state][token]
+        length = self.lens[state] + 1
+        if self.lens[found] == length:
+            return found
+        split = self._add(length, dict(following[found]))
+        counts = self._counts[found]
+        self._totals[split], self._best[split] = self._totals[found], self._best[found]
+        self._counts[split] = None if counts is None else dict(counts)
+        links[split] = links[found]
+        links[found] = split
+        while state >= 0 and following[state].get(token) == found:
+            following[state][token] = split
+            state = links[state]
+        return split
+
+    def _count(self, state: int, token: int) -> None:
+        total, best, counts = self._totals[state], self._best[state], self._counts[state]
+        self._totals[state] = total + 1
+        if total == 0:
+            self._best[state] = token
+        elif counts is not None or token != best:
+            if counts is None:
+                counts = self._counts[state] = {best: total}
+            counts[token] = counts.get(token, 0) + 1
+            if counts[token] >= counts[best]:
+                self._best[state] = token
+
+
+@dataclass(eq=False, slots=True)
+class Cursor:
+    """How far the end of a request's text matches a block of earlier texts."""
+
+    block: SuffixAutomaton
+    state: int = ROOT
+    length: int = 0
+
+    def read(self, token_ids: Sequence[int]) -> None:
+        self.state, self.length = self.block.follow(self.state, self.length, token_ids)
+
+
+class EarlierTexts:
+    """Texts of requests that ended, at most ``max_tokens`` with a mark behind each; the oldest quarter goes first."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._block_size = max_tokens // NUM_BLOCKS
+        self._used = self._block_size
+        self.blocks: deque[SuffixAutomaton] = deque(maxlen=NUM_BLOCKS)  # the newest first
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Remembers a text, its end if it is longer than all there is room for."""
+        room = self._block_size * NUM_BLOCKS - 1
+        for token in [*token_ids[-room:], END]:
+            if self._used == self._block_size:
+                self.blocks.appendleft(SuffixAutomaton())
+                self._used = 0
+            self.blocks[0].extend(token)
+            self._used += 1
+
+
+class _Track:
+    """One request: its own automaton, and where it stands in the earlier texts."""
+
+    def __init__(self, request: Request) -> None:
+        self.token_ids = request.token_ids  # the request's own list, which grows
+        self.own = SuffixAutomaton()
+        self.cursors: list[Cursor] = []
+        self._num_read = 0
+
+    def catch_up(self, blocks: Sequence[SuffixAutomaton]) -> None:
+        """Reads the tokens committed since."""
+        fresh = self.token_ids[self._num_read :]
+        for token in fresh:
+            self.own.extend(token)
+        if blocks or self.cursors:
+            known = {id(cursor.block): cursor for cursor in self.cursors}
+            self.cursors = [known.get(id(block)) or Cursor(block) for block in blocks]
+            for cursor in self.cursors:
+                cursor.read(fresh if id(cursor.block) in known else self.token_ids[-MAX_ENTRY:])
+        self._num_read = len(self.token_ids)
+
+    def longest(self) -> Cursor:
+        """The longest match; on ties the request's own text, then the newest block."""
+        longest = Cursor(self.own, self.own.end, self.own.lens[self.own.end])
+        for cursor in self.cursors:
+            if cursor.length > longest.length:
+                longest = cursor
+        return longest
+
+
+class SuffixProposer(Proposer):
+    """Drafts the most frequent continuation of the longest match in prompt, output and, if asked to, earlier requests."""
+
+    name = "suffix"
+    auto_drafts = 31
+
+    def __init__(self, config: SuffixConfig = SuffixConfig()) -> None:
+        self._config = config
+        self._earlier = EarlierTexts(config.earlier_tokens) if config.earlier_tokens else None
+        self._tracks: dict[str, _Track] = {}
+
+    @classmethod
+    def build(cls, setting: Setting) -> SuffixProposer:
+        return cls(setting.config(SuffixConfig))
+
+    def propose(self, context: Context, k: int) -> Proposal:
+        """Point masses; none where nothing repeats."""
+        return chain_proposal(
+            [
+                self._drafts(request, min(k, limit, self.max_drafts))
+                for request, limit in zip(context.requests, context.limits, strict=True)
+            ]
+        )
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            track = self._tracks.pop(request_id, None)
+            if track is not None and self._earlier is not None:
+                self._earlier.add(track.token_ids)
+
+    def _drafts(self, request: Request, k: int) -> list[int]:
+        track = self._tracks.get(request.request_id)
+        if track is None:
+            track = self._tracks[request.request_id] = _Track(request)
+        track.catch_up(self._earlier.blocks if self._earlier is not None else ())
+        match, config = track.longest(), self._config
+        if match.length < config.min_match:
+            return []
+        k = min(k, int(config.drafts_per_match * match.length))
+        return match.block.continuation(match.state, k, config.min_match, config.min_prob)

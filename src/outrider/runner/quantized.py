@@ -1,0 +1,76 @@
+"""A second form of a packed model's weights, in 8 or 4 bits: half or a quarter of the bytes that a pass reads.
+
+By groups (128 inputs of an output share a scale) and to nearest: no text is needed to calibrate on. Everything but the linear
+layers is shared with the model, its embeddings included.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from outrider.runner import huge_pages, kernels
+from outrider.runner.linear import FusedLinears, PackedLinear, structural_copy
+
+CHUNK = 1 << 19  # weights quantised at a time: their float32 copies stay in the CPU's cache
+
+
+def quantized_bytes(model: PreTrainedModel, bits: int) -> int:
+    """Memory that ``quantized_copy`` will take."""
+    total = 0
+    for layer, width in _layers(model, bits):
+        panels, inputs, lanes = layer.packed.shape
+        total += panels * inputs * lanes * width // 8 + panels * lanes * -(-inputs // kernels.SCALED) * 4
+    return total
+
+
+def quantized_copy(model: PreTrainedModel, bits: int) -> PreTrainedModel:
+    """The packed model with its linear layers in ``bits`` (8 or 4) bits; all else is shared.
+
+    The head keeps 8: it chooses among many tokens that are nearly alike.
+    """
+    own = structural_copy(model)
+    for layer, width in _layers(own, bits):
+        layer.packed, layer.scales = quantize(layer.packed, width)
+    return own
+
+
+def _layers(model: PreTrainedModel, bits: int) -> list[tuple[PackedLinear | FusedLinears, int]]:
+    head = model.get_output_embeddings()
+    found = [module for module in model.modules() if isinstance(module, (PackedLinear, FusedLinears))]
+    return [(module, max(bits, 8) if module is head else bits) for module in found]
+
+
+def quantize(packed: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """[panels, inputs, 32] -> int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], and scales [groups, panels * 32]."""
+    panels, inputs, lanes = packed.shape
+    groups = -(-inputs // kernels.SCALED)
+    codes = huge_pages.empty((panels, inputs, lanes * bits // 8), torch.int8 if bits == 8 else torch.uint8)
+    scales = torch.empty(groups, panels, lanes)
+    table = _nearest_codes()
+    step = max(1, CHUNK // (inputs * lanes))
+    for at in range(0, panels, step):
+        part = packed[at : at + step].float()
+        part = torch.nn.functional.pad(part, (0, 0, 0, groups * kernels.SCALED - inputs)).view(
+            -1, groups, kernels.SCALED, lanes
+        )
+        largest = part.abs().amax(2).clamp_(min=1e-30)  # [panels, groups, 32]
+        part = part.div_(largest[:, :, None]).view(-1, groups * kernels.SCALED, lanes)[:, :inputs]
+        if bits == 8:
+            codes[at : at + step] = (part * 127).round_()
+            largest = largest / 127
+        else:
+            nearest = table[((part + 1) * ((len(table) - 1) / 2)).round_().int()]
+            codes[at : at + step] = nearest[..., : lanes // 2] | nearest[..., lanes // 2 :] << 4
+        scales[:, at : at + step] = largest.transpose(0, 1)
+    return codes, scales.view(groups, panels * lanes)
+
+
+@cache
+def _nearest_codes() -> Tensor:
+    """uint8 [2^16]: the nearest 4-bit code of numbers from -1 to 1, evenly spaced."""
+    numbers = torch.tensor(kernels.CODES)
+    return torch.bucketize(torch.linspace(-1, 1, 1 << 16), (numbers[1:] + numbers[:-1]) / 2).to(torch.uint8)

@@ -1,0 +1,229 @@
+"""Two methods in turn: who drafts for whom, what each is told, and that nothing is lost between them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from runner.rounds import make_request, verdict_of
+from test_draft_model import Drafting
+
+from outrider.proposers.base import Proposer, ScriptedProposer, Setting, chain_proposal, merged
+from outrider.proposers.combined import CombinedConfig, CombinedProposer
+from outrider.registry import PROPOSERS
+from outrider.sampling import Sampler
+from outrider.types import Context, OutriderError, Proposal, SamplingParams
+
+VOCAB = 9
+
+
+class Recorder(Proposer):
+    """Drafts by a table of request -> drafts and writes down what it is asked and told."""
+
+    def __init__(self, name, chains, needs_hidden=(), probs=False, parents=None):
+        self.name, self.chains, self.needs_hidden = name, chains, needs_hidden
+        self.probs, self.parents = probs, parents
+        self.drafts_trees = parents is not None
+        self.asked, self.told, self.released, self.hidden = [], [], [], []
+
+    def propose(self, context, k):
+        self.asked.append((context.request_ids, context.limits, k))
+        assert context.sampler.requests == context.requests
+        self.hidden.append({layer: [rows.flatten().tolist() for rows in found] for layer, found in context.hidden.items()})
+        width = k if self.parents is None else 99
+        proposal = chain_proposal([self.chains.get(name, [])[:width] for name in context.request_ids])
+        if self.probs:
+            proposal = replace(proposal, probs=torch.full((*proposal.token_ids.shape, VOCAB), 1 / VOCAB))
+        if self.parents is not None:
+            tree = torch.tensor(self.parents)[: proposal.num_nodes].repeat(len(context.requests), 1)
+            proposal = replace(proposal, parents=tree)
+        return proposal
+
+    def commit(self, context, verdict):
+        self.told.append(
+            (context.request_ids, verdict.path.tolist(), verdict.num_accepted.tolist(), verdict.next_token.tolist())
+        )
+
+    def release(self, request_ids):
+        self.released += request_ids
+
+
+def context_of(*names, limits=None, hidden=None):
+    requests = tuple(make_request(name, [1, 2, 3]) for name in names)
+    return Context(requests, tuple(limits or [9] * len(names)), Sampler(requests, VOCAB), hidden or {})
+
+
+def chains_of(proposal):
+    return [row[:n] for row, n in zip(proposal.token_ids.tolist(), proposal.lens.tolist(), strict=True)]
+
+
+def combined(first, second, **config):
+    return CombinedProposer(first, second, CombinedConfig(**({"min_first": 3} | config)))
+
+
+def test_a_long_draft_of_the_first_is_taken_and_else_the_seconds():
+    first = Recorder("first", {"a": [1, 1, 1, 1], "b": [2, 2], "d": [4, 4, 4]})
+    second = Recorder("second", {"b": [5, 5], "c": [6], "d": [7, 7]})
+    proposal = combined(first, second).propose(context_of("a", "b", "c", "d"), 4)
+    assert chains_of(proposal) == [[1, 1, 1, 1], [5, 5], [6], [4, 4, 4]]
+    assert proposal.probs is None and proposal.parents is None
+    assert second.asked == [(("b", "c"), (9, 9), 4)]
+
+
+def test_a_short_draft_of_the_first_serves_where_the_second_has_none():
+    first, second = Recorder("first", {"a": [1], "b": [2]}), Recorder("second", {"b": [5]})
+    assert chains_of(combined(first, second).propose(context_of("a", "b"), 4)) == [[1], [5]]
+    assert chains_of(combined(first, Recorder("none", {})).propose(context_of("a"), 4)) == [[1]]
+
+
+def test_the_second_is_not_asked_where_it_is_of_no_use():
+    first, second = Recorder("first", {"a": [1, 1, 1]}), Recorder("second", {"b": [5]})
+    proposer = combined(first, second)
+    assert chains_of(proposer.propose(context_of("a", "b", limits=[9, 0]), 4)) == [[1, 1, 1], []]
+    assert second.asked == []
+
+
+def test_a_small_k_does_not_make_a_short_match_long_enough():
+    first, second = Recorder("first", {"a": [1, 1], "b": [2, 2, 2, 2]}), Recorder("second", {"a": [5, 5], "b": [6]})
+    proposer = combined(first, second)
+    assert chains_of(proposer.propose(context_of("a", "b"), 2)) == [[5, 5], [2, 2]]
+    assert chains_of(proposer.propose(context_of("a", "b", limits=[1, 1]), 2))[1] == [2]
+
+
+def test_point_masses_stand_beside_probabilities_as_one_hots():
+    first, second = Recorder("first", {"a": [1, 2, 3]}), Recorder("second", {"b": [4]}, probs=True)
+    proposal = combined(first, second).propose(context_of("a", "b"), 4)
+    assert proposal.probs[0].argmax(-1).tolist() == [1, 2, 3] and proposal.probs[0].max(-1).values.tolist() == [1, 1, 1]
+    assert proposal.probs[0].sum() == 3
+    assert torch.equal(proposal.probs[1, 0], torch.full((VOCAB,), 1 / VOCAB))
+
+
+def test_chains_stand_beside_trees_as_trees():
+    first = Recorder("first", {"a": [1, 2, 3]})
+    second = Recorder("second", {"b": [4, 5, 6, 7]}, parents=[-1, -1, 0, 1])
+    proposer = combined(first, second)
+    proposal = proposer.propose(context_of("a", "b"), 2)
+    assert proposer.drafts_trees
+    assert chains_of(proposal) == [[1, 2], [4, 5, 6, 7]]
+    assert proposal.parents[0, :2].tolist() == [-1, 0] and proposal.parents[1].tolist() == [-1, -1, 0, 1]
+
+
+def test_each_is_told_what_became_of_its_own_drafts():
+    first, second = Recorder("first", {"a": [1, 1, 1], "b": [2]}), Recorder("second", {"b": [5, 6], "c": [7, 7]})
+    proposer, context = combined(first, second), context_of("a", "b", "c")
+    proposer.propose(context, 3)
+    proposer.commit(context, verdict_of([[0, 1, 2], [0, 1], []], [3, 4, 8]))
+    # of b's and c's drafts the first hears that none was kept, and which token came next
+    assert first.told == [(("a", "b", "c"), [[0, 1, 2], [-1, -1, -1], [-1, -1, -1]], [3, 0, 0], [3, 5, 8])]
+    assert second.told == [(("b", "c"), [[0, 1, -1], [-1, -1, -1]], [2, 0], [4, 8])]
+
+
+def test_who_was_not_asked_is_told_nothing():
+    first, second = Recorder("first", {"a": [1, 1, 1]}), Recorder("second", {})
+    proposer, context = combined(first, second), context_of("a")
+    proposer.propose(context, 3)
+    proposer.commit(context, verdict_of([[0]], [3]))
+    assert len(first.told) == 1 and second.told == []
+
+
+def test_features_wait_until_the_second_is_asked():
+    first = Recorder("first", {"a": [1, 1, 1]}, needs_hidden=(2,))
+    second = Recorder("second", {"b": [5]}, needs_hidden=(2, 4))
+    proposer = combined(first, second)
+    assert proposer.needs_hidden == (2, 4)
+
+    def features(value):
+        return {layer: [torch.full((1, 1), value + 100.0 * b + layer) for b in range(2)] for layer in (2, 4)}
+
+    proposer.propose(context_of("a", "b", hidden=features(10)), 3)
+    first.chains = {}
+    proposer.propose(context_of("a", "b", hidden=features(20)), 3)
+    assert first.hidden == [{2: [[12.0], [112.0]]}, {2: [[22.0], [122.0]]}]
+    assert second.hidden == [{2: [[112.0]], 4: [[114.0]]}, {2: [[12.0, 22.0], [122.0]], 4: [[14.0, 24.0], [124.0]]}]
+
+
+def test_a_released_request_is_forgotten_by_both():
+    first, second = Recorder("first", {}, needs_hidden=(1,)), Recorder("second", {}, needs_hidden=(1,))
+    proposer = combined(first, second)
+    proposer.propose(context_of("a", limits=[0], hidden={1: [torch.ones(1, 1)]}), 3)
+    proposer.release(["a"])
+    assert first.released == second.released == ["a"]
+    proposer.propose(context_of("a", hidden={1: [torch.zeros(1, 1)]}), 3)
+    assert second.hidden == [{1: [[0.0]]}]
+
+
+def test_a_first_that_draws_its_drafts_is_refused():
+    """To keep or drop a drawn draft by what was drawn would bend the distribution of those that are kept."""
+    with pytest.raises(OutriderError, match="'drawing' does here: name it second"):
+        combined(Recorder("drawing", {"a": [1]}, probs=True), Recorder("second", {})).propose(context_of("a"), 3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_draft_model_catches_up_after_rounds_in_which_it_was_not_asked(temperature):
+    """Every draft of the second is what the draft model itself says after the committed text."""
+    drafting = Drafting(temperature=temperature)
+    copied = {}
+    first = ScriptedProposer.of_chains(lambda context, k: [copied.get(name, []) for name in context.request_ids])
+    drafting.proposer = combined(first, drafting.proposer)
+    plans = [
+        ({"r0": [7] * 4}, [4, 1, 0]),
+        ({"r1": [8] * 3, "r2": [9] * 3}, [2, 3, 1]),
+        ({}, [3, 0, 2]),
+        ({"r1": [1] * 3}, [0, 0, 3]),
+    ]
+    for copied, accepted in plans:
+        proposal = drafting.propose(4)
+        for b, request in enumerate(drafting.requests):
+            if request.request_id in copied:
+                assert chains_of(proposal)[b] == copied[request.request_id]
+        owned = [request.request_id not in copied for request in drafting.requests]
+        drafting.proposal = replace(proposal, lens=proposal.lens * torch.tensor(owned))
+        drafting.check()
+        drafting.proposal = proposal
+        drafting.commit(accepted, [50, 51, 52])
+
+
+def test_two_names_joined_by_a_plus_make_one_method():
+    joint = PROPOSERS.get("suffix+ngram")
+    proposer = joint.build(Setting(None, options={"suffix.min_match": "3", "min_first": "5"}))
+    assert proposer.name == joint.name == "suffix+ngram"
+    assert not joint.takes_draft and PROPOSERS.get("suffix+draft").takes_draft
+    assert proposer.auto_drafts == PROPOSERS.get("suffix").auto_drafts
+    assert PROPOSERS.get("suffix+ngram+draft").name == "suffix+ngram+draft"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("suffix+nonsense", {}, "unknown method 'nonsense'; known: plain"),
+        ("suffix+ngram", {"min_match": 3}, "no option min_match; it has min_first"),
+        ("suffix+ngram", {"suffix.n": 3}, "no option n; it has min_match"),
+        ("suffix+ngram", {"draft.n": 3}, "draft.n: options of suffix.ngram begin with suffix or ngram"),
+        ("suffix+ngram", {"min_first": 0}, "min_first must be at least 1"),
+        ("suffix+draft", {}, "needs a draft model"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_in_one_line(name, options, message):
+    with pytest.raises(OutriderError, match=message) as error:
+        PROPOSERS.get(name).build(Setting(None, options=options))
+    assert "\n" not in str(error.value)
+
+
+def test_merging_keeps_every_row_and_leaves_the_others_empty():
+    parts = [([2], chain_proposal([[4, 5]])), ([0], chain_proposal([[6]])), ([3], Proposal.empty(1))]
+    assert chains_of(merged(parts, 5, VOCAB)) == [[6], [], [4, 5], [], []]
+    assert merged([], 3, VOCAB).lens.tolist() == [0, 0, 0]
+    whole = chain_proposal([[1], [2]])
+    assert merged([([0, 1], whole)], 2, VOCAB) is whole
+
+
+def test_mixed_batches_of_greedy_and_sampled_requests_are_drafted_for():
+    drafting = Drafting(temperature=0.8)
+    drafting.requests[1].params = SamplingParams()
+    first = ScriptedProposer.of_chains(lambda context, k: [[], [], [3] * 8])
+    drafting.proposer = combined(first, drafting.proposer)
+    proposal = drafting.propose(4)
+    assert proposal.lens.tolist() == [4, 4, 4] and proposal.token_ids[2].tolist() == [3] * 4
+    assert (proposal.probs[1].max(-1).values == 1).all() and (proposal.probs[2, :, 3] == 1).all()
+    torch.testing.assert_close(proposal.probs.sum(-1), torch.ones(3, 4))

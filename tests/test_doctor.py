@@ -1,0 +1,154 @@
+"""The doctor says in plain words whether a draft fits its target, and a pair that does not fit is never called healthy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_folder import make_folder, make_tokenizer
+
+from outrider.doctor import Patient, check_up, checkup
+from outrider.proposers.base import Proposer, Setting, chain_proposal
+from outrider.registry import PROPOSERS
+from outrider.types import Finding, SamplingParams
+
+SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
+OPTIONS = {"compile": "never", "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("target"), num_hidden_layers=4, hidden_size=32, intermediate_size=64)
+
+
+def examined(target, method="draft", draft=None, params=SHORT):
+    options = OPTIONS | ({} if draft is None else {"draft": str(draft)})
+    return check_up(Patient(str(target), method, options, params))
+
+
+def level_of(found, topic):
+    return {finding.topic: finding.level for finding in found.findings}.get(topic)
+
+
+def test_a_draft_that_is_the_target_is_accepted_at_every_place_and_is_told_to_be_too_large(target):
+    found = examined(target, draft=target)
+    assert found.fits
+    assert found.acceptance.by_position == [1.0] * checkup.K
+    assert level_of(found, "vocabulary") == level_of(found, "text") == level_of(found, "context") == "ok"
+    assert level_of(found, "size") == "suspicious"
+    assert "fits, with doubts" in found.verdict or "gains nothing" in found.verdict
+
+
+def test_a_draft_of_another_target_does_not_fit(target, tmp_path):
+    found = examined(target, draft=make_folder(tmp_path, seed=9))
+    assert not found.fits
+    assert level_of(found, "acceptance") == "wrong"
+    assert found.acceptance.by_position[0] < checkup.HOPELESS
+    assert "does not fit" in found.verdict
+
+
+def test_another_vocabulary_is_found_before_the_draft_is_loaded(target, tmp_path):
+    draft = make_folder(tmp_path, tokenizer=make_tokenizer(300))
+    (draft / "model.safetensors").write_bytes(b"never read")
+    found = examined(target, draft=draft)
+    assert not found.fits and found.acceptance is None
+    assert found.findings[-1].topic == "vocabulary" and "different vocabularies" in found.findings[-1].text
+
+
+def test_a_shorter_window_is_noted(target, tmp_path):
+    found = examined(target, draft=make_folder(tmp_path, max_position_embeddings=128))
+    assert level_of(found, "context") == "note"
+
+
+@pytest.mark.parametrize("harm", ["truncated", "nan", "missing"])
+def test_a_broken_file_is_a_finding_and_no_exception(target, tmp_path, harm):
+    draft = tmp_path / "draft"
+    shutil.copytree(target, draft)
+    file = draft / "model.safetensors"
+    if harm == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif harm == "missing":
+        file.unlink()
+    else:
+        tensors = load_file(file)
+        tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], float("nan"))
+        save_file(tensors, file, metadata={"format": "pt"})
+    found = examined(target, draft=draft)
+    assert not found.fits
+    assert found.findings[-1].level == "wrong" and found.findings[-1].topic == "loading"
+    assert "\n" not in found.findings[-1].text
+    if harm == "nan":
+        assert "model.norm.weight hold NaN" in found.findings[-1].text
+
+
+def test_weights_that_memory_does_not_hold_are_told_before_they_are_loaded(target, monkeypatch):
+    monkeypatch.setattr(checkup, "free_memory", lambda: 1000)
+    found = examined(target, draft=target)
+    assert [finding.level for finding in found.findings] == ["wrong"] and found.findings[0].topic == "memory"
+
+
+def test_the_targets_own_methods_are_examined_by_their_own_checks(target):
+    found = examined(target, method="early-exit:layers=2")
+    assert level_of(found, "exits") in ("ok", "suspicious")
+    assert found.acceptance is not None
+
+
+class Guessing(Proposer):
+    """Drafts zeros, or with the right option what the target says."""
+
+    name = "guessing"
+    answers: ClassVar[list[list[int]]] = []
+
+    def __init__(self, is_right):
+        self.is_right = is_right
+
+    @classmethod
+    def build(cls, setting: Setting):
+        return cls(setting.options.get("layer") == "3")
+
+    @classmethod
+    def examine(cls, setting: Setting):
+        yield Finding("note", "head", "looked at")
+
+    @classmethod
+    def alternatives(cls, setting: Setting):
+        return ["layer=1", "layer=3"]
+
+    def propose(self, context, k):
+        chains = []
+        for request, limit in zip(context.requests, context.limits, strict=True):
+            text = next((a for a in self.answers if a[: len(request.token_ids)] == request.token_ids), [])
+            right = text[len(request.token_ids) :][: min(k, limit)]
+            chains.append(right if self.is_right else [299] * min(k, limit))
+        return chain_proposal(chains)
+
+
+def test_where_hardly_any_draft_is_accepted_the_alternative_that_fits_is_named(target, monkeypatch):
+    from outrider import LLM
+    from outrider.bench.workloads import builtin, encode
+
+    monkeypatch.setitem(PROPOSERS._entries, "guessing", Guessing)
+    llm = LLM(str(target), method="plain", **OPTIONS)
+    prompts = [encode(llm.tokenizer, prompt)[-128:] for kind in checkup.WORKLOADS for prompt in builtin(kind, 1)]
+    texts = llm.generate(prompts, SHORT)
+    Guessing.answers = [prompt + text.token_ids for prompt, text in zip(prompts, texts, strict=True)]
+    found = examined(target, method="guessing:layer=2")
+    assert not found.fits and level_of(found, "head") == "note"
+    assert level_of(found, "options") == "suspicious"
+    assert "guessing:layer=3 fits better" in found.findings[-1].text
+
+
+def test_the_command_prints_the_verdict_and_its_exit_code_says_whether_it_fits(target, tmp_path, capsys):
+    from outrider.cli import main
+
+    given = ["doctor", "--target", str(target), "--compile", "never", "--max-tokens", "12", "--ignore-eos"]
+    assert main([*given, "--draft", str(target)]) == 0
+    out = capsys.readouterr().out
+    assert "vocabulary" in out and "acceptance   of draft 1, 2, ..." in out and "verdict      fits" in out
+    assert main([*given, "--draft", str(make_folder(tmp_path, seed=9)), "--json"]) == 3
+    document = json.loads(capsys.readouterr().out)
+    assert document["fits"] is False and any(finding["level"] == "wrong" for finding in document["findings"])

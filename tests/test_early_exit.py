@@ -1,0 +1,288 @@
+"""The target's first layers draft, and the score goes on behind them: same text, same cache, fewer layers run."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from runner.rounds import force_reference, make_model, make_request, make_text, plain_logits, proposal_of, untouched, verdict_of
+from runner.test_architectures import small_config
+from tiny_folder import make_folder, make_tokenizer
+from torch import nn
+
+from outrider import LLM, SamplingParams
+from outrider.engine.costs import PassCosts
+from outrider.proposers.base import Setting
+from outrider.proposers.early_exit import EarlyExitProposer, measure_exits, pick_exit
+from outrider.runner import ModelRunner, RunnerConfig, compiled, kernels
+from outrider.runner.layer_span import WHOLE, LayerSpan
+from outrider.sampling import Sampler
+from outrider.types import Context, OutriderError
+
+LAYERS, DEPTH, VOCAB = 4, 2, 67
+TYPES = ["llama", "gpt2", "gemma2", "gemma3_text", "qwen3", "gpt_neox", "phi3", "cohere2", "deepseek_v3", "granite"]
+
+
+# Sizes that vectors divide: torch rounds the elements left over at the end of a tensor otherwise than those before.
+EVEN = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+
+
+def four_layers(model_type="llama", **shape):
+    changes = {"num_hidden_layers": LAYERS} | ({"n_layer": LAYERS} if model_type == "gpt2" else {})
+    if model_type in ("gemma2", "gemma3_text", "cohere2"):
+        changes["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    return small_config(model_type, **changes, **shape)
+
+
+class Drafting:
+    """A target that drafts for itself, held against its own plain forward and against a second runner that never drafts."""
+
+    def __init__(self, model_type="llama", lengths=(3, 20, 37), depth=DEPTH, temperature=0.0, compile="never"):
+        self.model = make_model(four_layers(model_type, **(EVEN if model_type == "llama" else {})))
+        config = RunnerConfig(compile=compile, prefill_chunk=16)
+        self.runner = ModelRunner.load(untouched(self.model), config)
+        self.config = config
+        self.proposer = EarlyExitProposer.build(Setting(self.runner, options={"layers": depth}))
+        self.requests = [make_request(f"r{index}", make_text(length, index, 60)) for index, length in enumerate(lengths)]
+        for request in self.requests:
+            request.params = SamplingParams(temperature=temperature)
+        self.spans = []
+        run = self.runner.passes.run
+
+        def spy(tokens, layout, layers, places, span=WHOLE):
+            self.spans.append((span, tuple(tokens.shape[:2])))
+            return run(tokens, layout, layers, places, span)
+
+        self.runner.passes.run = spy
+
+    def context(self, limits):
+        return Context(tuple(self.requests), tuple(limits), Sampler(self.requests, VOCAB))
+
+    def step(self, limits, accepted, proposal=None):
+        """Drafts, scores, checks every row against the plain forward, accepts so many drafts of each request."""
+        context = self.context(limits)
+        drafts = self.proposer.propose(context, max(limits))
+        proposal = drafts if proposal is None else proposal
+        self.spans.clear()
+        scores = self.runner.score(context, proposal)
+        for b, request in enumerate(self.requests):
+            n = int(proposal.lens[b])
+            text = request.token_ids + proposal.token_ids[b, :n].tolist()
+            expected = plain_logits(self.model, text)[-n - 1 :]
+            torch.testing.assert_close(scores.logits[b, : n + 1], expected, rtol=2e-3, atol=2e-4)
+        verdict = verdict_of([list(range(count)) for count in accepted], [b + 1 for b in range(len(accepted))])
+        self.runner.commit(context, verdict)
+        self.proposer.commit(context, verdict)
+        for b, (request, count) in enumerate(zip(self.requests, accepted, strict=True)):
+            request.token_ids += [*proposal.token_ids[b, :count].tolist(), b + 1]
+        return drafts, scores
+
+    def assert_cache_is_a_fresh_forwards(self, exact):
+        fresh = ModelRunner.load(untouched(self.model), self.config)
+        for request in self.requests:
+            text = request.token_ids[:-1]
+            assert self.runner.cache.cached_len(request.request_id) == len(text)
+            fresh.extend([request.request_id], [text])
+            pairs = zip(self.runner.cache.read(request.request_id), fresh.cache.read(request.request_id), strict=True)
+            for got, expected in pairs:
+                torch.testing.assert_close(got, expected, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-4)
+
+
+@pytest.fixture(params=["kernels", "reference"])
+def operators(request, monkeypatch):
+    if request.param == "reference":
+        force_reference(monkeypatch)
+    return request.param
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_scores_and_the_cache_are_those_of_whole_passes(model_type, operators):
+    drafting = Drafting(model_type)
+    drafting.step([3, 3, 3], [3, 0, 1])
+    drafting.step([4, 0, 2], [2, 0, 2])
+    drafting.step([1, 1, 1], [1, 0, 1])
+    exact = model_type == "llama" and operators == "kernels" and kernels.load_cpu_kernels()
+    drafting.assert_cache_is_a_fresh_forwards(exact)
+
+
+def test_the_score_runs_only_the_layers_behind_the_exit_and_the_last_drafts_first_ones():
+    drafting = Drafting()
+    drafting.step([3, 3, 3], [3, 0, 1])
+    _, scores = drafting.step([3, 3, 3], [3, 0, 1])
+    assert drafting.spans == [(LayerSpan(0, DEPTH, head=False), (3, 1)), (LayerSpan(DEPTH), (3, 4))]
+    assert scores.first_layer == DEPTH
+
+
+def test_drafts_are_what_the_first_layers_say_themselves():
+    drafting = Drafting(lengths=(9,))
+    shallow = make_model(four_layers(**EVEN))
+    shallow.model.layers = shallow.model.layers[:DEPTH]
+    shallow.config.num_hidden_layers = DEPTH
+    drafts, _ = drafting.step([4], [0])
+    text = drafting.requests[0].token_ids[:-1]
+    for token in drafts.token_ids[0].tolist():
+        assert token == int(plain_logits(shallow, text)[-1].argmax())
+        text.append(token)
+
+
+def test_sampled_drafts_carry_the_distribution_they_were_drawn_from():
+    drafting = Drafting(temperature=0.8)
+    drafts, _ = drafting.step([3, 3, 3], [1, 0, 2])
+    assert drafts.probs.shape == (3, 3, VOCAB)
+    torch.testing.assert_close(drafts.probs.sum(-1), torch.ones(3, 3))
+    drafting.step([3, 3, 3], [1, 0, 2])
+    drafting.assert_cache_is_a_fresh_forwards(exact=kernels.load_cpu_kernels())
+
+
+def test_drafts_that_were_not_proposed_are_scored_rightly():
+    """As when another proposer's drafts, cut ones or none are scored in the place of these."""
+    drafting = Drafting()
+    own = drafting.proposer.propose(drafting.context([3, 3, 3]), 3).token_ids.tolist()
+    others = proposal_of([[own[0][0], (own[0][1] + 1) % VOCAB, 5], [own[1][0]], []])
+    drafting.step([3, 3, 3], [2, 1, 0], others)
+    drafting.step([3, 3, 3], [0, 0, 0], proposal_of([[], [], []]))
+    tree = proposal_of([own[0], own[1], own[2]], [[-1, -1, -1]] * 3)
+    context = drafting.context([3, 3, 3])
+    drafting.proposer.propose(context, 3)
+    assert drafting.runner.score(context, tree).first_layer == 0
+    drafting.runner.release(["r0", "r1", "r2"])
+    drafting.step([3, 3, 3], [1, 1, 1])
+    drafting.assert_cache_is_a_fresh_forwards(exact=kernels.load_cpu_kernels())
+
+
+def test_what_a_request_of_the_same_name_drafted_before_is_forgotten():
+    drafting = Drafting(lengths=(9,))
+    drafting.step([2], [1])
+    drafting.proposer.propose(drafting.context([2]), 2)
+    drafting.runner.release(["r0"])
+    length = len(drafting.requests[0].token_ids)
+    drafting.requests[0].token_ids[:] = [*make_text(length - 1, 9, 60), drafting.requests[0].token_ids[-1]]
+    drafting.step([2], [1])
+    drafting.assert_cache_is_a_fresh_forwards(exact=kernels.load_cpu_kernels())
+
+
+def test_layers_wanted_by_others_are_still_seen():
+    drafting = Drafting(lengths=(9,))
+    drafting.runner.needs_hidden = (0, 3)
+    _, scores = drafting.step([2], [1])
+    assert set(scores.hidden) == {0, 3} and scores.first_layer == 0
+    drafting.runner.needs_hidden = (DEPTH, 3)
+    _, scores = drafting.step([2], [1])
+    assert set(scores.hidden) == {DEPTH, 3} and scores.first_layer == DEPTH
+
+
+@pytest.mark.parametrize("same_text", [False, True])
+def test_text_is_plain_decodings(same_text):
+    model = make_model(four_layers())
+    prompts = [make_text(length, length, 60) for length in (1, 18, 40)]
+    params = SamplingParams(max_tokens=20, temperature=0.9 if same_text else 0.0, seed=3, ignore_eos=True)
+    plain = LLM(model, method="plain", compile="never", same_text=same_text).generate(prompts, params)
+    llm = LLM(model, method="early-exit:layers=2", num_draft_tokens=4, compile="never", same_text=same_text)
+    drafted = llm.generate(prompts, params)
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+    assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
+
+
+def test_the_price_of_whole_passes_is_not_learned_from_scores_that_begin_later(monkeypatch):
+    seen = set()
+    observe = PassCosts.observe
+
+    def spy(costs, width, *more):
+        seen.add((width, costs is llm.engine.costs))
+        observe(costs, width, *more)
+
+    monkeypatch.setattr(PassCosts, "observe", spy)
+    llm = LLM(make_model(four_layers()), method="early-exit:layers=3", num_draft_tokens=4, compile="never")
+    llm.generate([make_text(9, 1, 60)], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert (5, False) in seen and all(is_whole == (width == 1) for width, is_whole in seen)
+    assert llm.engine.costs.behind(3).seconds(5, 1, 9) is not None
+
+
+def still(model, first):
+    """Makes the layers from ``first`` on add nothing."""
+    for layer in model.model.layers[first:]:
+        nn.init.zeros_(layer.self_attn.o_proj.weight)
+        nn.init.zeros_(layer.mlp.down_proj.weight)
+    return model
+
+
+def test_the_exit_is_picked_by_agreement_and_cost(monkeypatch):
+    runner = ModelRunner.load(still(make_model(four_layers(vocab_size=320)), 2), RunnerConfig(compile="never"))
+    monkeypatch.setattr(runner, "pass_cost", lambda *_, span=WHOLE, **__: 4.0 if span.stop is None else 1.0)
+    exits = {found.layers: found for found in measure_exits(runner, make_text(60, 1, 320))}
+    assert list(exits) == [1, 2, 3]
+    assert exits[1].agreement < 0.5 and exits[2].agreement == exits[3].agreement == 1
+    assert [found.cost_ratio for found in exits.values()] == [0.25, 0.5, 0.75]
+    assert pick_exit(runner, make_tokenizer()) == 2
+    assert pick_exit(runner, None) == 1
+
+
+def test_a_target_without_a_useful_exit_is_told(tmp_path, caplog):
+    runner = ModelRunner.load(make_folder(tmp_path, num_hidden_layers=4), RunnerConfig(compile="never"))
+    runner.pass_cost = lambda *_, span=WHOLE, **__: 4.0 if span.stop is None else 3.9
+    with caplog.at_level(logging.WARNING):
+        pick_exit(runner, make_tokenizer())
+    assert "promises a gain" in caplog.text
+
+
+@pytest.mark.parametrize("layers", [0, 4, 9, -1])
+def test_layers_that_the_target_lacks_are_one_clear_error(layers):
+    with pytest.raises(OutriderError, match="this target has 4, so give 1 to 3") as error:
+        LLM(make_model(four_layers()), method=f"early-exit:layers={layers}", compile="never")
+    assert "\n" not in str(error.value)
+
+
+def test_a_target_of_one_layer_is_refused():
+    with pytest.raises(OutriderError, match="two layers or more"):
+        LLM(make_model(small_config("llama", num_hidden_layers=1)), method="early-exit", compile="never")
+
+
+class Pair(nn.Module):
+    """A layer of a model that hands two things from layer to layer."""
+
+    def __init__(self, layer, is_last):
+        super().__init__()
+        self.layer, self.is_last = layer, is_last
+
+    def forward(self, states, **options):
+        hidden, scale = states if isinstance(states, tuple) else (states, 1.0)
+        out = self.layer(hidden * scale, **options)
+        return out if self.is_last else (out, scale + 0.5)
+
+
+def test_a_model_whose_layers_hand_on_more_than_one_state_is_refused():
+    model = make_model(four_layers())
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = Pair(layer, index == LAYERS - 1)
+    with pytest.raises(OutriderError, match="LlamaForCausalLM does not run its layers one after another") as error:
+        LLM(model, method="early-exit:layers=2", compile="never")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "method, message",
+    [
+        ("early-exit:depth=2", "the method has no option depth; it has layers"),
+        ("early-exit:layers=two", "a value of the wrong type"),
+        ("early-exit:layers", "write options as early-exit:option=value"),
+        ("plain:layers=2", "the method has no option layers; it has none"),
+        ("early:layers=2", "unknown method 'early'"),
+    ],
+)
+def test_odd_options_are_one_clear_error(method, message):
+    with pytest.raises(OutriderError, match=message):
+        LLM(make_model(four_layers()), method=method, compile="never")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+def test_compiled_parts_say_what_compiled_whole_passes_say(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled, "cache_dir", lambda *_: tmp_path)
+    drafting = Drafting(compile="always")
+    drafting.proposer.warmup(3, 3)
+    assert drafting.runner.passes.is_compiled and len(list(tmp_path.iterdir())) == 3
+    drafting.step([3, 3, 3], [3, 0, 1])
+    drafting.step([2, 2, 2], [1, 0, 1])
+    drafting.assert_cache_is_a_fresh_forwards(exact=True)
