@@ -172,6 +172,18 @@ def test_layers_wanted_by_others_are_still_seen():
     assert set(scores.hidden) == {DEPTH, 3} and scores.first_layer == DEPTH
 
 
+def test_hidden_states_are_those_of_a_plain_forward_whoever_read_the_text():
+    drafting = Drafting(lengths=(40,))  # longer than what is read with the drafts: drafting reads it
+    layers = drafting.runner.needs_hidden = (DEPTH, drafting.runner.num_layers)
+    text = list(drafting.requests[0].token_ids)
+    _, scores = drafting.step([2], [0])
+    assert scores.first_layer == DEPTH
+    wanted = drafting.model(torch.tensor([text]), output_hidden_states=True).hidden_states
+    for index in layers:
+        found = torch.cat((scores.past_hidden[index][0], scores.hidden[index][0, :1]))
+        torch.testing.assert_close(found, wanted[index][0].detach(), rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("same_text", [False, True])
 def test_text_is_plain_decodings(same_text):
     model = make_model(four_layers())

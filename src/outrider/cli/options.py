@@ -68,7 +68,8 @@ class MethodOptions:
         str | None,
         typer.Option(
             help="Where drafts come from: plain, draft, cross-tokenizer, ngram, suffix, early-exit, low-bit, medusa, eagle, or"
-            " two joined by a plus; :option=value behind a name where one is wanted (default: draft if there is one, else ngram).",
+            " two joined by a plus; :option=value behind a name where one is wanted (default: draft if there is one, else"
+            " ngram).",
             rich_help_panel=METHOD,
         ),
     ] = None

@@ -265,9 +265,7 @@ class ModelRunner:
 
     # -- passes -------------------------------------------------------------------------------------------------------------
 
-    def _prefill(
-        self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], rows: list[int], spare: int
-    ) -> None:
+    def _prefill(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], rows: list[int], spare: int) -> None:
         """Reads long uncached text in chunks, all requests together, up to but excluding each one's last token."""
         lens = self.cache.cached_lens
         longest = max(len(text) for text in texts)
