@@ -223,7 +223,7 @@ def test_attend_refuses_a_pass_beyond_the_cache():
 
 
 def test_without_a_compiler_the_reference_serves(monkeypatch, caplog):
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
+    monkeypatch.setattr(kernels.cpp_library.shutil, "which", lambda name: None)
     monkeypatch.delenv("CXX", raising=False)
     assert kernels.load_cpu_kernels.__wrapped__() is False
     assert "install g++" in caplog.text

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
-import os
-import platform
-import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from ctypes import c_double, c_int64, c_void_p
 from functools import cache
@@ -19,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.disk_cache import cache_dir
+from outrider import cpp_library
 
 logger = logging.getLogger(__name__)
 
@@ -121,36 +115,20 @@ class Rows:
 @cache
 def load() -> Rows | None:
     """Builds ``rows.cpp`` (some two seconds, once a machine) and loads it. None where that is not possible."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
-    if compiler is None or sys.platform == "win32":
+    compiler = cpp_library.find_compiler()
+    if compiler is None:
         return None
     source = Path(__file__).with_name("rows.cpp")
-    what = "|".join([source.read_text(), compiler, platform.machine(), _cpu_flags()])
-    library = cache_dir("kernels") / f"rows-{hashlib.sha256(what.encode()).hexdigest()[:16]}.so"
     try:
+        library = cpp_library.library_path(source, compiler)
         if not library.exists():
-            part = library.with_suffix(f".{os.getpid()}.part")
-            flags = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
-            subprocess.run(
-                [compiler, *flags, str(source), "-o", str(part)], check=True, capture_output=True, text=True, timeout=600
-            )
-            part.replace(library)  # atomic: two processes may build at once
+            cpp_library.compile_library(compiler, source, library, ["-std=c++17", "-fno-trapping-math"])
         return Rows(ctypes.CDLL(str(library)))
-    except (subprocess.SubprocessError, OSError) as error:
-        details = getattr(error, "stderr", "") or str(error)
-        logger.warning("the sampler's C++ did not compile, torch does its work: %s", details.strip().splitlines()[:1])
+    except cpp_library.FAILURES as error:
+        logger.warning("the sampler's C++ did not compile, torch does its work: %s", cpp_library.first_line(error))
         return None
 
 
 def rows_for(device: torch.device) -> Rows | None:
     """The C++ where tensors of that device can be given to it."""
     return load() if device.type == "cpu" else None
-
-
-def _cpu_flags() -> str:
-    """What ``-march=native`` depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

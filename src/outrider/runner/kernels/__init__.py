@@ -6,12 +6,7 @@ The reference is what the C++ is tested against, and what runs on CUDA and on ma
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
-import platform
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -21,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.disk_cache import cache_dir
+from outrider import cpp_library
 from outrider.runner import huge_pages
 
 logger = logging.getLogger(__name__)
@@ -192,57 +187,29 @@ for _name, _fake in _FAKES.items():
 @cache
 def load_cpu_kernels() -> bool:
     """Builds the C++ operators for this CPU (some 20 s, once a machine) and loads them. False where they cannot be built."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
-    if compiler is None or sys.platform == "win32":
+    compiler = cpp_library.find_compiler()
+    if compiler is None:
         logger.warning("no C++ compiler found: passes run on torch's own kernels, several times slower; install g++")
         return False
     source = Path(__file__).with_name("cpu.cpp")
-    library = _library_path(source, compiler)
+    library = cpp_library.library_path(source, compiler, torch.__version__, sys.abiflags)
     if not library.exists():
         logger.info("compiling Outrider's CPU kernels (once a machine, some 20 s)")
         try:
             _compile(compiler, source, library)
-        except (subprocess.SubprocessError, OSError) as error:
-            details = getattr(error, "stderr", "") or str(error)
-            logger.warning("the CPU kernels did not compile, torch's own are used: %s", details.strip().splitlines()[:1])
+        except cpp_library.FAILURES as error:
+            logger.warning("the CPU kernels did not compile, torch's own are used: %s", cpp_library.first_line(error))
             return False
     torch.ops.load_library(library)
     return True
 
 
-def _library_path(source: Path, compiler: str) -> Path:
-    what = "|".join([source.read_text(), torch.__version__, compiler, platform.machine(), _cpu_flags(), str(sys.abiflags)])
-    return cache_dir("kernels") / f"cpu-{hashlib.sha256(what.encode()).hexdigest()[:16]}.so"
-
-
-def _cpu_flags() -> str:
-    """What ``-march=native`` depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-
-
 def _compile(compiler: str, source: Path, library: Path) -> None:
     from torch.utils.cpp_extension import include_paths, library_paths
 
-    part = library.with_suffix(f".{os.getpid()}.part")
-    command = [
-        compiler,
-        "-std=c++20",
-        "-O3",
-        "-march=native",
-        "-fPIC",
-        "-shared",
-        "-fno-math-errno",
-        str(source),
-        "-o",
-        str(part),
-    ]
+    flags = ["-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
     if sys.platform == "linux":
-        command += ["-fopenmp", "-DAT_PARALLEL_OPENMP=1"]
-    command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
-    command += [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()] + ["-ltorch_cpu", "-lc10"]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
-    part.replace(library)  # atomic: two processes may build at once
+        flags += ["-fopenmp", "-DAT_PARALLEL_OPENMP=1"]
+    flags += [f"-I{path}" for path in include_paths()]
+    libraries = [*(f"-L{path}" for path in library_paths()), "-ltorch_cpu", "-lc10"]
+    cpp_library.compile_library(compiler, source, library, flags, libraries)
