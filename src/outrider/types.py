@@ -22,6 +22,25 @@ class OutriderError(Exception):
     """A mistake of the user's that one clear line explains: the command line prints it and exits with code 2."""
 
 
+class Matcher(Protocol):
+    """How far one answer has come in its grammar."""
+
+    def allowed(self, output: Sequence[int], path: Sequence[int]) -> Tensor | None:
+        """bool [V] on the CPU: tokens that may follow the output so far and, behind it, the drafts of ``path``.
+
+        None where the grammar says nothing: these drafts break it, or end the text.
+        """
+        ...
+
+
+class Grammar(Protocol):
+    """A form that answers must have; it serves any number of requests."""
+
+    def matcher(self) -> Matcher:
+        """For one more answer."""
+        ...
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """What the user asks of one generation. The same values shape the draft's and the target's distribution.
@@ -46,6 +65,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     n: int = 1
+    grammar: Grammar | None = None  # the form of the answer: a mask of its own for each token
     logprobs: int | None = None  # None: no logprobs; 0: of the emitted token; m: and of the m likeliest
 
     def __post_init__(self) -> None:
@@ -61,6 +81,7 @@ class SamplingParams:
             "allowed_token_ids must not be empty": self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
             "stop strings must not be empty": all(self.stop),
             "n must be at least 1": self.n >= 1,
+            "a grammar ends the text: ignore_eos cannot be asked for with it": self.grammar is None or not self.ignore_eos,
             "logprobs must be >= 0": self.logprobs is None or self.logprobs >= 0,
         }
         for message, holds in checks.items():
@@ -86,6 +107,8 @@ class Request:
     params: SamplingParams
     seed: int  # params.seed, or one drawn for this request; sample i of n has its own
     generator: torch.Generator  # on the CPU, seeded with `seed`
+    matcher: Matcher | None = None  # of params.grammar
+    num_draft_tokens: int | None = None  # K of its own, 0 for plain decoding; None leaves it to the engine's policy
 
     @property
     def num_output_tokens(self) -> int:

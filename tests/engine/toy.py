@@ -31,6 +31,7 @@ class TableRunner:
         self.table = table
         self.cached: dict[str, list[int]] = {}
         self.num_scores = 0
+        self.chunk: int | None = None  # tokens of prompts read a step
         self.fails_for: set[str] = set()
         self.nan_for: set[str] = set()
 
@@ -68,6 +69,28 @@ class TableRunner:
         for b, request in enumerate(context.requests):
             path = verdict.path[b, : int(verdict.num_accepted[b])].tolist()
             self.cached[request.request_id] = request.token_ids + [int(self._proposal.token_ids[b, i]) for i in path]
+
+    def read(self, request_ids, texts) -> list[bool]:
+        """Nothing: every text is scored at once, unless a test sets ``chunk``."""
+        if self.chunk is None:
+            return [True] * len(texts)
+        left, done = self.chunk, []
+        for request_id, text in zip(request_ids, texts, strict=True):
+            known = self.cached.setdefault(request_id, [])
+            count = min(left, len(text) - 1 - len(known))
+            known += text[len(known) : len(known) + count]
+            left -= count
+            done.append(len(known) == len(text) - 1)
+        return done
+
+    def check_room(self, num_tokens) -> None:
+        pass
+
+    def admit(self, request_id, num_tokens) -> bool:
+        return True
+
+    def retire(self, request_ids) -> None:
+        self.release(request_ids)
 
     def release(self, request_ids) -> None:
         for request_id in request_ids:

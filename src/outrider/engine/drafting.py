@@ -14,16 +14,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from outrider.engine.features import FeatureStore
-from outrider.engine.guard import Checked, check
+from outrider.engine.guard import Checked, check, pruned
 from outrider.engine.scheduler import Entry
 from outrider.engine.stats import GenerationStats
 from outrider.sampling import Sampler
+from outrider.sampling.grammar_masks import path_to
 from outrider.types import Context, Proposal, Request, Scores, Verdict
 
 if TYPE_CHECKING:
     from outrider.proposers.base import Proposer
 
 logger = logging.getLogger(__name__)
+
+FIRST_PAUSE = 64  # rounds that a request goes without drafts after a fault; each further one doubles it
+MAX_DOUBLINGS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ class GuardedProposer:
         """At most k drafts for each request that may have some; none for the others."""
         batch = len(entries)
         limits = context.limits
-        rows = [b for b, entry in enumerate(entries) if entry.is_speculating]
+        rows = [b for b, entry in enumerate(entries) if entry.is_speculating or self._recovers(entry)]
         if k <= 0 or not rows or max([limits[b] for b in rows]) <= 0:
             return self._none(batch, 0, 0.0)
         start = perf_counter()
@@ -82,6 +86,7 @@ class GuardedProposer:
             if self._features.layers:
                 view = self._features.attach(view)
             checked = check(self._proposer.propose(view, k), view.limits, k, self._vocab_size)
+            checked = _useful(checked, view)
         except Exception as error:
             self._fail([entries[b] for b in rows], f"{type(error).__name__}: {error}")
             return self._none(batch, k, perf_counter() - start)
@@ -125,13 +130,22 @@ class GuardedProposer:
         """Whether a request can start from another's prompt as far as the proposer is concerned."""
         return self._features.fork(source_id, new_id)
 
-    def release(self, request_ids: Sequence[str]) -> None:
-        """Lets the proposer forget requests."""
+    def release(self, request_ids: Sequence[str], ended: bool = False) -> None:
+        """Lets the proposer forget requests; ``ended``: what it has cached of them is good and may serve others."""
         self._features.release(request_ids)
         try:
-            self._proposer.release(request_ids)
+            (self._proposer.retire if ended else self._proposer.release)(request_ids)
         except Exception as error:
             logger.warning("the proposer %r failed to release a request: %s", self._proposer.name, error)
+
+    def _recovers(self, entry: Entry) -> bool:
+        """Counts a round without drafts, and says whether those that a fault costs are over."""
+        entry.pause -= 1
+        # Target features of the text so far are gone, so a proposer that needs them waits for the next request.
+        if entry.pause > 0 or self._features.layers:
+            return False
+        entry.is_speculating = True
+        return True
 
     def _none(self, batch: int, k: int, seconds: float) -> Drafts:
         """A round without drafts."""
@@ -149,9 +163,10 @@ class GuardedProposer:
         return replace(context, requests=requests, limits=tuple([context.limits[b] for b in rows]), sampler=self._part[1])
 
     def _fail(self, entries: list[Entry], reason: str) -> None:
-        """Ends speculation for requests: they go on plain, with nothing lost."""
+        """Ends speculation for requests, for a while: they go on plain, with nothing lost."""
         for entry in entries:
             entry.is_speculating = False
+            entry.pause = FIRST_PAUSE << min(entry.stats.faults, MAX_DOUBLINGS)
             entry.stats.faults += 1
             self._stats.faults += 1
         ids = [entry.request.request_id for entry in entries]
@@ -170,6 +185,38 @@ def path_depths(proposal: Proposal, lens: list[int]) -> list[int]:
             depths.append(1 + (depths[parent] if parent >= 0 else 0))
         longest.append(max(depths, default=0))
     return longest
+
+
+def _useful(checked: Checked, context: Context) -> Checked:
+    """Without drafts that could not survive: those that break a request's grammar, and a tree's below the request's own K.
+
+    Drafts with probabilities were drawn by the sampler, which knows the grammar. A point mass that the target never says is
+    rejected without changing what comes next, so leaving it out changes no distribution.
+    """
+    proposal, own = checked.proposal, [request.num_draft_tokens for request in context.requests]
+    is_tree = proposal.parents is not None
+    has_grammar = proposal.probs is None and any([request.matcher is not None for request in context.requests])
+    if not has_grammar and (not is_tree or own.count(None) == len(own)):
+        return checked
+    parents = proposal.parents.tolist() if proposal.parents is not None else None
+    kept = []
+    for b, request in enumerate(context.requests):
+        drafts, tree = checked.token_ids[b], None if parents is None else parents[b]
+        nodes: list[int] = []
+        depths = {-1: 0}  # of the nodes that are kept
+        output = request.token_ids[request.num_prompt_tokens :]
+        for node in range(checked.lens[b]):
+            parent = node - 1 if tree is None else tree[node]
+            if parent not in depths or (is_tree and own[b] is not None and depths[parent] >= own[b]):
+                continue
+            if has_grammar and request.matcher is not None:
+                allowed = request.matcher.allowed(output, path_to(parent, drafts, tree))
+                if allowed is None or not allowed[drafts[node]]:
+                    continue
+            depths[node] = depths[parent] + 1
+            nodes.append(node)
+        kept.append(nodes)
+    return pruned(checked, kept)
 
 
 def _scattered(checked: Checked, rows: list[int], batch: int) -> Checked:

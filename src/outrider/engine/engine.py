@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -70,6 +70,7 @@ class Engine:
             Sampler, vocab_size=runner.vocab_size, device=runner.device, coupled=coupled
         )
         self._unbooked = 0.0  # seconds of the accounting itself: they go to the next round
+        self._read_seconds = 0.0  # of prompts since the last round
         self._guarded = GuardedProposer(proposer, runner.vocab_size, self._make_sampler, self.stats)
         self.costs = pass_costs(runner)
         runner.needs_hidden = proposer.needs_hidden
@@ -80,9 +81,19 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
-    def add(self, request: Request, fork_of: str | None = None) -> None:
-        """Queues a request; ``fork_of`` names one with the same prompt. Raises ``OutriderError`` if it can never run."""
-        self.scheduler.add(request, fork_of)
+    def check(self, request: Request) -> None:
+        """Raises ``OutriderError`` if the request can never run. Changes nothing: any thread may ask."""
+        self.scheduler.check(request)
+        self.runner.check_room(self.scheduler.slots(request))
+        self._make_sampler([request])  # refuses token ids that there are not
+
+    def add(self, request: Request, fork_of: str | None = None, client: str = "", priority: int = 0) -> None:
+        """Queues a request; ``fork_of`` names one with the same prompt. Raises ``OutriderError`` if it can never run.
+
+        Clients take turns; a higher ``priority`` goes before all lower ones.
+        """
+        self.check(request)
+        self.scheduler.add(request, fork_of, client, priority)
         if fork_of is not None:
             self._guarded.share(fork_of)
 
@@ -91,23 +102,30 @@ class Engine:
         entry = self.scheduler.remove(request_id)
         if entry is None:
             return ""
-        self._forget([request_id])
+        self._forget([request_id], ended=True)
         return self.scheduler.finish(entry, "abort")
 
     @torch.no_grad()
     def step(self) -> list[Emission]:
-        """One round for every running request. An exception leaves every request at its last committed token."""
-        started = perf_counter()
+        """Reads on in long prompts, then one round for every other running request.
+
+        An exception leaves every request at its last committed token.
+        """
         self._admit()
-        if not self.scheduler.running:
-            return []
+        failed = self._read_prompts()
+        started = perf_counter()
         entries, context = self.scheduler.next_batch(self._make_sampler)
+        if not entries:
+            return failed
         try:
-            drafts = self._guarded.propose(entries, context, self.policy.next_k(context))
-            return self._settle(entries, context, drafts, started)
+            k, context = self._lengths(context)
+            drafts = self._guarded.propose(entries, context, k)
+            return failed + self._settle(entries, context, drafts, started)
         except BaseException:
             # The caches may be ahead of the committed text. Dropped, they are filled again from it.
             self._forget(context.request_ids)
+            for entry in entries:
+                entry.is_cached = False
             for entry in entries:
                 entry.is_cached = False
             raise
@@ -124,9 +142,9 @@ class Engine:
             scored = perf_counter()
             judge = sampler.tokens if verifier.judges == "tokens" else sampler.probs
             target = judge(scores.logits, proposal.token_ids, proposal.parents, lens=proposal.lens)
+            verdict = verifier.verify(proposal, target, sampler)
         except Exception as error:
             return self._isolate(entries, context, drafts, error)
-        verdict = verifier.verify(proposal, target, sampler)
         paths, counts, next_tokens = verdict.path.tolist(), verdict.num_accepted.tolist(), verdict.next_token.tolist()
         times = PhaseTimes(drafts.seconds, scored - before, perf_counter() - scored)
 
@@ -138,9 +156,10 @@ class Engine:
         ]
         ended = [emission.request_id for emission in emissions if emission.finish_reason is not None]
         if ended:
-            self._forget(ended)
+            self._forget(ended, ended=True)
         measured = perf_counter()
         times.host = measured - started - times.total + self._unbooked
+        times.read, self._read_seconds = self._read_seconds, 0.0
         round_ = Round(drafts.k, drafts.lens, drafts.depths, counts, times, scores.first_layer)
         self._account(entries, context, drafts, round_, emissions)
         if ended:
@@ -184,22 +203,64 @@ class Engine:
             emitted += len(emission.token_ids)
             entry.stats.clock(round_, is_prefill, len(emission.token_ids), plain_pass)
         self.stats.clock(round_, is_prefill, emitted / len(entries), plain_pass)
-        self.policy.observe(context, round_, is_prefill)
+        # A length that requests chose themselves is no decision that the policy could learn from.
+        if all([request.num_draft_tokens is None for request in context.requests]):
+            self.policy.observe(context, round_, is_prefill)
+
+    def _lengths(self, context: Context) -> tuple[int, Context]:
+        """Drafts to ask for, and the limits that give each request its own K where it has one."""
+        k = self.policy.next_k(context)
+        own = [request.num_draft_tokens for request in context.requests]
+        if own.count(None) == len(own):
+            return k, context
+        wanted = [k if length is None else min(length, self.proposer.max_drafts) for length in own]
+        limits = tuple([min(pair) for pair in zip(context.limits, wanted, strict=True)])
+        return max(wanted), replace(context, limits=limits)
 
     # --- requests come and go -----------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Takes waiting requests in; one whose prompt is cached already starts from a copy."""
-        for entry in self.scheduler.admit():
+        for entry in self.scheduler.admit(self._fits):
             if entry.fork_of is not None and self._guarded.fork(entry.fork_of, entry.request.request_id):
                 self.runner.fork(entry.fork_of, [entry.request.request_id])
                 # The source may have gone on; and the last token of the prompt is scored again, for this sample's first token.
                 self.runner.keep_len(entry.request.request_id, entry.request.num_prompt_tokens - 1)
                 entry.is_cached = True
 
-    def _forget(self, request_ids: Sequence[str]) -> None:
-        self.runner.release(request_ids)
-        self._guarded.release(request_ids)
+    def _fits(self, entry: Entry) -> bool:
+        return self.runner.admit(entry.request.request_id, self.scheduler.slots(entry.request))
+
+    def _read_prompts(self) -> list[Emission]:
+        """Reads on in texts too long to be scored, a part a step, so that those who wait for their next token wait little."""
+        unread = [entry for entry in self.scheduler.running if not entry.is_cached]
+        if not unread:
+            return []
+        started = perf_counter()
+        failed: list[Emission] = []
+        try:
+            self._read(unread)
+        except Exception:  # one request's fault, perhaps: each alone shows whose
+            for entry in unread:
+                try:
+                    self._read([entry])
+                except Exception as error:
+                    failed.append(self._fail(entry, error))
+        self._read_seconds += perf_counter() - started
+        return failed
+
+    def _read(self, entries: Sequence[Entry]) -> None:
+        ids, texts = zip(*[(entry.request.request_id, entry.request.token_ids) for entry in entries], strict=True)
+        for entry, is_read in zip(entries, self.runner.read(ids, texts), strict=True):
+            self.scheduler.read(entry, not is_read)
+
+    def _forget(self, request_ids: Sequence[str], ended: bool = False) -> None:
+        """Drops what the caches hold of requests; of those that came to a good end it may serve others."""
+        if ended:
+            self.runner.retire(request_ids)
+        else:
+            self.runner.release(request_ids)
+        self._guarded.release(request_ids, ended)
 
     def _isolate(self, entries: Sequence[Entry], context: Context, drafts: Drafts, error: Exception) -> list[Emission]:
         """The target failed: runs each request alone, so that the error is only for those that cause it."""
@@ -212,14 +273,17 @@ class Engine:
             emissions += self._settle([entry], alone, drafts.row(b), perf_counter())
         return emissions
 
+    def fail_running(self, error: Exception) -> list[Emission]:
+        """Ends every running request with an error, after a step that raised one."""
+        return [self._fail(entry, error) for entry in list(self.scheduler.running)]
+
     def _fail(self, entry: Entry, error: Exception) -> Emission:
         """Ends one request with an error; what it has generated stays."""
-        message = str(error) if isinstance(error, OutriderError) else f"the target failed: {type(error).__name__}: {error}"
         logger.debug("request %s failed", entry.request.request_id, exc_info=error)
         text = self.scheduler.finish(entry, "error")
         self._forget([entry.request.request_id])
         self.policy.release([entry.request.request_id])
-        return Emission(entry.request.request_id, [], [], text, None, "error", message, entry.stats)
+        return Emission(entry.request.request_id, [], [], text, None, "error", _said(error), entry.stats)
 
     @staticmethod
     def _check_tree(verifier: Verifier) -> None:
@@ -227,6 +291,15 @@ class Engine:
             raise OutriderError(
                 f"{type(verifier).__name__} judges chains, but the proposer drafts trees: choose a verifier that handles trees"
             )
+
+
+def refusal(request: Request, error: Exception) -> Emission:
+    """What is said of a request that the engine did not take."""
+    return Emission(request.request_id, [], [], "", None, "error", _said(error), GenerationStats())
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, OutriderError) else f"the target failed: {type(error).__name__}: {error}"
 
 
 def _is_leaf(proposal: Proposal, b: int, num_drafts: int, path: list[int]) -> bool:

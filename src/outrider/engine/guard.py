@@ -49,6 +49,27 @@ def check(proposal: object, limits: Sequence[int], k: int, vocab_size: int) -> C
     return Checked(_trimmed(proposal, rows, lens, wanted, vocab_size), rows, wanted, faults)
 
 
+def pruned(checked: Checked, kept: Sequence[Sequence[int]]) -> Checked:
+    """A checked proposal with only the drafts ``kept[b]`` of each row, in order, none without its parent."""
+    proposal, lens = checked.proposal, [len(nodes) for nodes in kept]
+    if lens == checked.lens:
+        return checked
+    width = max(lens)
+    if width == 0:
+        return Checked(Proposal.empty(len(lens), proposal.token_ids.device), [[]] * len(lens), lens, checked.faults)
+    index = torch.tensor([[*nodes, *[0] * (width - len(nodes))] for nodes in kept], device=proposal.token_ids.device)
+    parents = None
+    if proposal.parents is not None:
+        rows = proposal.parents.tolist()
+        moved = [[-1 if rows[b][node] < 0 else nodes.index(rows[b][node]) for node in nodes] for b, nodes in enumerate(kept)]
+        parents = torch.tensor([[*row, *[-1] * (width - len(row))] for row in moved], device=proposal.parents.device)
+    probs = proposal.probs
+    if probs is not None:
+        probs = probs.gather(1, index.to(probs.device).unsqueeze(-1).expand(-1, -1, probs.shape[-1]))
+    token_ids = proposal.token_ids.gather(1, index)
+    return Checked(Proposal(token_ids, torch.tensor(lens), probs, parents), token_ids.tolist(), lens, checked.faults)
+
+
 def _check_shapes(proposal: object, batch: int, vocab_size: int) -> Proposal:
     if not isinstance(proposal, Proposal):
         raise ValueError(f"propose() returned {type(proposal).__name__}, not a Proposal")

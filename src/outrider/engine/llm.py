@@ -126,6 +126,30 @@ class LLM:
         )
         return list(self.tokenizer.encode(str(text), add_special_tokens=False))
 
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Text or token ids -> token ids. Raises ``OutriderError`` for ids that there are not."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise OutriderError("a text prompt needs a tokenizer: pass one, or give token ids")
+            token_ids = list(self.tokenizer.encode(prompt))
+            if not token_ids and self.tokenizer.bos_token_id is not None:
+                token_ids = [self.tokenizer.bos_token_id]
+        else:
+            token_ids = list(prompt)
+        if any(not isinstance(token, int) or not 0 <= token < self.runner.vocab_size for token in token_ids):
+            raise OutriderError(f"a prompt holds token ids outside the vocabulary of {self.runner.vocab_size}")
+        return token_ids
+
+    def requests_for(self, token_ids: Sequence[int], params: SamplingParams) -> list[Request]:
+        """The requests that one prompt and its ``n`` samples become, each with a seed of its own."""
+        seed = params.seed if params.seed is not None else random.SystemRandom().getrandbits(63)
+        return [self._request(token_ids, params, (seed + i * SEED_STRIDE) % 2**63) for i in range(params.n)]
+
+    def _request(self, token_ids: Sequence[int], params: SamplingParams, seed: int) -> Request:
+        generator = torch.Generator().manual_seed(seed)
+        matcher = None if params.grammar is None else params.grammar.matcher()
+        return Request(f"r{next(self._ids)}", list(token_ids), len(token_ids), params, seed, generator, matcher)
+
     # --- inside -------------------------------------------------------------------------------------------------------------
 
     def _run(self, prompts: Prompts, params: Params, completions: list[Completion]) -> Generator[Chunk, None, None]:
@@ -165,35 +189,15 @@ class LLM:
         if len(each) != len(encoded):
             raise OutriderError(f"{len(encoded)} prompts, but {len(each)} sampling parameters: give one, or one for each")
         for prompt_index, (token_ids, chosen) in enumerate(zip(encoded, each, strict=True)):
-            seed = chosen.seed if chosen.seed is not None else random.SystemRandom().getrandbits(63)
-            first: str | None = None
-            for sample_index in range(chosen.n):
-                request = self._request(token_ids, chosen, (seed + sample_index * SEED_STRIDE) % 2**63)
+            requests = self.requests_for(token_ids, chosen)
+            for sample_index, request in enumerate(requests):
                 completion = Completion(request.request_id, prompt_index, sample_index, len(token_ids))
-                self.engine.add(request, fork_of=first)
-                first = first or request.request_id
+                self.engine.add(request, fork_of=requests[0].request_id if sample_index else None)
                 open_ids[request.request_id] = completion
                 self._inbox[request.request_id] = deque()
                 completions.append(completion)
 
-    def _request(self, token_ids: list[int], params: SamplingParams, seed: int) -> Request:
-        generator = torch.Generator().manual_seed(seed)
-        return Request(f"r{next(self._ids)}", list(token_ids), len(token_ids), params, seed, generator)
-
     def _encode_all(self, prompts: Prompts) -> list[list[int]]:
         is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         each = cast("Sequence[Prompt]", [prompts] if is_one else prompts)
-        return [self._encode(prompt) for prompt in each]
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise OutriderError("a text prompt needs a tokenizer: pass one, or give token ids")
-            token_ids = list(self.tokenizer.encode(prompt))
-            if not token_ids and self.tokenizer.bos_token_id is not None:
-                token_ids = [self.tokenizer.bos_token_id]
-        else:
-            token_ids = list(prompt)
-        if any(not isinstance(token, int) or not 0 <= token < self.runner.vocab_size for token in token_ids):
-            raise OutriderError(f"a prompt holds token ids outside the vocabulary of {self.runner.vocab_size}")
-        return token_ids
+        return [self.encode(prompt) for prompt in each]

@@ -5,11 +5,11 @@ Knows requests and text; knows no model, no method and no probability.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.engine.detokenizer import Detokenizer, DetokenizerFactory, StopScanner
+from outrider.engine.queue import FairQueue
 from outrider.engine.stats import GenerationStats
 from outrider.sampling import Sampler
 from outrider.types import Context, OutriderError, Request
@@ -27,13 +27,15 @@ class Entry:
     fork_of: str | None = None  # the request whose prompt is the same, to copy its cache
     stats: GenerationStats = field(default_factory=GenerationStats)
     is_cached: bool = False  # its prompt is in the runner's cache
-    is_speculating: bool = True  # False once the proposer failed for it
+    is_reading: bool = False  # a long text of it is being read, a part a step: it takes no part in rounds yet
+    is_speculating: bool = True  # False after the proposer failed for it
+    pause: int = 0  # rounds until it is tried again
     finish_reason: str | None = None
     error: str | None = None
 
 
 class Scheduler:
-    """First come, first served, up to ``max_batch`` at once. The only writer of ``Request.token_ids``."""
+    """Up to ``max_batch`` requests at once, in a fair order. The only writer of ``Request.token_ids``."""
 
     def __init__(
         self,
@@ -46,47 +48,49 @@ class Scheduler:
         self.max_len = max_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.running: list[Entry] = []
-        self.waiting: deque[Entry] = deque()
+        self.waiting = FairQueue()
         self._make_detokenizer = make_detokenizer
         self._batch: tuple[Entry, ...] = ()
         self._requests: tuple[Request, ...] = ()
         self._sampler: Sampler | None = None
 
-    def add(self, request: Request, fork_of: str | None = None) -> Entry:
-        """Queues a request. Raises ``OutriderError`` if it can never run."""
-        params = request.params
-        room = self.max_len - request.num_prompt_tokens
+    def check(self, request: Request) -> None:
+        """Raises ``OutriderError`` if the request can never run."""
         if request.num_prompt_tokens < 1:
             raise OutriderError("the prompt is empty: give at least one token")
-        if room < 1:
+        if request.num_prompt_tokens >= self.max_len:
             raise OutriderError(
                 f"the prompt has {request.num_prompt_tokens} tokens, which leaves no room in the context of {self.max_len}: "
                 "shorten the prompt or raise max_len"
             )
-        if params.stop and self._make_detokenizer is None:
+        if request.params.stop and self._make_detokenizer is None:
             raise OutriderError("stop strings need a tokenizer: pass one, or use stop_token_ids")
+
+    def add(self, request: Request, fork_of: str | None = None, client: str = "", priority: int = 0) -> Entry:
+        """Queues a request that ``check`` has let pass."""
+        params = request.params
         entry = Entry(
             request=request,
-            max_tokens=min(params.max_tokens, room),
+            max_tokens=min(params.max_tokens, self.max_len - request.num_prompt_tokens),
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids),
             detokenizer=self._make_detokenizer(request.token_ids) if self._make_detokenizer else None,
             scanner=StopScanner(params.stop) if params.stop else None,
             fork_of=fork_of,
         )
-        self.waiting.append(entry)
+        self.waiting.push(entry, client, priority)
         return entry
 
-    def admit(self) -> list[Entry]:
-        """Moves waiting requests into free places; a sample waits until the prompt it shares is cached."""
+    def admit(self, fits: Callable[[Entry], bool]) -> list[Entry]:
+        """Moves waiting requests into free places, as long as they fit; a sample waits until the prompt it shares is cached."""
         admitted = []
         while self.waiting and len(self.running) < self.max_batch:
-            entry = self.waiting[0]
+            entry = self.waiting.first
             source = self.find(entry.fork_of) if entry.fork_of else None
-            if source is not None and not source.is_cached:
-                break
+            if (source is not None and not source.is_cached) or not fits(entry):
+                break  # nobody overtakes it, or it might wait for ever
             if source is None:
                 entry.fork_of = None
-            self.waiting.popleft()
+            self.waiting.pop()
             self.running.append(entry)
             self._sampler = None
             admitted.append(entry)
@@ -97,18 +101,29 @@ class Scheduler:
         return next((entry for entry in self.running if entry.request.request_id == request_id), None)
 
     def next_batch(self, make_sampler: Callable[[Sequence[Request]], Sampler]) -> tuple[tuple[Entry, ...], Context]:
-        """The running requests and this round's context; what depends on the composition alone is kept while it stays."""
+        """The requests of this round and its context; what depends on the composition alone is kept while it stays."""
         if self._sampler is None:
-            self._batch = tuple(self.running)
+            self._batch = tuple(entry for entry in self.running if not entry.is_reading)
             self._requests = tuple(entry.request for entry in self._batch)
             self._sampler = make_sampler(self._requests)
         # The round itself emits one token beyond the drafts, hence one draft less than the tokens still wanted.
         limits = tuple([entry.max_tokens - entry.request.num_output_tokens - 1 for entry in self._batch])
         return self._batch, Context(self._requests, limits, self._sampler)
 
+    def read(self, entry: Entry, is_reading: bool) -> None:
+        """Takes a running request out of the rounds while its text is read, or back in."""
+        if entry.is_reading != is_reading:
+            entry.is_reading = is_reading
+            self._sampler = None
+
+    def slots(self, request: Request) -> int:
+        """Tokens that a request may come to."""
+        return min(request.num_prompt_tokens + request.params.max_tokens, self.max_len)
+
     def remove(self, request_id: str) -> Entry | None:
         """Takes a request out, wherever it is."""
-        for entries in (self.running, self.waiting):
+        places: tuple[list[Entry] | FairQueue, ...] = (self.running, self.waiting)
+        for entries in places:
             for entry in entries:
                 if entry.request.request_id == request_id:
                     entries.remove(entry)

@@ -6,7 +6,7 @@ This module knows no model and no clock: the engine hands it counts and seconds.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 def expected_tau(alpha: float, k: float) -> float:
@@ -21,22 +21,27 @@ def expected_speedup(alpha: float, k: float, cost_ratio: float) -> float:
 
 @dataclass(slots=True)
 class PhaseTimes:
-    """Seconds by phase. ``host`` is everything outside drafting, the target pass and the verifier."""
+    """Seconds by phase. ``host`` is everything that no other phase is."""
 
     draft: float = 0.0
     score: float = 0.0
     verify: float = 0.0
     host: float = 0.0
+    read: float = 0.0  # of prompts, between rounds
 
     @property
     def total(self) -> float:
-        return self.draft + self.score + self.verify + self.host
+        return self.draft + self.score + self.verify + self.host + self.read
+
+    def by_phase(self) -> dict[str, float]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def add(self, other: PhaseTimes) -> None:
         self.draft += other.draft
         self.score += other.score
         self.verify += other.verify
         self.host += other.host
+        self.read += other.read
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,7 @@ class GenerationStats:
     acceptance_histogram: dict[int, int] = field(default_factory=dict)  # {num_accepted: rounds}
     num_tokens: int = 0  # emitted, after truncation at a stop
     num_drafts: int = 0  # drafted tokens
+    num_drafted_rounds: int = 0  # that had any
     num_judged: int = 0  # steps of depth that were reached: all before them had been accepted
     num_steps: int = 0  # engine steps: a round of each request of the batch
     num_draft_steps: int = 0  # the longest path of each step, summed
@@ -73,6 +79,7 @@ class GenerationStats:
         histogram[num_accepted] = histogram.get(num_accepted, 0) + 1
         self.num_tokens += num_emitted
         self.num_drafts += num_drafts
+        self.num_drafted_rounds += num_drafts > 0
         self.num_judged += num_judged
 
     def clock(self, round_: Round, is_prefill: bool, emitted_per_row: float, plain_pass: float | None) -> None:
@@ -82,6 +89,7 @@ class GenerationStats:
         self.num_steps += 1
         self.num_draft_steps += max(round_.depths, default=0)
         outside = times.verify + times.host
+        self.plain_seconds += times.read
         if is_prefill or not any(round_.lens):
             self.plain_seconds += times.score + outside  # plain decoding would have done just this
         elif plain_pass is None:

@@ -101,6 +101,10 @@ class Proposer(ABC):
     def release(self, request_ids: Sequence[str]) -> None:  # noqa: B027 - optional
         """Forgets requests that ended. Unknown ids are ignored."""
 
+    def retire(self, request_ids: Sequence[str]) -> None:
+        """Forgets requests that came to a good end; a cache of their text may be kept for others that begin with it."""
+        self.release(request_ids)
+
     def num_nodes(self, k: int) -> int:
         """Drafts in a full proposal whose longest path is k: what the target's pass over it is priced by."""
         return k

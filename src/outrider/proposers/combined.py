@@ -61,6 +61,10 @@ class _Part:
         self.proposer.release(request_ids)
         self._forget(request_ids)
 
+    def retire(self, request_ids: Sequence[str]) -> None:
+        self.proposer.retire(request_ids)
+        self._forget(request_ids)
+
     def _forget(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._unseen.pop(request_id, None)
@@ -129,6 +133,11 @@ class CombinedProposer(Proposer):
     def release(self, request_ids: Sequence[str]) -> None:
         for part in (self._first, self._second):
             part.release(request_ids)
+        self._samplers.clear()
+
+    def retire(self, request_ids: Sequence[str]) -> None:
+        for part in (self._first, self._second):
+            part.retire(request_ids)
         self._samplers.clear()
 
     def _ask_first(self, context: Context, k: int) -> Proposal:

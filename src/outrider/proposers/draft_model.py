@@ -118,6 +118,10 @@ class DraftModelProposer(Proposer):
     def release(self, request_ids: Sequence[str]) -> None:
         self.draft.release(request_ids)
 
+    def retire(self, request_ids: Sequence[str]) -> None:
+        self.draft.retire(request_ids)
+        self.release(request_ids)
+
 
 def _spread(logits: Tensor, able: list[int], batch: int) -> Tensor:
     """[A, 1, V] logits of the requests that can draft -> [B, 1, V]: the others' rows are zero, their drafts unused."""

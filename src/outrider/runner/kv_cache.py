@@ -1,7 +1,8 @@
 """The KV cache: preallocated, ragged, and free to roll back.
 
 Every request owns a row. A pass writes behind the row's committed slots; what a verdict rejects is simply overwritten by the
-next pass, so rollback moves no data. Only an accepted *tree* path that is not contiguous is gathered into place.
+next pass, so rollback moves no data. Only an accepted *tree* path that is not contiguous is gathered into place. A row of a
+request that ended may stay until it is needed: the next request that begins with the same text goes on from there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from transformers import Cache, PreTrainedConfig
 
 from outrider.types import OutriderError
 
+SHARED = 16  # tokens from which on a common beginning is worth taking over
 SLACK = 64  # slots behind max_len for the padding of a pass and for drafts that reach over the end; more only when needed
 
 
@@ -41,11 +43,25 @@ class KVCache(Cache):
     the reading.
     """
 
-    def __init__(self, shape: CacheShape, rows: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        shape: CacheShape,
+        rows: int,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        budget: int | None = None,
+    ) -> None:
+        """``budget``: bytes that keys and values may take, where requests are admitted before they come; None: no limit."""
         super().__init__(layers=[])
         self.shape, self.max_rows, self.max_len = shape, rows, max_len
         self.dtype, self._device = dtype, device
         self._row_of: dict[str, int] = {}
+        self._texts: dict[str, Sequence[int]] = {}  # of requests with a row, as they grow, where rows are to be kept
+        self._kept: dict[int, list[int]] = {}  # row of an ended request -> its text; the least recently used first
+        self._budget = None if budget is None else budget // (shape.floats_per_token * dtype.itemsize)  # slots, all rows'
+        self._promised: dict[str, int] = {}  # slots set apart for requests
+        self.num_looked_up = self.num_reused = 0  # tokens of prompts, and those of them that a kept row had
         self._free: list[int] = []
         self.cached_lens: list[int] = []  # by row: tokens whose keys and values stand in the cache
         self.keys = self._allocate(0, 0, shape.key_dim)
@@ -66,8 +82,8 @@ class KVCache(Cache):
         """The request's row, a free one for a request not seen before. Raises ``OutriderError`` when all are taken."""
         found = self._row_of.get(request_id)
         if found is None:
-            if not self._free:
-                self._grow_rows()
+            if not self._free and not self._grow_rows():
+                self._free.append(self._evicted())
             found = self._row_of[request_id] = self._free.pop()
             self.cached_lens[found] = 0
         return found
@@ -75,9 +91,109 @@ class KVCache(Cache):
     def release(self, request_ids: Sequence[str]) -> None:
         """Frees the rows of requests that ended; unknown ids are ignored."""
         for request_id in request_ids:
+            self._texts.pop(request_id, None)
+            self._promised.pop(request_id, None)
             row = self._row_of.pop(request_id, None)
             if row is not None:
                 self._free.append(row)
+
+    # -- common beginnings ----------------------------------------------------------------------------------------------------
+
+    def row_for(self, request_id: str, text: Sequence[int]) -> int:
+        """The request's row; a new request starts with the longest beginning of its text that any row holds."""
+        if request_id in self._row_of:
+            self._texts[request_id] = text
+            return self._row_of[request_id]
+        row, length = self._longest_beginning(text)
+        self.num_looked_up += len(text)
+        if row is None:
+            found = self.row(request_id)
+        else:
+            self.num_reused += length
+            found = self._taken_over(request_id, row, length)
+            self.cached_lens[found] = length
+        self._texts[request_id] = text
+        return found
+
+    def retire(self, request_ids: Sequence[str]) -> None:
+        """Keeps what is cached of requests that ended, until their rows are needed."""
+        for request_id in request_ids:
+            text, row = self._texts.get(request_id), self._row_of.get(request_id)
+            if text is not None and row is not None and self.cached_lens[row] >= SHARED:
+                del self._row_of[request_id]
+                self._kept[row] = list(text[: self.cached_lens[row]])
+
+    def _longest_beginning(self, text: Sequence[int]) -> tuple[int | None, int]:
+        """The row that holds most of a text's beginning, all but the last token at most, and how much that is."""
+        held: list[tuple[int, Sequence[int]]] = [*self._kept.items()]
+        held += [(self._row_of[name], known) for name, known in self._texts.items() if name in self._row_of]
+        best, longest = None, SHARED - 1
+        for row, known in held:
+            most = min(len(known), self.cached_lens[row], len(text) - 1)
+            if most > longest:
+                length = next((i for i in range(most) if known[i] != text[i]), most)
+                if length > longest:
+                    best, longest = row, length
+        return best, longest
+
+    def _taken_over(self, request_id: str, source: int, length: int) -> int:
+        """A row for a request that begins with the first tokens of another row: that row itself where nothing else is free."""
+        known = self._kept.pop(source, None)
+        if known is not None and (length == len(known) or not (self._free or self._grow_rows())):
+            self._row_of[request_id] = source
+            return source
+        if known is not None:
+            self._kept[source] = known  # used last
+        target = self.row(request_id)
+        for store in (self.keys, self.values):
+            store[:, target, :, :length] = store[:, source, :, :length]
+        return target
+
+    def _evicted(self) -> int:
+        """The row of the ended request that was least recently used. Raises ``OutriderError`` where there is none."""
+        if not self._kept:
+            raise OutriderError(f"more than {self.max_rows} requests at once: raise max_batch")
+        row = next(iter(self._kept))
+        del self._kept[row]
+        return row
+
+    # -- memory ---------------------------------------------------------------------------------------------------------------
+
+    def could_hold(self, num_tokens: int) -> bool:
+        """Whether a text of so many tokens fits the budget alone."""
+        return self._budget is None or num_tokens + SLACK <= self._budget
+
+    def admit(self, request_id: str, num_tokens: int) -> bool:
+        """Sets memory apart for a text of so many tokens; False where it does not fit beside what was promised before.
+
+        Between rounds only: rows that hold nothing under way may have to go for it.
+        """
+        if self._budget is None:
+            return True
+        slots = max(num_tokens + SLACK, *self._promised.values(), 0)
+        rows = len(self._promised) + 1
+        if rows * slots > self._budget:
+            return False
+        if max(len(self.cached_lens), rows) * max(self.capacity, slots) > self._budget:
+            self._compact(slots)
+        self._promised[request_id] = num_tokens + SLACK
+        return True
+
+    def _compact(self, slots: int) -> None:
+        """Only the rows of requests under way, of no more than so many slots: everything kept is dropped."""
+        old_keys, old_values, lens = self.keys, self.values, self.cached_lens
+        moved = list(self._row_of.items())
+        slots = min(slots, self.capacity)
+        self.keys = self._allocate(len(moved), slots, self.shape.key_dim)
+        self.values = self._allocate(len(moved), slots, self.shape.value_dim)
+        for row, (_, source) in enumerate(moved):
+            used = lens[source]
+            self.keys[:, row, :, :used] = old_keys[:, source, :, :used]
+            self.values[:, row, :, :used] = old_values[:, source, :, :used]
+        self._row_of = {name: row for row, (name, _) in enumerate(moved)}
+        self.cached_lens = [lens[source] for _, source in moved]
+        self._kept.clear()
+        self._free.clear()
 
     def cached_len(self, request_id: str) -> int:
         row = self._row_of.get(request_id)
@@ -87,23 +203,31 @@ class KVCache(Cache):
         """Makes every row hold at least ``slots`` slots: beyond the window too, where a ragged pass's padding may reach."""
         if slots <= self.capacity:
             return
-        wanted = max(slots, min(self.max_len + SLACK, max(2 * self.capacity, 256)))
+        wanted = min(self.max_len + SLACK, max(2 * self.capacity, 256))
+        if self._budget is not None:
+            wanted = min(wanted, self._budget // max(len(self.cached_lens), 1))
+        wanted = max(slots, wanted)
         self.keys = self._resized(self.keys, self.keys.shape[1], wanted)
         self.values = self._resized(self.values, self.values.shape[1], wanted)
 
-    def _grow_rows(self) -> None:
+    def _grow_rows(self) -> bool:
+        """Makes more rows. False where all that there may be are there."""
         have = len(self.cached_lens)
-        if have >= self.max_rows:
-            raise OutriderError(f"more than {self.max_rows} requests at once: raise max_batch")
         rows = min(self.max_rows, max(1, 2 * have))
+        if self._budget is not None:
+            most = self._budget // max(self.capacity, *self._promised.values(), 1)
+            rows = min(rows, max(most, len(self._row_of) + 1))
+        if rows <= have:
+            return False
         self.keys = self._resized(self.keys, rows, self.capacity)
         self.values = self._resized(self.values, rows, self.capacity)
         self._free.extend(reversed(range(have, rows)))
         self.cached_lens.extend([0] * (rows - have))
+        return True
 
     def _resized(self, old: Tensor, rows: int, slots: int) -> Tensor:
         new = self._allocate(rows, slots, old.shape[4])
-        for row in self._row_of.values():
+        for row in [*self._row_of.values(), *self._kept]:
             used = min(self.cached_lens[row] + 2 * SLACK, old.shape[3])  # with the drafts of a round not committed yet
             if row < old.shape[1] and used:
                 new[:, row, :, :used] = old[:, row, :, :used]

@@ -34,7 +34,9 @@ class RunnerConfig:
     max_len: int | None = None  # context window; None: the model's own
     max_batch: int = 8
     compile: str = "auto"  # auto: where a compiled pass is at hand or pays off; always; never
-    prefill_chunk: int = 256  # tokens of a request per pass while its prompt is read
+    prefill_chunk: int = 256  # tokens of prompts that are read between two rounds
+    kv_memory: float | None = None  # GiB that the target's cache may take; None: what max_batch and max_len come to
+    prefix_cache: bool = False  # keep what was cached of ended requests for others that begin with the same text
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -42,6 +44,8 @@ class RunnerConfig:
             raise OutriderError(f"compile must be auto, always or never, not {self.compile!r}")
         if self.max_batch < 1 or self.prefill_chunk < 1 or (self.max_len is not None and self.max_len < 1):
             raise OutriderError("max_batch, prefill_chunk and max_len must be at least 1")
+        if self.kv_memory is not None and self.kv_memory <= 0:
+            raise OutriderError("kv_memory must be above 0")
         if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
             raise OutriderError(f"unknown dtype {self.dtype!r}; use auto, bfloat16, float16 or float32")
 
@@ -73,7 +77,8 @@ class ModelRunner:
         self.max_batch = config.max_batch
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         compute = torch.float32 if linear.is_packed(model) else model.dtype
-        self.cache = KVCache(cache_shape(text), config.max_batch, self.max_len, compute, device)
+        budget = None if config.kv_memory is None else int(config.kv_memory * 2**30)
+        self.cache = KVCache(cache_shape(text), config.max_batch, self.max_len, compute, device, budget)
         self.passes = PassRunner(model, self.cache, config.compile)
         self.needs_hidden: tuple[int, ...] = ()  # hidden states that every score reports, counted as types.Scores says
         self.first_layers: FirstLayers | None = None  # of this round's drafts, where drafting ran them
@@ -160,10 +165,44 @@ class ModelRunner:
         self.passes.compile_now(self.needs_hidden)
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Forgets requests that ended."""
+        """Forgets requests."""
         self.first_layers = None
         self._read.forget(request_ids)
         self.cache.release(request_ids)
+
+    def retire(self, request_ids: Sequence[str]) -> None:
+        """Forgets requests that came to a good end; where that was asked for, their text stays cached for others."""
+        # Hidden states are not kept, so a proposer that wants to see those of every token needs the text read again.
+        if self.config.prefix_cache and not self.needs_hidden:
+            self.cache.retire(request_ids)
+        self.release(request_ids)
+
+    def check_room(self, num_tokens: int) -> None:
+        """Raises ``OutriderError`` if the cache could never hold a text of so many tokens."""
+        if not self.cache.could_hold(num_tokens):
+            raise OutriderError(
+                f"a prompt and answer of up to {num_tokens} tokens do not fit the cache's memory"
+                f" of {self.config.kv_memory} GiB: ask for fewer tokens"
+            )
+
+    def admit(self, request_id: str, num_tokens: int) -> bool:
+        """Whether the memory holds a text of so many tokens beside those admitted before; if so it is set apart."""
+        return self.cache.admit(request_id, num_tokens)
+
+    @torch.inference_mode()
+    def read(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> list[bool]:
+        """Reads on in texts that are too long to be scored, ``prefill_chunk`` tokens of all together, the first ones first.
+
+        Says of each whether all of it that has to be read has been.
+        """
+        rows, lens = self._rows(request_ids, texts), self.cache.cached_lens
+        left, counts = self.config.prefill_chunk, []
+        for text, row in zip(texts, rows, strict=True):
+            unread = len(text) - 1 - lens[row]
+            counts.append(min(unread, left) if unread >= SHORT else 0)
+            left -= counts[-1]
+        self._read_on(request_ids, texts, rows, counts)
+        return [len(text) - 1 - lens[row] < SHORT for text, row in zip(texts, rows, strict=True)]
 
     def fork(self, source_id: str, new_ids: Sequence[str]) -> None:
         """Gives new requests the cached text of another, so that n samples read their prompt once."""
@@ -199,7 +238,7 @@ class ModelRunner:
         self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], spare: int
     ) -> tuple[list[int], list[list[int]]]:
         """Reads long uncached text. Returns the cache rows and what is left to feed: the last token at least."""
-        rows, lens = [self.cache.row(request_id) for request_id in request_ids], self.cache.cached_lens
+        rows, lens = self._rows(request_ids, texts), self.cache.cached_lens
         for row, text in zip(rows, texts, strict=True):
             lens[row] = min(lens[row], len(text) - 1)
         self._prefill(request_ids, texts, rows, spare)
@@ -275,18 +314,33 @@ class ModelRunner:
         if max(len(text) - lens[row] for text, row in zip(texts, rows, strict=True)) <= SHORT:
             return
         while True:
-            left = [b for b, (text, row) in enumerate(zip(texts, rows, strict=True)) if len(text) - 1 > lens[row]]
-            if not left:
+            unread = [len(text) - 1 - lens[row] for text, row in zip(texts, rows, strict=True)]
+            if not any(unread):
                 return
-            todo = [(texts[b], rows[b]) for b in left]
-            chunks = [list(text[lens[row] : min(len(text) - 1, lens[row] + self.config.prefill_chunk)]) for text, row in todo]
-            self.cache.reserve(max(lens[row] for _, row in todo) + max(map(len, chunks)))
-            ids, layout = self.chain_layout(chunks, [row for _, row in todo], [lens[row] for _, row in todo])
-            # one logit row, since there must be one: none is wanted
-            _, hidden = self.passes.run(ids, layout, self.needs_hidden, self._arange(0, 1))
-            self._read.add(hidden, [request_ids[b] for b in left], [len(chunk) for chunk in chunks])
-            for chunk, (_, row) in zip(chunks, todo, strict=True):
-                lens[row] += len(chunk)
+            self._read_on(request_ids, texts, rows, [min(count, self.config.prefill_chunk) for count in unread])
+
+    def _read_on(
+        self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], rows: Sequence[int], counts: Sequence[int]
+    ) -> None:
+        """Reads the next ``counts[b]`` uncached tokens of each text in one pass."""
+        lens = self.cache.cached_lens
+        some = [b for b, count in enumerate(counts) if count > 0]
+        if not some:
+            return
+        chunks = [list(texts[b][lens[rows[b]] : lens[rows[b]] + counts[b]]) for b in some]
+        ids, layout = self.chain_layout(chunks, [rows[b] for b in some], [lens[rows[b]] for b in some])
+        # one logit row, since there must be one: none is wanted
+        _, hidden = self.passes.run(ids, layout, self.needs_hidden, self._arange(0, 1))
+        self._read.add(hidden, [request_ids[b] for b in some], [counts[b] for b in some])
+        for b in some:
+            lens[rows[b]] += counts[b]
+
+    def _rows(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> list[int]:
+        """The requests' rows; one that has none begins with whatever of its text an ended one has left."""
+        pairs = zip(request_ids, texts, strict=True)
+        if self.config.prefix_cache and not self.needs_hidden:
+            return [self.cache.row_for(request_id, text) for request_id, text in pairs]
+        return [self.cache.row(request_id) for request_id in request_ids]
 
     def chain_layout(
         self, tokens: Sequence[list[int]], rows: list[int], bases: list[int], proposal: Proposal | None = None

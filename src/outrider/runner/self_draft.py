@@ -144,6 +144,9 @@ class SelfDraft:
     def release(self, request_ids: Sequence[str]) -> None:
         """Nothing to forget: the rows are the runner's."""
 
+    def retire(self, request_ids: Sequence[str]) -> None:
+        """Nothing to keep either."""
+
     def prepare(self) -> None:
         """Compiles, or loads, the passes of drafting and of a score that begins behind it."""
         self.passes.runner_of(self._layers, self._span)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.sampling.grammar_masks import GrammarMasks
 from outrider.sampling.penalties import Penalties, path_mask
 from outrider.sampling.randomness import GOLDEN, first_above, gumbel, key_of, signed, uniforms
 from outrider.sampling.shaping import Shaping
@@ -33,8 +34,8 @@ class InvalidLogits(OutriderError):
 class Sampler:
     """The sampler set of B requests, built once per batch composition; also their ``types.Randomness``.
 
-    Order: logit bias and token masks, repetition penalty (prompt and output), presence and frequency penalties (output),
-    temperature, top-k, top-p, min-p. ``logits[:, j]`` follows draft ``start + j - 1`` (-1: the last committed token);
+    Order: logit bias and token masks, grammars, repetition penalty (prompt and output), presence and frequency penalties
+    (output), temperature, top-k, top-p, min-p. ``logits[:, j]`` follows draft ``start + j - 1`` (-1: the last committed token);
     ``drafts`` [B, >= start + M - 1] are the round's so far, a chain or, with ``parents``, a tree; padding must be valid ids.
     ``lens`` [B] says how many drafts of a row count: what is wrong beyond them is no error.
     Raises ``OutriderError`` for a token id outside the vocabulary.
@@ -48,6 +49,7 @@ class Sampler:
         self._shaping = Shaping(params, vocab_size, self.device)
         self._all_greedy = all(self._shaping.is_greedy)
         self._bias = _bias_of(self.requests, vocab_size, self.device)
+        self._grammars = GrammarMasks(self.requests)
         self._penalties = Penalties(self.requests, vocab_size, self.device)
         self._lens: list[int] = []
         self._num_tosses = 0  # calls of bernoulli() in the round
@@ -146,6 +148,9 @@ class Sampler:
         scores = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         if self._bias is not None:
             scores = scores + self._bias.to(scores.dtype)
+        if not self._grammars.is_empty:
+            scores = scores.clone() if scores is logits else scores
+            self._grammars.apply_(scores, drafts, parents, start)
         if not self._penalties.is_empty:
             scores = scores.clone() if scores is logits else scores
             self._penalties.apply_(scores, drafts, parents, start)

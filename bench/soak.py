@@ -1,0 +1,246 @@
+"""A server under everything at once: many clients, cancelled streams, malformed bodies, huge prompts, a failing proposer.
+
+    python bench/soak.py --minutes 30 --clients 32 --out results/soak.json
+
+The server is a process of its own whose proposer fails every few seconds. Every greedy answer is compared with what the same
+engine says offline, streams must end, nothing may be stuck, and memory may not grow by more than 5% after the first fifth.
+Exit code 1 where any of that does not hold. The last line of output is the result as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+PROMPTS = [
+    "def quicksort(",
+    "Once upon a time",
+    "class Stack:\n",
+    "The ship left the harbour",
+    '{"name": "Ada", ',
+    "import os\n\n",
+]
+MAX_TOKENS = (8, 24, 60)
+FAULT_SECONDS = 3.0
+STUCK_SECONDS = 300.0
+MAX_GROWTH = 0.05
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--target", help="folder or hub id; left out: the embedded family")
+    parser.add_argument("--draft")
+    parser.add_argument("--method")
+    parser.add_argument("--port", type=int, default=8123)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    given = {"draft": args.draft, "method": args.method}
+    return {name: value for name, value in given.items() if value is not None} | {"same_text": True}
+
+
+def serve(args: argparse.Namespace) -> None:
+    """The server's process: its proposer raises, or says nonsense, every few seconds."""
+    from outrider import LLM, Proposal
+    from outrider.server.config import KeyRing, ServerConfig
+    from outrider.server.run import listen, log_json
+    from outrider.server.run import serve as run
+
+    llm = LLM(args.target, max_batch=16, prefix_cache=True, **options(args))
+    propose, last, kinds = llm.proposer.propose, [time.monotonic()], itertools.cycle((0, 1))
+
+    def faulty(context: Any, k: int) -> Proposal:
+        proposal = propose(context, k)
+        if time.monotonic() - last[0] < FAULT_SECONDS:
+            return proposal
+        last[0] = time.monotonic()
+        if next(kinds):
+            raise RuntimeError("injected")
+        return Proposal(proposal.token_ids - 10**9, proposal.lens)
+
+    llm.proposer.propose = faulty  # type: ignore[method-assign]
+    config = ServerConfig(port=args.port, max_queue=4 * args.clients)
+    listener = listen(config)
+    log_json()
+    run(llm, config, KeyRing(), listener)
+
+
+class Soak:
+    """The clients, and what they found."""
+
+    def __init__(self, args: argparse.Namespace, wanted: dict[tuple[str, int], str], pid: int) -> None:
+        self._args, self._wanted, self._pid = args, wanted, pid
+        self._url = f"http://127.0.0.1:{args.port}"
+        self._end = time.monotonic() + 60 * args.minutes
+        self.counts: dict[str, int] = {}
+        self.wrong: list[str] = []
+        self.rss: list[tuple[float, int]] = []
+
+    def count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    async def run(self) -> None:
+        """All clients until the time is over, with the server's memory looked at every few seconds."""
+        started = time.monotonic()
+        clients = [asyncio.create_task(self._client(index)) for index in range(self._args.clients)]
+        while time.monotonic() < self._end:
+            self.rss.append((time.monotonic() - started, resident(self._pid)))
+            await asyncio.sleep(min(5.0, max(self._end - time.monotonic(), 0.1)))
+        done, stuck = await asyncio.wait(clients, timeout=STUCK_SECONDS)
+        for task in done:
+            task.result()
+        for task in stuck:
+            self.wrong.append("a client never heard the end of its answer")
+            task.cancel()
+
+    async def _client(self, index: int) -> None:
+        choose = random.Random(f"{self._args.seed}-{index}")
+        async with httpx.AsyncClient(base_url=self._url, timeout=STUCK_SECONDS) as http:
+            while time.monotonic() < self._end:
+                kind = choose.choices((self._whole, self._stream, self._cancel, self._malformed, self._huge), (4, 4, 2, 1, 1))[
+                    0
+                ]
+                await kind(http, choose)
+                await asyncio.sleep(choose.random() * 0.2)
+
+    def _asked(self, choose: random.Random) -> tuple[tuple[str, int], dict[str, Any]]:
+        key = choose.choice(PROMPTS), choose.choice(MAX_TOKENS)
+        return key, {"prompt": key[0], "max_tokens": key[1], "temperature": 0}
+
+    async def _whole(self, http: httpx.AsyncClient, choose: random.Random) -> None:
+        key, body = self._asked(choose)
+        answer = await http.post("/v1/completions", json=body)
+        if answer.status_code == 429:
+            self.count("busy")
+        elif answer.status_code != 200:
+            self.wrong.append(f"{answer.status_code}: {answer.text[:200]}")
+        else:
+            self._compare(key, answer.json()["choices"][0]["text"])
+
+    async def _stream(self, http: httpx.AsyncClient, choose: random.Random) -> None:
+        key, body = self._asked(choose)
+        text, is_done = "", False
+        async with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+            if answer.status_code == 429:
+                self.count("busy")
+                return
+            async for line in answer.aiter_lines():
+                is_done |= line == "data: [DONE]"
+                if line.startswith("data: {"):
+                    text += "".join(choice["text"] for choice in json.loads(line[6:]).get("choices", ()))
+        if not is_done:
+            self.wrong.append("a stream ended before its end")
+        self._compare(key, text)
+
+    async def _cancel(self, http: httpx.AsyncClient, choose: random.Random) -> None:
+        _, body = self._asked(choose)
+        async with http.stream("POST", "/v1/completions", json=body | {"stream": True, "max_tokens": 400}) as answer:
+            lines = answer.aiter_lines()
+            for _ in range(choose.randrange(6)):
+                await anext(lines, None)
+        self.count("cancelled")
+
+    async def _malformed(self, http: httpx.AsyncClient, choose: random.Random) -> None:
+        bodies = (b"{", b"\xff\x00", b'{"prompt": 3}', b'{"prompt": "a", "temperature": NaN}', b"[" * 5000)
+        answer = await http.post("/v1/completions", content=choose.choice(bodies), headers={"content-type": "application/json"})
+        self._refused(answer, "malformed")
+
+    async def _huge(self, http: httpx.AsyncClient, choose: random.Random) -> None:
+        answer = await http.post("/v1/completions", json={"prompt": "word " * choose.choice((20_000, 2_000_000))})
+        self._refused(answer, "huge")
+
+    def _refused(self, answer: httpx.Response, kind: str) -> None:
+        self.count(kind)
+        if not 400 <= answer.status_code < 500:
+            self.wrong.append(f"a {kind} body: {answer.status_code}")
+
+    def _compare(self, key: tuple[str, int], text: str) -> None:
+        self.count("answers")
+        if text != self._wanted[key]:
+            self.wrong.append(f"{key}: {text!r}, offline {self._wanted[key]!r}")
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process holds."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def expected(args: argparse.Namespace) -> dict[tuple[str, int], str]:
+    """What the engine says offline, without drafts."""
+    from outrider import LLM, SamplingParams
+
+    llm = LLM(args.target, **options(args) | {"num_draft_tokens": 0})
+    pairs = [(prompt, count) for prompt in PROMPTS for count in MAX_TOKENS]
+    return {(prompt, count): llm.generate(prompt, SamplingParams(max_tokens=count))[0].text for prompt, count in pairs}
+
+
+def main() -> int:
+    args = arguments()
+    if args.serve:
+        serve(args)
+        return 0
+    wanted = expected(args)
+    log = Path("soak-server.log")
+    with log.open("w") as errors:
+        server = subprocess.Popen([sys.executable, __file__, "--serve", *sys.argv[1:]], stderr=errors)
+    started = time.monotonic()
+    try:
+        while True:
+            try:
+                httpx.get(f"http://127.0.0.1:{args.port}/ready", timeout=1).raise_for_status()
+                break
+            except httpx.HTTPError:
+                if server.poll() is not None or time.monotonic() - started > STUCK_SECONDS:
+                    raise SystemExit(f"the server did not start: see {log}") from None
+                time.sleep(0.1)
+        ready = time.monotonic() - started
+        soak = Soak(args, wanted, server.pid)
+        asyncio.run(soak.run())
+        page = httpx.get(f"http://127.0.0.1:{args.port}/metrics", timeout=30).text
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(90)
+    settled = [size for at, size in soak.rss if at > 12 * args.minutes]
+    growth = max(settled) / settled[0] - 1 if settled else 0.0
+    faults = next(
+        (float(line.split()[-1]) for line in page.splitlines() if line.startswith("outrider:proposer_faults_total")), 0.0
+    )
+    holds = not soak.wrong and growth < MAX_GROWTH and faults > 0
+    result = {
+        "command": sys.argv,
+        "minutes": args.minutes,
+        "clients": args.clients,
+        "seconds_to_ready": round(ready, 2),
+        "counts": soak.counts,
+        "wrong": soak.wrong[:20],
+        "num_wrong": len(soak.wrong),
+        "rss_growth": round(growth, 4),
+        "proposer_faults": faults,
+        "holds": holds,
+    }
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

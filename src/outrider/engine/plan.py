@@ -1,0 +1,82 @@
+"""A plan: which models, which method and which limits, in a TOML file that a person can read and change.
+
+Every key is an option of ``LLM`` under the name that the command line gives it; what is left out is the default.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outrider.types import OutriderError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# key -> type, option of LLM (None: the same name), what the comment beside it says
+KEYS: dict[str, tuple[type | tuple[type, ...], str | None, str]] = {
+    "target": (str, None, "folder or hub id; left out: the embedded model"),
+    "draft": (str, None, "folder or hub id of what drafts: a small model, or heads"),
+    "method": (str, None, "where drafts come from"),
+    "k": ((int, str), "num_draft_tokens", "drafts a round: a number, or auto"),
+    "verifier": (str, None, "acceptance rule"),
+    "same_text": (bool, None, "the same tokens with and without drafts"),
+    "max_batch": (int, None, "sequences that run at once"),
+    "max_len": (int, None, "longest context in tokens, prompt included"),
+    "kv_memory": ((int, float), None, "GiB that the target's cache may take"),
+    "dtype": (str, None, "float32, bfloat16, float16 or auto"),
+    "device": (str, None, "cpu, cuda, cuda:1"),
+    "compile": (str, None, "auto, always or never"),
+}
+HEAD = "# A plan for outrider serve. Every line may be left out: then the default holds.\n"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The values of a plan file, by their keys."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    folder: Path = Path()  # where relative paths begin
+
+    @classmethod
+    def read(cls, file: Path) -> Plan:
+        """Raises ``OutriderError`` for a file that is none, an unknown key and a value of the wrong type."""
+        try:
+            values = tomllib.loads(file.read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise OutriderError(f"the plan cannot be read: {error}") from error
+        except tomllib.TOMLDecodeError as error:
+            raise OutriderError(f"{file} is not TOML: {error}") from error
+        for key, value in values.items():
+            if key not in KEYS:
+                raise OutriderError(f"{file}: unknown key {key!r}; known: {', '.join(KEYS)}")
+            if not isinstance(value, KEYS[key][0]) or (isinstance(value, bool) and KEYS[key][0] is not bool):
+                raise OutriderError(f"{file}: {key} = {value!r} has the wrong type")
+        return cls(values, file.parent)
+
+    def write(self, file: Path) -> None:
+        """Every value on a line of its own, with a comment that says what it is."""
+        lines = [
+            f"{key} = {_toml(self.values[key])}  # {comment}" for key, (_, _, comment) in KEYS.items() if key in self.values
+        ]
+        file.write_text(HEAD + "\n" + "\n".join(lines) + "\n")
+
+    def given(self, key: str) -> Any:
+        """The value of a key, None where the plan leaves it out; a folder beside the plan is found from anywhere."""
+        value = self.values.get(key)
+        if key in ("target", "draft") and value is not None and (self.folder / value).is_dir():
+            return str(self.folder / value)
+        return value
+
+
+def _toml(value: str | float | bool) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return str(value)
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

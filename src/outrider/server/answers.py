@@ -1,0 +1,173 @@
+"""OpenAI's shapes of an answer: whole, in chunks, with log-probabilities and usage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import time
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from outrider.runner.tokenizers import token_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from outrider.engine import Chunk, Completion
+    from outrider.engine.logprobs import TokenLogprobs
+
+
+class TokenTexts:
+    """What each token id stands for."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._tokenizer = tokenizer
+        self._bytes: list[bytes] | None = None
+
+    def bytes_of(self, token: int) -> bytes:
+        if self._tokenizer is None:
+            return b""
+        if self._bytes is None:
+            self._bytes = token_bytes(self._tokenizer)
+        return self._bytes[token] if token < len(self._bytes) else b""
+
+    def text(self, token: int) -> str:
+        """Its characters; the name of a special token, which has none."""
+        found = self.bytes_of(token)
+        if found or self._tokenizer is None:
+            return found.decode(errors="replace")
+        return str(self._tokenizer.convert_ids_to_tokens(token) or "")
+
+
+@dataclass
+class Answer:
+    """One call's answer under way: its choices in order, and how they are written."""
+
+    call_id: str
+    model: str
+    tokens: TokenTexts
+    choices: list[Completion]
+    created: int = field(default_factory=lambda: int(time()))
+    num_cached_tokens: int = 0
+
+    kind: ClassVar[str] = ""
+    chunk_kind: ClassVar[str] = ""
+
+    def head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.call_id, "object": kind, "created": self.created, "model": self.model}
+
+    def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        choices = [self.choice(index, completion) for index, completion in enumerate(self.choices)]
+        return {**self.head(self.kind), "choices": choices, "usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts; OpenAI's counts of accepted and rejected predictions are those of the drafts."""
+        # every sample has the same prompt, which counts once
+        prompts = {completion.prompt_index: completion.num_prompt_tokens for completion in self.choices}
+        generated = sum(len(completion.token_ids) for completion in self.choices)
+        accepted = sum(completion.stats.num_accepted for completion in self.choices)
+        drafted = sum(completion.stats.num_drafts for completion in self.choices)
+        return {
+            "prompt_tokens": sum(prompts.values()),
+            "completion_tokens": generated,
+            "total_tokens": sum(prompts.values()) + generated,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            },
+        }
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Chunks that a stream begins with."""
+        return []
+
+    def chunk(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        """What one round added to a choice."""
+        return {**self.head(self.chunk_kind), "choices": [self.delta(index, chunk)]}
+
+    def last(self) -> dict[str, Any]:
+        """The chunk with the usage, for those who asked for it."""
+        return {**self.head(self.chunk_kind), "choices": [], "usage": self.usage()}
+
+    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def delta(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+@dataclass
+class CompletionAnswer(Answer):
+    """Of ``/v1/completions``."""
+
+    kind: ClassVar[str] = "text_completion"
+    chunk_kind: ClassVar[str] = "text_completion"
+    offsets: dict[int, int] = field(default_factory=dict)  # choice -> characters of its tokens so far
+
+    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        logprobs = self._logprobs(index, completion.token_ids, completion.logprobs, 0)
+        return self._choice(index, completion.text, logprobs, completion.finish_reason)
+
+    def delta(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        logprobs = self._logprobs(index, chunk.token_ids, chunk.logprobs, self.offsets.get(index, 0))
+        return self._choice(index, chunk.text, logprobs, chunk.finish_reason)
+
+    def _choice(self, index: int, text: str, logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _logprobs(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, offset: int
+    ) -> dict[str, Any] | None:
+        if logprobs is None:
+            return None
+        texts, offsets = [self.tokens.text(token) for token in token_ids], []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        self.offsets[index] = offset
+        return {
+            "tokens": texts,
+            "token_logprobs": [each.logprob for each in logprobs],
+            "top_logprobs": [{self.tokens.text(token): value for token, value in each.top} for each in logprobs],
+            "text_offset": offsets,
+        }
+
+
+@dataclass
+class ChatAnswer(Answer):
+    """Of ``/v1/chat/completions``."""
+
+    kind: ClassVar[str] = "chat.completion"
+    chunk_kind: ClassVar[str] = "chat.completion.chunk"
+
+    def opening(self) -> list[dict[str, Any]]:
+        role = {"role": "assistant", "content": ""}
+        return [
+            {**self.head(self.chunk_kind), "choices": [_chat_choice(index, "delta", role, None, None)]}
+            for index in range(len(self.choices))
+        ]
+
+    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        message = {"role": "assistant", "content": completion.text}
+        logprobs = self._logprobs(completion.token_ids, completion.logprobs)
+        return _chat_choice(index, "message", message, logprobs, completion.finish_reason)
+
+    def delta(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        logprobs = self._logprobs(chunk.token_ids, chunk.logprobs)
+        return _chat_choice(index, "delta", {"content": chunk.text}, logprobs, chunk.finish_reason)
+
+    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
+        if logprobs is None:
+            return None
+        content = []
+        for token, each in zip(token_ids, logprobs, strict=True):
+            alternatives = [self._entry(other, value) for other, value in each.top]
+            content.append({**self._entry(token, each.logprob), "top_logprobs": alternatives})
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.tokens.text(token), "logprob": logprob, "bytes": list(self.tokens.bytes_of(token))}
+
+
+def _chat_choice(index: int, part: str, content: dict[str, str], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+    return {"index": index, part: content, "logprobs": logprobs, "finish_reason": finish_reason}

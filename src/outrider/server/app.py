@@ -1,0 +1,106 @@
+"""The routes: which path is answered by what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+
+from outrider import __version__
+from outrider.server.config import KeyRing, ServerConfig
+from outrider.server.gate import Gate, error_body
+from outrider.server.service import Service, explained, invalid
+from outrider.types import OutriderError
+
+if TYPE_CHECKING:
+    from outrider.engine import LLM
+
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": {"application/json": {}}}
+    for status, text in {
+        400: "What was asked cannot be done; the message says why.",
+        401: "No key that this server knows.",
+        404: "Another model was asked for.",
+        408: "The body did not arrive in time.",
+        413: "The body is too large.",
+        429: "The queue is full; Retry-After says when to try again.",
+        500: "The model failed for this request.",
+        503: "The server is shutting down.",
+        504: "The answer took too long.",
+    }.items()
+}
+
+
+def create_app(llm: LLM, config: ServerConfig | None = None, keys: KeyRing | None = None) -> FastAPI:
+    """The ASGI application around a loaded ``LLM``, which it has to itself while it runs."""
+    config = config or ServerConfig()
+    service = Service(llm, config, keys or KeyRing())
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.bridge.start()
+        yield
+        await service.bridge.stop()
+        service.close()
+
+    app = FastAPI(
+        title="Outrider",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        separate_input_output_schemas=False,
+    )
+    app.state.service = service
+    app.add_api_route("/v1/completions", service.completions, methods=["POST"], responses=REFUSALS, response_model=None)
+    app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"], responses=REFUSALS, response_model=None)
+    _add_states(app, service)
+    for kind in (OutriderError, RequestValidationError, HTTPException, asyncio.TimeoutError):
+        app.add_exception_handler(kind, _on_error)
+    app.add_middleware(Gate, config=config, keys=service.keys)
+    return app
+
+
+def _add_states(app: FastAPI, service: Service) -> None:
+    """What is asked about the server itself."""
+
+    async def models() -> dict[str, Any]:
+        """The one model that is served."""
+        name, method = service.config.name, service.llm.proposer.name
+        about = {"id": name, "object": "model", "created": 0, "owned_by": "outrider"}
+        return {"object": "list", "data": [about | {"max_model_len": service.llm.runner.max_len, "method": method}]}
+
+    async def health() -> Response:
+        """Whether the process works at all."""
+        is_healthy = service.bridge.is_healthy
+        return PlainTextResponse("ok" if is_healthy else "the engine's thread has ended", 200 if is_healthy else 500)
+
+    async def ready() -> Response:
+        """Whether requests should be sent here."""
+        is_ready = service.bridge.is_healthy and not service.bridge.is_draining
+        return PlainTextResponse("ready" if is_ready else "not ready", 200 if is_ready else 503)
+
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return Response(service.metrics.page(), media_type="text/plain; version=0.0.4")
+
+    app.add_api_route("/v1/models", models)
+    for path, answer in {"/health": health, "/ready": ready, "/metrics": metrics}.items():
+        app.add_api_route(path, answer, response_class=PlainTextResponse)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):
+        return JSONResponse(invalid(error.errors()), 400)
+    if isinstance(error, HTTPException):
+        return JSONResponse(error_body(str(error.detail), "invalid_request_error"), error.status_code, error.headers)
+    status, body, headers = explained(error)
+    if status in (429, 503):
+        request.app.state.service.metrics.refused(status)
+    return JSONResponse(body, status, headers)

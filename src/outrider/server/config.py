@@ -1,0 +1,98 @@
+"""What the server allows, and who may use it."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.types import OutriderError
+
+KEYS_VARIABLE = "OUTRIDER_API_KEYS"
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Where the server listens and what it puts up with."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    name: str = "outrider"  # of the model, in /v1/models and in every answer
+    max_queue: int = 256  # sequences that may wait for a place; beyond them the answer is 429
+    max_choices: int = 64  # sequences of one call: prompts times n
+    max_body: int = 4 << 20  # bytes
+    body_timeout: float = 30.0  # seconds for a body to arrive
+    request_timeout: float = 600.0  # seconds from arrival to the last token
+    shutdown_grace: float = 60.0  # seconds that running streams get to finish
+
+    def __post_init__(self) -> None:
+        if min(self.max_queue, self.max_choices, self.max_body) < 1:
+            raise OutriderError("max_queue, max_choices and max_body must be at least 1")
+        if min(self.body_timeout, self.request_timeout, self.shutdown_grace) <= 0:
+            raise OutriderError("body_timeout, request_timeout and shutdown_grace must be above 0")
+        if not 0 <= self.port < 1 << 16:
+            raise OutriderError(f"there is no port {self.port}")
+
+
+@dataclass(frozen=True)
+class Client:
+    """Who asks: fairness is between clients, and higher priorities go first."""
+
+    name: str = "anonymous"
+    priority: int = 0
+
+
+ANYONE = Client()
+
+
+class KeyRing:
+    """The API keys, kept as digests; without any, everyone may ask."""
+
+    def __init__(self, keys: Sequence[tuple[str, Client]] = ()) -> None:
+        self._clients = [(_digest(key), client) for key, client in keys]
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def client(self, key: str | None) -> Client | None:
+        """Whose key it is; None if nobody's. Takes the same time for every key, known or not."""
+        if not self._clients:
+            return ANYONE
+        digest, found = _digest(key or ""), None
+        for known, client in self._clients:
+            if hmac.compare_digest(known, digest):
+                found = client
+        return found
+
+    @classmethod
+    def load(cls, file: Path | None) -> KeyRing:
+        """From a file of lines ``key [name [priority]]``, or from ``OUTRIDER_API_KEYS``, the same joined by commas.
+
+        Raises ``OutriderError`` for a line that is neither, and for a file without any key.
+        """
+        if file is None:
+            entries = os.environ.get(KEYS_VARIABLE, "").split(",")
+            return cls([_entry(entry, KEYS_VARIABLE) for entry in entries if entry.strip()])
+        try:
+            lines = file.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise OutriderError(f"the API keys cannot be read: {error}") from error
+        keys = [_entry(line, str(file)) for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not keys:
+            raise OutriderError(f"{file} holds no API key: write one a line")
+        return cls(keys)
+
+
+def _entry(line: str, source: str) -> tuple[str, Client]:
+    key, *rest = line.split()
+    try:
+        return key, Client(rest[0] if rest else "client", int(rest[1]) if len(rest) > 1 else 0)
+    except ValueError:
+        raise OutriderError(f"{source}: an entry is a key, then a name and a whole number as priority if wanted") from None
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="replace")).digest()

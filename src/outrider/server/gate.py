@@ -1,0 +1,141 @@
+"""What every call passes before it is understood: request id, API key, size and pace of the body, and one line in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from time import monotonic
+from typing import Any
+
+from fastapi import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.server.config import ANYONE, Client, KeyRing, ServerConfig
+
+logger = logging.getLogger("outrider.server")
+
+GUARDED = "/v1/"  # paths that need a key
+CLOSED = 499  # the client went away, as nginx writes it
+
+
+@dataclass
+class Call:
+    """What is known of a call; what it cost is filled in on the way and written to the log at its end."""
+
+    request_id: str
+    client: Client = ANYONE
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def error_body(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
+    """An error as OpenAI's clients read it."""
+    readable = message.encode(errors="replace").decode()
+    return {"error": {"message": readable, "type": kind, "param": None, "code": code}}
+
+
+class Gate:
+    """The outermost ASGI layer."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, keys: KeyRing) -> None:
+        self._app, self._config, self._keys = app, config, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        given = headers.get("x-request-id", "")
+        call = Call(given if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII) else secrets.token_hex(12))
+        scope.setdefault("state", {})["call"] = call
+        started, status = monotonic(), 0
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", call.request_id.encode())]
+            await send(message)
+
+        try:
+            refused = self._refusal(scope["path"], headers, call)
+            if refused is None:
+                await self._app(scope, self._measured(receive), answer)
+            else:
+                await _refuse(answer, *refused)
+        finally:
+            facts = {
+                "request_id": call.request_id,
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status or CLOSED,
+            }
+            facts |= {"client": call.client.name, "seconds": round(monotonic() - started, 4), **call.facts}
+            level = logging.INFO if scope["path"].startswith(GUARDED) else logging.DEBUG
+            logger.log(level, "request", extra={"facts": facts})
+
+    def _refusal(self, path: str, headers: dict[str, str], call: Call) -> tuple[int, dict[str, Any]] | None:
+        """Status and body for a call that goes no further."""
+        if path.startswith(GUARDED):
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            client = self._keys.client(key.strip() if scheme.lower() == "bearer" else None)
+            if client is None:
+                message = "give an API key that this server knows: Authorization: Bearer <key>"
+                return 401, error_body(message, "invalid_request_error", "invalid_api_key")
+            call.client = client
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > self._config.max_body:
+            return 413, error_body(self._too_large(), "invalid_request_error")
+        return None
+
+    def _too_large(self) -> str:
+        return f"the body is larger than {self._config.max_body} bytes"
+
+    def _measured(self, receive: Receive) -> Receive:
+        """The body as it comes: at most so much, in at most so long."""
+        num_bytes, is_complete, deadline = 0, False, monotonic() + self._config.body_timeout
+
+        async def measured() -> Message:
+            nonlocal num_bytes, is_complete
+            if is_complete:
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), max(deadline - monotonic(), 0.001))
+            except asyncio.TimeoutError:
+                raise HTTPException(408, "the body did not arrive in time") from None
+            num_bytes += len(message.get("body", b""))
+            is_complete = message["type"] != "http.request" or not message.get("more_body", False)
+            if num_bytes > self._config.max_body:
+                raise HTTPException(413, self._too_large())
+            return message
+
+        return measured
+
+
+async def _refuse(send: Callable[[Message], Awaitable[None]], status: int, body: dict[str, Any]) -> None:
+    payload = json.dumps(body).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(payload)).encode()),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": payload})
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line. What was said in prompts and answers is in none of them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record and its ``facts``."""
+        time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
+        line = {"time": time, "level": record.levelname.lower(), "event": record.getMessage()}
+        line |= getattr(record, "facts", {})
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)

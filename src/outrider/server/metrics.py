@@ -1,0 +1,96 @@
+"""Prometheus metrics: vLLM's names where vLLM has one, so that its dashboards show Outrider too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+if TYPE_CHECKING:
+    from outrider.server.bridge import EngineBridge
+
+SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0)
+TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class Metrics:
+    """Counts what calls cost, and reads the engine's own counts when it is asked."""
+
+    def __init__(self, bridge: EngineBridge, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineCounts(bridge, model))  # type: ignore[arg-type]
+        labels, here = ["model_name"], {"model_name": model}
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, labels, buckets=buckets, registry=self.registry).labels(**here)
+
+        self.first_token = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", SECONDS)
+        self.between_tokens = histogram("vllm:inter_token_latency_seconds", "Seconds a later token.", TOKEN_SECONDS)
+        self.whole = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", SECONDS)
+        self._prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens.", labels, registry=self.registry).labels(**here)
+        self._ended = Counter(
+            "vllm:request_success", "Sequences that ended.", [*labels, "finished_reason"], registry=self.registry
+        )
+        self._refused = Counter(
+            "outrider:requests_refused", "Calls refused while busy or stopping.", [*labels, "status"], registry=self.registry
+        )
+        self._here = here
+
+    def asked(self, num_prompt_tokens: int) -> None:
+        self._prompt_tokens.inc(num_prompt_tokens)
+
+    def ended(self, reason: str) -> None:
+        self._ended.labels(**self._here, finished_reason=reason).inc()
+
+    def refused(self, status: int) -> None:
+        self._refused.labels(**self._here, status=str(status)).inc()
+
+    def page(self) -> bytes:
+        """Everything in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+
+class _EngineCounts:
+    """The engine's totals, read when somebody asks; it is the engine's thread that writes them."""
+
+    def __init__(self, bridge: EngineBridge, model: str) -> None:
+        self._bridge, self._model = bridge, model
+
+    def collect(self) -> Iterator[Metric]:
+        """Named as vLLM names them, then what only Outrider has."""
+        engine = self._bridge.llm.engine
+        stats, scheduler = engine.stats, engine.scheduler
+        histogram, cache = dict(stats.acceptance_histogram), engine.runner.cache
+        yield self._gauge("vllm:num_requests_running", "Sequences in the batch.", len(scheduler.running))
+        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait for a place.", len(scheduler.waiting))
+        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", cache.num_looked_up)
+        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", cache.num_reused)
+        yield self._counter("vllm:generation_tokens", "Generated tokens.", stats.num_tokens)
+        yield self._counter("vllm:spec_decode_num_drafts", "Rounds with drafts.", stats.num_drafted_rounds)
+        yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", stats.num_drafts)
+        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted drafts.", stats.num_accepted)
+        by_position = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by position.", labels=["model_name", "position"]
+        )
+        for position in range(max(histogram, default=0)):
+            count = sum(rounds for accepted, rounds in histogram.items() if accepted > position)
+            by_position.add_metric([self._model, str(position)], count)
+        yield by_position
+        yield self._counter("outrider:proposer_faults", "Rounds in which the proposer failed for a sequence.", stats.faults)
+        yield self._counter("outrider:failed_rounds", "Rounds that failed as a whole.", self._bridge.num_failures)
+        phases = CounterMetricFamily("outrider:phase_seconds", "Seconds of rounds.", labels=["model_name", "phase"])
+        for phase, seconds in stats.times.by_phase().items():
+            phases.add_metric([self._model, phase], seconds)
+        yield phases
+
+    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family

@@ -1,0 +1,209 @@
+"""What may be asked: OpenAI's requests, with every sampling parameter of the engine beside them. Unknown fields are refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from outrider.server.grammar import GrammarCompiler
+from outrider.types import Grammar, OutriderError, SamplingParams
+
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+PLAIN = "plain"
+
+
+def _unicode(text: str) -> str:
+    """JSON can hold half a surrogate pair, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("the text is not valid Unicode") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
+Stop = Annotated[Text, Field(min_length=1, max_length=256)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class Body(BaseModel):
+    """Refuses what it does not know: a parameter that is silently dropped is a wrong answer."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    """Of a streamed answer."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # accepted for clients that always send it; there is none
+
+
+class Speculative(Body):
+    """How this request is to be drafted for. The answer is the same in distribution whatever is chosen."""
+
+    method: Text | None = Field(None, description="The served method, or plain for no drafts.")
+    k: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = Field("auto", description="Drafts a round; 0 is none.")
+
+
+class TextFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonFormat(Body):
+    """A JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(Body):
+    """A form that the answer must have."""
+
+    name: Text = "answer"
+    description: Text | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None  # it is always followed
+
+
+class JsonSchemaFormat(Body):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class SamplingFields(Body):
+    """Fields that both kinds of completion have. The defaults are OpenAI's."""
+
+    model: Text | None = None
+    temperature: float = Field(1.0, ge=0, le=1e6)
+    top_p: float = Field(1.0, gt=0, le=1)
+    n: int = Field(1, ge=1, le=128)
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[TokenId, Bias] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    # beyond OpenAI's
+    top_k: int = Field(0, ge=0, description="Keep the k likeliest tokens; 0 keeps all.")
+    min_p: float = Field(0.0, ge=0, le=1, description="Drop tokens below this share of the likeliest.")
+    repetition_penalty: float = Field(1.0, gt=0, le=1e6, description="Over prompt and output; 1 is off.")
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
+    banned_token_ids: list[TokenId] = Field(default_factory=list)
+    ignore_eos: bool = False
+    speculative: Speculative | None = None
+    # accepted, and without effect on the answer
+    user: Text | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+
+    def grammar(self, compiler: GrammarCompiler) -> Grammar | None:
+        """The form of the answer. Raises ``OutriderError`` for a schema that cannot be followed."""
+        wanted = self.response_format
+        if isinstance(wanted, JsonSchemaFormat):
+            return compiler.json(wanted.json_schema.schema_)
+        return compiler.json() if isinstance(wanted, JsonFormat) else None
+
+    def params(self, max_tokens: int, logprobs: int | None, grammar: Grammar | None) -> SamplingParams:
+        """The engine's sampling parameters. Raises ``OutriderError`` for values that it refuses."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias or {},
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            banned_token_ids=tuple(self.banned_token_ids),
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            seed=self.seed,
+            n=self.n,
+            logprobs=logprobs,
+            grammar=grammar,
+        )
+
+    def num_drafts(self, served: str) -> int | None:
+        """Drafts a round that were asked for; None leaves it to the server. ``served``: the name of its method.
+
+        Raises ``OutriderError`` for another method.
+        """
+        wanted = self.speculative
+        if wanted is None:
+            return None
+        if wanted.method not in (None, served, PLAIN):
+            raise OutriderError(f"this server drafts with {served!r}: ask for that method, or for {PLAIN!r}")
+        if wanted.method in (PLAIN,) and served not in (PLAIN,):
+            return 0
+        return wanted.k if isinstance(wanted.k, int) else None
+
+
+class CompletionBody(SamplingFields):
+    """``POST /v1/completions``."""
+
+    prompt: Text | list[TokenId] | list[Text] | list[list[TokenId]]
+    max_tokens: int = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One or more, each text or ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Body):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[TextPart]
+    name: Text | None = None
+
+    def plain(self) -> dict[str, str]:
+        """As a chat template takes it."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": content}
+
+
+class ChatBody(SamplingFields):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    def num_logprobs(self) -> int | None:
+        """As the engine counts them. Raises ``OutriderError`` for alternatives without ``logprobs``."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise OutriderError("top_logprobs needs logprobs: true")
+        return (self.top_logprobs or 0) if self.logprobs else None

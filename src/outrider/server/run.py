@@ -1,0 +1,77 @@
+"""A process that serves: a socket, signals, logs, and an end that lets running streams finish."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from outrider.server.app import create_app
+from outrider.server.bridge import EngineBridge
+from outrider.server.config import KeyRing, ServerConfig
+from outrider.server.gate import JsonLines
+from outrider.types import OutriderError
+
+if TYPE_CHECKING:
+    from outrider.engine import LLM
+
+logger = logging.getLogger("outrider.server")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class GracefulServer(uvicorn.Server):
+    """At the first signal it takes nothing new, and ends when its streams have; at the second it ends at once."""
+
+    def __init__(self, config: uvicorn.Config, bridge: EngineBridge) -> None:
+        super().__init__(config)
+        self._bridge = bridge
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called in the event loop's thread."""
+        self._bridge.is_draining = True
+        super().handle_exit(sig, frame)
+
+
+def log_json() -> None:
+    """Everything that is logged goes to standard error as JSON, a line each."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("outrider").setLevel(logging.INFO)
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """A socket on the host and port. Raises ``OutriderError`` where they cannot be had."""
+    try:
+        family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        raise OutriderError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}") from error
+    return listener
+
+
+def serve(llm: LLM, config: ServerConfig, keys: KeyRing, listener: socket.socket) -> None:
+    """Serves until a signal ends it."""
+    app = create_app(llm, config, keys)
+    host, port = listener.getsockname()[:2]
+    if host not in LOOPBACK and not len(keys):
+        logger.warning("everyone who reaches this machine can use the server: give it API keys")
+    settings = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(config.shutdown_grace),
+        h11_max_incomplete_event_size=64 << 10,
+    )
+    facts = {"url": f"http://{host}:{port}", "model": config.name, "method": llm.proposer.name, "max_len": llm.runner.max_len}
+    logger.info("ready", extra={"facts": facts})
+    GracefulServer(settings, app.state.service.bridge).run(sockets=[listener])

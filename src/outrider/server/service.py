@@ -1,0 +1,243 @@
+"""From a body to its answer: tokens, queue, stream, usage. Knows the bridge and the shapes, no routes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastapi import HTTPException, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from outrider.engine import Chunk, Completion
+from outrider.engine.config import eos_token_ids
+from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
+from outrider.server.bridge import Busy, EngineBridge, Stopping, Stream
+from outrider.server.config import KeyRing, ServerConfig
+from outrider.server.gate import CLOSED, Call, error_body
+from outrider.server.grammar import GrammarCompiler
+from outrider.server.metrics import Metrics
+from outrider.server.protocol import ChatBody, CompletionBody, SamplingFields
+from outrider.types import Grammar, OutriderError, SamplingParams
+from outrider.types import Request as EngineRequest
+
+if TYPE_CHECKING:
+    from outrider.engine import LLM
+
+Result = TypeVar("Result")
+DONE = b"data: [DONE]\n\n"
+
+
+class Service:
+    """What the routes call."""
+
+    def __init__(self, llm: LLM, config: ServerConfig, keys: KeyRing) -> None:
+        self.llm, self.config, self.keys = llm, config, keys
+        self.bridge = EngineBridge(llm, config.max_queue)
+        self.metrics = Metrics(self.bridge, config.name)
+        self._tokens = TokenTexts(llm.tokenizer)
+        self._aside_thread = ThreadPoolExecutor(1, "outrider-aside")  # tokenizers are not made for two threads
+        self._grammars = GrammarCompiler(llm.tokenizer, llm.runner.vocab_size, sorted(eos_token_ids(llm.runner, llm.tokenizer)))
+
+    async def completions(self, body: CompletionBody, http: Request) -> Response:
+        """``POST /v1/completions``."""
+        given = body.prompts()
+        if not given or len(given) * body.n > self.config.max_choices:
+            raise OutriderError(f"give 1 to {self.config.max_choices} prompts times samples, not {len(given) * body.n}")
+        prompts = await self._aside(lambda: [self.llm.encode(prompt) for prompt in given])
+        params = body.params(body.max_tokens, body.logprobs, await self._grammar(body))
+        answer = CompletionAnswer("cmpl-" + _call(http).request_id, self.config.name, self._tokens, [])
+        return await self._answer(body, http, prompts, params, answer)
+
+    async def chat(self, body: ChatBody, http: Request) -> Response:
+        """``POST /v1/chat/completions``."""
+        if body.n > self.config.max_choices:
+            raise OutriderError(f"n must be at most {self.config.max_choices}")
+        messages = [message.plain() for message in body.messages]
+        prompt = await self._aside(lambda: self._chat_prompt(messages))
+        wanted = body.max_completion_tokens or body.max_tokens or self.llm.runner.max_len
+        params = body.params(wanted, body.num_logprobs(), await self._grammar(body))
+        answer = ChatAnswer("chatcmpl-" + _call(http).request_id, self.config.name, self._tokens, [])
+        return await self._answer(body, http, [prompt], params, answer)
+
+    def close(self) -> None:
+        self._aside_thread.shutdown(wait=False)
+
+    async def _grammar(self, body: SamplingFields) -> Grammar | None:
+        return None if body.response_format is None else await self._aside(lambda: body.grammar(self._grammars))
+
+    async def _aside(self, work: Callable[[], Result]) -> Result:
+        """Does what takes long, and what tokenizers are needed for, away from the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._aside_thread, work)
+
+    def _chat_prompt(self, messages: list[dict[str, str]]) -> list[int]:
+        try:
+            return self.llm.chat_prompt(messages)
+        except OutriderError:
+            raise
+        except Exception as error:  # a template's own objection, in whatever form it raises it
+            raise OutriderError(f"the chat template does not take these messages: {error}") from error
+
+    async def _answer(
+        self, body: SamplingFields, http: Request, prompts: list[list[int]], params: SamplingParams, answer: Answer
+    ) -> Response:
+        """Queues the prompts and answers, whole or as a stream."""
+        if body.model not in (None, self.config.name):
+            message = f"there is no model {body.model!r} here, but {self.config.name!r}"
+            return JSONResponse(error_body(message, "invalid_request_error", "model_not_found"), 404)
+        num_drafts = body.num_drafts(self.llm.proposer.name)
+        samples: list[list[EngineRequest]] = []
+        for index, prompt in enumerate(prompts):
+            group = self.llm.requests_for(prompt, params)
+            for sample, request in enumerate(group):
+                request.num_draft_tokens = num_drafts
+                answer.choices.append(Completion(request.request_id, index, sample, len(prompt)))
+            self.llm.engine.check(group[0])
+            samples.append(group)
+        call = _call(http)
+        stream = self.bridge.submit(samples, self.config.request_timeout, call.client)
+        self.metrics.asked(sum(map(len, prompts)))
+        watched = Watched(stream, answer, call, self.metrics)
+        if body.stream:
+            with_usage = body.stream_options is not None and body.stream_options.include_usage
+            return EventStream(watched, with_usage)
+        return await _whole(watched, http)
+
+
+class Watched:
+    """A stream on its way into an answer, with the clock running."""
+
+    def __init__(self, stream: Stream, answer: Answer, call: Call, metrics: Metrics) -> None:
+        self.answer = answer
+        self._stream, self._call, self._metrics = stream, call, metrics
+        self._index = {completion.request_id: index for index, completion in enumerate(answer.choices)}
+        self._started = monotonic()
+        self._last: dict[int, float] = {}
+
+    async def chunks(self) -> AsyncIterator[tuple[int, Chunk]]:
+        """Which choice goes on, and with what. Raises ``OutriderError`` where the target failed."""
+        try:
+            async for emission in self._stream:
+                index = self._index[emission.request_id]
+                chunk = self.answer.choices[index].add(emission)
+                self._clock(index, chunk)
+                if chunk.finish_reason == "error":
+                    raise TargetFailed(chunk.error or "the target failed")
+                yield index, chunk
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Ends what still runs and writes down what there was."""
+        self._stream.close()
+        usage = self.answer.usage()
+        self._call.facts |= {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+        self._call.facts["finish_reason"] = [completion.finish_reason for completion in self.answer.choices]
+
+    def _clock(self, index: int, chunk: Chunk) -> None:
+        now, num_tokens = monotonic(), len(chunk.token_ids)
+        if num_tokens and index in self._last:
+            for _ in range(num_tokens):
+                self._metrics.between_tokens.observe((now - self._last[index]) / num_tokens)
+        elif num_tokens:
+            self._metrics.first_token.observe(now - self._started)
+            self._call.facts.setdefault("first_token_seconds", round(now - self._started, 4))
+        self._last[index] = now
+        if chunk.finish_reason is not None:
+            self._metrics.whole.observe(now - self._started)
+            self._metrics.ended(chunk.finish_reason)
+
+
+class TargetFailed(OutriderError):
+    """Not the caller's mistake."""
+
+
+async def _whole(watched: Watched, http: Request) -> Response:
+    """The whole answer; if the client goes away, its requests end."""
+
+    async def collect() -> None:
+        async for _ in watched.chunks():
+            pass
+
+    async def gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(collect()), asyncio.ensure_future(gone())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            return Response(status_code=CLOSED)
+        tasks[0].result()
+        return JSONResponse(watched.answer.whole())
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        watched.close()
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. However it ends, even before it began, nothing of it stays in the engine."""
+
+    def __init__(self, watched: Watched, with_usage: bool) -> None:
+        self._watched, self._with_usage = watched, with_usage
+        super().__init__(self._events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._watched.close()
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        answer = self._watched.answer
+        for opening in answer.opening():
+            yield _event(opening)
+        try:
+            async for index, chunk in self._watched.chunks():
+                if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
+                    yield _event(answer.chunk(index, chunk))
+        except (OutriderError, asyncio.TimeoutError) as error:
+            yield _event(explained(error)[1])
+            return
+        if self._with_usage:
+            yield _event(answer.last())
+        yield DONE
+
+
+def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Status, body and headers for an error that one line explains."""
+    if isinstance(error, Busy):
+        return 429, error_body(str(error), "rate_limit_error", "queue_full"), {"retry-after": str(error.retry_after)}
+    if isinstance(error, Stopping):
+        return 503, error_body(str(error), "server_error", "stopping"), {"retry-after": "5"}
+    if isinstance(error, asyncio.TimeoutError):
+        return 504, error_body("the answer took longer than this server allows", "server_error", "timeout"), {}
+    if isinstance(error, TargetFailed):
+        return 500, error_body(str(error), "server_error"), {}
+    if isinstance(error, HTTPException):
+        return error.status_code, error_body(str(error.detail), "invalid_request_error"), dict(error.headers or {})
+    return 400, error_body(str(error), "invalid_request_error"), {}
+
+
+def invalid(errors: Sequence[Any]) -> dict[str, Any]:
+    """What pydantic found wrong with a body, in one line."""
+    found = []
+    for error in errors[:3]:
+        place = ".".join(str(part) for part in error["loc"] if part != "body")
+        found.append(f"{place}: {error['msg']}" if place else str(error["msg"]))
+    return error_body("; ".join(found), "invalid_request_error", "invalid_body")
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _call(http: Request) -> Call:
+    call: Call = http.scope["state"]["call"]
+    return call

@@ -1,0 +1,252 @@
+"""What serving needs of the engine: lengths of their own, prompts read in parts, beginnings kept, memory, a fair order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.engine.drafting import FIRST_PAUSE
+from outrider.engine.scheduler import Entry
+from outrider.proposers.base import ScriptedProposer
+from outrider.runner.kv_cache import SHARED, SLACK, CacheShape, KVCache
+from outrider.types import OutriderError, Proposal
+
+from .toy import VOCAB, TableRunner, make_engine, make_request, oracle, outputs, run
+
+PROMPTS = [[3, 4, 5], [7], [1, 2, 3, 4, 5, 6, 8, 9]]
+
+
+def requests(**params):
+    return [make_request(f"r{b}", prompt, **({"max_tokens": 23} | params)) for b, prompt in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("k", [0, 2, 6])
+def test_requests_have_a_k_of_their_own(k):
+    runner = TableRunner()
+    asked = requests()
+    asked[0].num_draft_tokens, asked[1].num_draft_tokens = 0, 5
+    found = run(make_engine(oracle(runner), k, runner=runner), asked)
+    assert outputs(found) == outputs(run(make_engine(), requests()))
+    longest = [max(len(emission.token_ids) for emission in found[f"r{b}"]) - 1 for b in range(3)]
+    assert longest == [0, 5, k]
+
+
+def test_a_k_of_its_own_cuts_trees_too():
+    runner = TableRunner()
+
+    def chain_as_tree(context, k):
+        drafts = oracle(runner).propose(context, 4)
+        width = drafts.num_nodes
+        return Proposal(drafts.token_ids, drafts.lens, None, torch.arange(-1, width - 1).repeat(len(context.requests), 1))
+
+    asked = requests()
+    asked[0].num_draft_tokens, asked[1].num_draft_tokens = 0, 2
+    proposer = ScriptedProposer(chain_as_tree)
+    found = run(make_engine(proposer, 4, runner=runner), asked)
+    assert outputs(found) == outputs(run(make_engine(), requests()))
+    assert [max(len(emission.token_ids) for emission in found[f"r{b}"]) - 1 for b in range(3)] == [0, 2, 4]
+
+
+def test_a_long_prompt_holds_nobody_up():
+    runner = TableRunner()
+    runner.chunk = 4
+    engine = make_engine(oracle(runner, 1), 2, runner=runner)
+    engine.add(make_request("short", [3, 4], max_tokens=30))
+    engine.step()
+    engine.add(make_request("long", list(range(1, 17)) * 2, max_tokens=5))
+    steps = []
+    while engine.has_work:
+        steps.append({emission.request_id for emission in engine.step()})
+    assert steps[:7] == [{"short"}] * 7 and steps[8] == {"short", "long"}
+    wanted = outputs(run(make_engine(), [make_request("long", list(range(1, 17)) * 2, max_tokens=5)]))
+    runner.chunk = 4
+    assert outputs(run(engine, [make_request("long", list(range(1, 17)) * 2, max_tokens=5)])) == wanted
+
+
+def test_a_prompt_that_cannot_be_read_fails_alone(monkeypatch):
+    runner = TableRunner()
+    read = runner.read
+
+    def failing(ids, texts):
+        if "r1" in ids:
+            raise MemoryError("no memory")
+        return read(ids, texts)
+
+    monkeypatch.setattr(runner, "read", failing)
+    found = outputs(run(make_engine(runner=runner), requests()))
+    wanted = outputs(run(make_engine(), requests()))
+    assert found["r1"][2] == "error"
+    assert (found["r0"], found["r2"]) == (wanted["r0"], wanted["r2"])
+
+
+def test_a_proposer_that_failed_is_tried_again_later():
+    runner = TableRunner(max_len=400)
+    good, calls = oracle(runner), []
+
+    def fails_twice(context, k):
+        calls.append(len(context.requests[0].token_ids) - 1)
+        if len(calls) < 3:
+            raise RuntimeError("injected")
+        return good.propose(context, k)
+
+    engine = make_engine(ScriptedProposer(fails_twice), 3, runner=runner)
+    found = run(engine, [make_request("r", [5], max_tokens=300)])
+    assert calls[:3] == [0, FIRST_PAUSE, 3 * FIRST_PAUSE] and engine.stats.faults == 2
+    assert found["r"][-1].stats.num_accepted > 50
+    assert outputs(found) == outputs(
+        run(make_engine(runner=TableRunner(max_len=400)), [make_request("r", [5], max_tokens=300)])
+    )
+
+
+# --- who is next ------------------------------------------------------------------------------------------------------------
+
+
+def order_of(asked):
+    """Ids in the order in which requests of (id, client, priority) are taken in, one at a time."""
+    engine = make_engine(runner=TableRunner(max_batch=1))
+    for request_id, client, priority in asked:
+        engine.add(make_request(request_id, [1, 2, 3], max_tokens=2), None, client, priority)
+    order = []
+    while engine.has_work:
+        for emission in engine.step():
+            if emission.request_id not in order:
+                order.append(emission.request_id)
+    return order
+
+
+def test_one_client_is_served_first_come_first_served():
+    assert order_of([(name, "a", 0) for name in "123456"]) == list("123456")
+
+
+def test_clients_take_turns_and_priorities_go_first():
+    asked = [("a1", "a", 0), ("a2", "a", 0), ("a3", "a", 0), ("b1", "b", 0), ("b2", "b", 0), ("c1", "c", 1)]
+    assert order_of(asked) == ["c1", "a1", "b1", "a2", "b2", "a3"]
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------------
+
+
+def cache(rows=3, budget=None):
+    return KVCache(CacheShape(1, 1, 2, 2), rows, 400, torch.float32, torch.device("cpu"), budget)
+
+
+def write(kv, row, text):
+    """Stands for a pass: the keys of a token are its id."""
+    kv.reserve(len(text))
+    kv.keys[:, row, :, : len(text)] = torch.tensor(text, dtype=torch.float32)[:, None]
+    kv.cached_lens[row] = len(text)
+
+
+def ended(kv, name, text):
+    write(kv, kv.row_for(name, text), text)
+    kv.retire([name])
+    kv.release([name])
+
+
+def test_a_request_goes_on_from_the_longest_beginning_that_an_ended_one_left():
+    kv = cache()
+    shared = list(range(SHARED))
+    ended(kv, "a", [*shared, 90, 91, 92])
+    ended(kv, "b", [*shared, 90, 77])
+    row = kv.row_for("c", [*shared, 90, 91, 50])
+    assert kv.cached_lens[row] == SHARED + 2
+    assert kv.keys[0, row, 0, : SHARED + 2, 0].tolist() == [*shared, 90, 91]
+    assert (kv.num_reused, kv.num_looked_up) == (2 * SHARED + 3, 3 * SHARED + 8)
+    other = kv.row_for("d", [*shared, 90, 91, 92, 93])  # the row that c began with has been copied, not taken
+    assert kv.cached_lens[other] == SHARED + 3 and other != row
+
+
+def test_a_running_request_shares_its_beginning_and_keeps_it():
+    kv = cache()
+    text = list(range(40))
+    first = kv.row_for("a", text)
+    write(kv, first, text)
+    second = kv.row_for("b", [*range(30), 99, 98])
+    assert second != first and kv.cached_lens[second] == 30 and kv.cached_lens[first] == 40
+
+
+def test_the_last_token_is_always_left_to_be_read():
+    kv = cache()
+    ended(kv, "a", list(range(40)))
+    assert kv.cached_lens[kv.row_for("b", list(range(30)))] == 29
+
+
+def test_the_least_recently_used_beginning_goes_first():
+    kv = cache(rows=2)
+    for start in (0, 100):
+        ended(kv, f"r{start}", list(range(start, start + 30)))
+    again = [*range(30), 7, 7]
+    write(kv, kv.row_for("again", again), again)
+    kv.retire(["again"])
+    kv.release(["again"])
+    kv.row_for("new", list(range(200, 230)))
+    assert kv.cached_lens[kv.row_for("other", list(range(30)))] == 29
+    assert kv.num_reused == 30 + 29
+
+
+def test_what_failed_is_kept_for_nobody():
+    kv = cache()
+    row = kv.row_for("a", list(range(40)))
+    write(kv, row, list(range(40)))
+    kv.release(["a"])
+    assert kv.cached_lens[kv.row_for("b", list(range(40)))] == 0
+
+
+def test_memory_is_set_apart_before_a_request_comes():
+    kv = cache(rows=8, budget=2 * (100 + SLACK) * 16)  # 16 bytes a token
+    assert kv.could_hold(200) and not kv.could_hold(300)
+    assert kv.admit("a", 100) and kv.admit("b", 100) and not kv.admit("c", 10)
+    kv.release(["a"])
+    assert not kv.admit("c", 200) and kv.admit("c", 100)
+
+
+def test_the_cache_stays_within_its_budget_whatever_comes():
+    budget = 3 * (100 + SLACK) * 16
+    kv = cache(rows=8, budget=budget)
+    generator, under_way = torch.Generator().manual_seed(0), {}
+    for number in range(120):
+        length = int(torch.randint(20, 300, (), generator=generator))
+        while not kv.admit(f"r{number}", length):
+            name = next(iter(under_way))
+            kv.retire([name])
+            kv.release([name])
+            del under_way[name]
+        text = [number % 7, *range(length - 1)]
+        write(kv, kv.row_for(f"r{number}", text), text)
+        under_way[f"r{number}"] = text
+        assert (kv.keys.nbytes + kv.values.nbytes) <= budget
+        for name, known in under_way.items():
+            row = kv.row(name)
+            assert kv.keys[0, row, 0, : len(known), 0].tolist() == known
+
+
+def test_a_request_that_can_never_fit_is_refused(monkeypatch):
+    runner = TableRunner()
+
+    def no_room(num_tokens):
+        raise OutriderError("it does not fit")
+
+    monkeypatch.setattr(runner, "check_room", no_room)
+    with pytest.raises(OutriderError, match="fit"):
+        make_engine(runner=runner).add(make_request("r", [1]))
+
+
+def test_requests_wait_until_there_is_memory(monkeypatch):
+    runner = TableRunner()
+    places: set[str] = set()
+
+    def admit(request_id, num_tokens):
+        if len(places) < 2:
+            places.add(request_id)
+        return request_id in places
+
+    monkeypatch.setattr(runner, "admit", admit)
+    monkeypatch.setattr(runner, "retire", lambda ids: places.difference_update(ids))
+    engine = make_engine(runner=runner)
+    for request in requests():
+        engine.add(request)
+    engine.step()
+    assert [entry.request.request_id for entry in engine.scheduler.running] == ["r0", "r1"]
+    assert isinstance(engine.scheduler.waiting.first, Entry) and VOCAB
+    while engine.has_work:
+        engine.step()

@@ -1,0 +1,106 @@
+"""A tiny family, and servers around it that real clients talk to."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from tiny_folder import make_folder
+
+from outrider import LLM
+from outrider.server.app import create_app
+from outrider.server.config import KeyRing, ServerConfig
+from outrider.server.service import Service
+
+
+class Served:
+    """A server in a thread of this process."""
+
+    def __init__(self, llm: LLM, config: ServerConfig, keys: KeyRing) -> None:
+        self.llm = llm
+        app = create_app(llm, config, keys)
+        self.service: Service = app.state.service
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        settings = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=20)
+        self.server = uvicorn.Server(settings)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        until(lambda: self.server.started)
+
+    def _run(self) -> None:
+        asyncio.run(self.server.serve(sockets=[self._listener]))
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60)
+
+    def text(self, prompt: Any, **body: Any) -> str:
+        answer = self.post("/v1/completions", prompt=prompt, **({"temperature": 0, "max_tokens": 24} | body))
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self._thread.join(30)
+        self._listener.close()
+        assert not self._thread.is_alive()
+
+
+def until(holds: Callable[[], Any], seconds: float = 30.0) -> None:
+    """Waits for something that another thread does."""
+    deadline = monotonic() + seconds
+    while not holds():
+        assert monotonic() < deadline, "it did not come about"
+        sleep(0.005)
+
+
+@contextmanager
+def serving(llm: LLM, keys: KeyRing | None = None, **config: Any) -> Iterator[Served]:
+    served = Served(llm, ServerConfig(**config), keys or KeyRing())
+    try:
+        yield served
+    finally:
+        served.stop()
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("models") / "target", seed=0)
+
+
+@pytest.fixture(scope="session")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Often right, not always."""
+    return make_folder(tmp_path_factory.mktemp("models") / "draft", seed=0, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="session")
+def load(target: Path, draft: Path) -> Callable[..., LLM]:
+    """``load("draft", k=3)`` -> an ``LLM`` of the tiny family."""
+
+    def load(method: str = "draft", k: Any = 3, **options: Any) -> LLM:
+        options = {"max_batch": 4, "compile": "never", "same_text": True} | options
+        return LLM(target, draft=draft, method=method, num_draft_tokens=k, **options)
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def plain(load: Callable[..., LLM]) -> LLM:
+    """What every answer is held against."""
+    return load("plain", 0)
+
+
+@pytest.fixture(scope="session")
+def served(load: Callable[..., LLM]) -> Iterator[Served]:
+    with serving(load()) as server:
+        yield server

@@ -1,0 +1,125 @@
+"""Answers of a given form have it, whatever drafts, and are drawn from what the target says of such answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from outrider import LLM, SamplingParams
+from outrider.engine.config import eos_token_ids
+from outrider.proposers.base import ScriptedProposer
+from outrider.server.grammar import GrammarCompiler
+from outrider.types import OutriderError, Proposal
+
+from .served import Served
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "born": {"type": "integer", "minimum": 0, "maximum": 2000},
+        "kind": {"enum": ["ship", "quay", "dawn"]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["name", "born", "kind", "tags"],
+    "additionalProperties": False,
+}
+SMALL: dict[str, Any] = {"type": "array", "items": {"enum": ["ab", "a", 17]}, "minItems": 1, "maxItems": 2}
+
+
+def compiler(llm: LLM) -> GrammarCompiler:
+    return GrammarCompiler(llm.tokenizer, llm.runner.vocab_size, sorted(eos_token_ids(llm.runner, llm.tokenizer)))
+
+
+def tree_of(context: Any, k: int) -> Proposal:
+    """A tree for every request: half of its drafts break the grammar, some chains do not."""
+    text = [request.token_ids for request in context.requests]
+    batch = len(text)
+    token_ids = torch.tensor([[(7 * len(ids) + 31 * node) % 320 for node in range(6)] for ids in text])
+    allowed = [
+        request.matcher.allowed(ids[request.num_prompt_tokens :], [])
+        for request, ids in zip(context.requests, text, strict=True)
+    ]
+    for b, mask in enumerate(allowed):
+        if mask is not None:
+            token_ids[b, 1] = int(mask.nonzero()[0])
+            token_ids[b, 2] = int(mask.nonzero()[-1])
+    parents = torch.tensor([[-1, -1, -1, 0, 1, 2]] * batch)
+    return Proposal(token_ids, torch.full((batch,), 6), None, parents)
+
+
+def trees(load: Callable[..., LLM], target: Any, **options: Any) -> LLM:
+    proposer = ScriptedProposer(tree_of)
+    proposer.drafts_trees = True
+    return LLM(target, proposer=proposer, num_draft_tokens=2, max_batch=8, compile="never", **options)
+
+
+@pytest.mark.parametrize("same_text", [True, False])
+@pytest.mark.parametrize("method", ["plain", "ngram", "draft", "tree"])
+def test_every_answer_is_of_its_schema(method: str, same_text: bool, load: Callable[..., LLM], target: Any) -> None:
+    llm = trees(load, target, same_text=same_text) if method == "tree" else load(method, 3, max_batch=8, same_text=same_text)
+    seen: list[tuple[list[int], list[int]]] = []
+    score = llm.runner.score
+
+    def watched(context: Any, proposal: Proposal) -> Any:
+        for b, request in enumerate(context.requests):
+            if proposal.probs is None and proposal.parents is None:
+                drafts = proposal.token_ids[b, : int(proposal.lens[b])].tolist()
+                output = request.token_ids[request.num_prompt_tokens :]
+                assert all((request.matcher.allowed(output, drafts[:i]))[drafts[i]] for i in range(len(drafts)))
+                seen.append((output, drafts))
+        return score(context, proposal)
+
+    llm.runner.score = watched  # type: ignore[method-assign]
+    grammar = compiler(llm).json(SCHEMA)
+    params = SamplingParams(max_tokens=120, temperature=0.9, seed=1, n=8, grammar=grammar)
+    prompts = ['{"name": "Ada", "born": 1815}\n', "The ship left the harbour"]
+    for completion in llm.generate(prompts, params):
+        assert completion.finish_reason == "stop"
+        jsonschema.validate(json.loads(completion.text), SCHEMA)
+    assert llm.engine.stats.faults == 0
+    if method != "plain":
+        assert llm.engine.stats.num_drafts > 0
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft", "tree"])
+def test_drafts_change_no_constrained_answer(method: str, load: Callable[..., LLM], target: Any, plain: LLM) -> None:
+    llm = trees(load, target, same_text=True) if method == "tree" else load(method, 3)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(max_tokens=80, temperature=temperature, seed=4, n=3, grammar=compiler(llm).json(SCHEMA))
+        found = [completion.token_ids for completion in llm.generate("The ship", params)]
+        assert found == [completion.token_ids for completion in plain.generate("The ship", params)]
+
+
+def test_what_a_grammar_allows_is_what_its_answers_are_made_of(plain: LLM) -> None:
+    """Every answer of a small language is found, and nothing else."""
+    params = SamplingParams(max_tokens=40, temperature=3.0, seed=0, n=60, grammar=compiler(plain).json(SMALL))
+    answers = {json.dumps(json.loads(completion.text)) for completion in plain.generate("x", params)}
+    for answer in answers:
+        jsonschema.validate(json.loads(answer), SMALL)
+    assert len(answers) >= 6
+
+
+@pytest.mark.parametrize("schema", [{"type": "nonsense"}, {"$ref": "#/nowhere"}, {"type": "string", "pattern": "("}])
+def test_a_schema_that_cannot_be_followed_is_refused(plain: LLM, schema: dict[str, Any]) -> None:
+    with pytest.raises(OutriderError, match="schema"):
+        compiler(plain).json(schema)
+
+
+def test_over_http_schemas_hold_and_bad_ones_are_refused(served: Served) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "who", "schema": SCHEMA, "strict": True}}
+    messages = [{"role": "user", "content": "Who?"}]
+    answer = served.post("/v1/chat/completions", messages=messages, max_tokens=120, n=3, seed=2, response_format=form)
+    assert answer.status_code == 200, answer.text
+    for choice in answer.json()["choices"]:
+        jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+    form["json_schema"]["schema"] = {"type": "nonsense"}  # type: ignore[index]
+    refused = served.post("/v1/chat/completions", messages=messages, response_format=form)
+    assert refused.status_code == 400 and "schema" in refused.json()["error"]["message"]
+    refused = served.post("/v1/completions", prompt="a", ignore_eos=True, response_format={"type": "json_object"})
+    assert refused.status_code == 400 and "ignore_eos" in refused.json()["error"]["message"]

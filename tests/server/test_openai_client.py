@@ -1,0 +1,166 @@
+"""OpenAI's own client gets what the offline engine says, streamed or whole, whatever is asked of the sampler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from outrider import LLM, SamplingParams
+
+from .served import Served
+
+PROMPT = "def add(first, second):"
+MESSAGES: Any = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "The ship"}]},
+]
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
+
+
+def offline(plain: LLM, prompt: Any = PROMPT, **params: Any) -> list[Any]:
+    return plain.generate(prompt, SamplingParams(**({"max_tokens": 24} | params)))
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.8},
+    "top_p": {"temperature": 1.3, "top_p": 0.7},
+    "top_k": {"temperature": 1.3, "top_k": 5},
+    "min_p": {"temperature": 1.3, "min_p": 0.05},
+    "presence_penalty": {"temperature": 0.7, "presence_penalty": 1.5},
+    "frequency_penalty": {"temperature": 0.7, "frequency_penalty": 1.5},
+    "repetition_penalty": {"temperature": 0.7, "repetition_penalty": 1.7},
+    "logit_bias": {"temperature": 0.9, "logit_bias": {70: 9.0, 71: -50.0}},
+    "banned_token_ids": {"temperature": 0.0, "banned_token_ids": [35, 100, 262]},
+    "allowed_token_ids": {"temperature": 0.9, "allowed_token_ids": [*range(60, 120)]},
+    "stop": {"temperature": 1.0, "stop": ["e", "1"]},
+    "stop_token_ids": {"temperature": 1.0, "stop_token_ids": [*range(1, 60)]},
+    "ignore_eos": {"temperature": 1.5, "ignore_eos": True},
+    "seed": {"temperature": 1.0, "seed": 12345},
+}
+OURS = {"top_k", "min_p", "repetition_penalty", "banned_token_ids", "allowed_token_ids", "stop_token_ids", "ignore_eos"}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_parameter_gives_over_http_and_with_drafts_what_plain_decoding_gives(
+    name: str, client: openai.OpenAI, plain: LLM
+) -> None:
+    settings = {"seed": 7} | SETTINGS[name]
+    extra = {key: value for key, value in settings.items() if key in OURS}
+    usual = {key: value for key, value in settings.items() if key not in OURS}
+    answer = client.completions.create(model="outrider", prompt=PROMPT, max_tokens=24, extra_body=extra, **usual)
+    wanted = offline(plain, **{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})[0]
+    assert answer.choices[0].text == wanted.text
+    assert answer.choices[0].finish_reason == wanted.finish_reason
+    assert answer.usage is not None and answer.usage.completion_tokens == len(wanted.token_ids)
+    if name != "greedy":
+        assert wanted.token_ids != offline(plain, seed=7, temperature=0.0)[0].token_ids
+
+
+def test_several_prompts_and_samples_come_in_order(client: openai.OpenAI, plain: LLM) -> None:
+    prompts = [PROMPT, "The ship"]
+    answer = client.completions.create(model="outrider", prompt=prompts, n=3, seed=3, temperature=1.0, max_tokens=12)
+    wanted = offline(plain, prompts, n=3, seed=3, temperature=1.0, max_tokens=12)
+    assert [choice.text for choice in answer.choices] == [completion.text for completion in wanted]
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert len({choice.text for choice in answer.choices}) > 2
+
+
+def test_token_ids_are_a_prompt(client: openai.OpenAI, plain: LLM) -> None:
+    ids = plain.encode(PROMPT)
+    for prompt in (ids, [ids]):
+        answer = client.completions.create(model="outrider", prompt=prompt, temperature=0, max_tokens=8)
+        assert answer.choices[0].text == offline(plain, ids, max_tokens=8)[0].text
+
+
+@pytest.mark.parametrize("stop", [None, ["e"]])
+def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI, stop: list[str] | None) -> None:
+    asked: dict[str, Any] = {"model": "outrider", "prompt": PROMPT, "max_tokens": 40, "seed": 5, "n": 2, "stop": stop}
+    whole = client.completions.create(**asked)
+    texts, reasons, usage = ["", ""], ["", ""], None
+    for chunk in client.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert [text.encode() for text in texts] == [choice.text.encode() for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert usage == whole.usage
+
+
+def test_chat_is_the_template_and_then_a_completion(client: openai.OpenAI, plain: LLM) -> None:
+    answer = client.chat.completions.create(model="outrider", messages=MESSAGES, temperature=0, max_completion_tokens=16)
+    prompt = plain.chat_prompt([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "The ship"}])
+    assert answer.choices[0].message.content == offline(plain, prompt, max_tokens=16)[0].text
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(prompt)
+
+
+def test_a_streamed_chat_begins_with_the_role_and_says_the_same(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "outrider", "messages": MESSAGES, "temperature": 0.8, "seed": 1, "max_tokens": 16}
+    whole = client.chat.completions.create(**asked)
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_logprobs_are_the_models_own(client: openai.OpenAI, plain: LLM) -> None:
+    wanted = offline(plain, max_tokens=10, logprobs=3)[0].logprobs
+    answer = client.completions.create(model="outrider", prompt=PROMPT, temperature=0, max_tokens=10, logprobs=3)
+    found = answer.choices[0].logprobs
+    assert found is not None and found.token_logprobs == pytest.approx([each.logprob for each in wanted], abs=1e-5)
+    assert found.top_logprobs is not None and all(len(top) == 3 for top in found.top_logprobs)
+    assert found.tokens is not None and "".join(found.tokens) == answer.choices[0].text
+    chat = client.chat.completions.create(
+        model="outrider", messages=MESSAGES, temperature=0, max_tokens=6, logprobs=True, top_logprobs=2
+    )
+    content = chat.choices[0].logprobs and chat.choices[0].logprobs.content
+    assert content and all(len(each.top_logprobs) == 2 and each.logprob <= 0 for each in content)
+    assert b"".join(bytes(each.bytes or ()) for each in content).decode(errors="replace") == chat.choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("speculative", "drafts"),
+    [({"k": 0}, False), ({"method": "plain"}, False), ({"method": "draft", "k": 2}, True), ({"k": "auto"}, True)],
+)
+def test_a_request_chooses_its_own_drafts(client: openai.OpenAI, plain: LLM, speculative: dict[str, Any], drafts: bool) -> None:
+    answer = client.completions.create(
+        model="outrider", prompt=PROMPT, temperature=0, max_tokens=24, extra_body={"speculative": speculative}
+    )
+    assert answer.choices[0].text == offline(plain)[0].text
+    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+    details = answer.usage.completion_tokens_details
+    assert bool((details.accepted_prediction_tokens or 0) + (details.rejected_prediction_tokens or 0)) == drafts
+
+
+def test_models_are_listed_and_others_are_refused(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["outrider"]
+    with pytest.raises(openai.NotFoundError, match="there is no model"):
+        client.completions.create(model="gpt-9", prompt="a")
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"tools": []}, "tools"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"speculative": {"method": "medusa"}}, "draft"),
+        ({"speculative": {"k": -1}}, "speculative"),
+        ({"logit_bias": {"100000": 1}}, "vocabulary"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "x " * 4000}]}, "context"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "Unicode"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_reason(served: Served, body: dict[str, Any], says: str) -> None:
+    answer = served.post("/v1/chat/completions", **({"messages": MESSAGES} | body))
+    assert answer.status_code == 400
+    assert says in answer.json()["error"]["message"]

@@ -1,0 +1,280 @@
+"""What goes wrong for one caller stays with that caller."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from outrider import LLM, SamplingParams
+from outrider.server.bridge import EngineBridge
+from outrider.server.config import Client, KeyRing
+from outrider.server.gate import JsonLines
+from outrider.types import OutriderError, Proposal
+
+from .served import Served, serving, until
+
+PROMPT = "def add(first, second):"
+LONG = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
+
+
+def wanted(plain: LLM, prompt: str = PROMPT, **params: Any) -> str:
+    return plain.generate(prompt, SamplingParams(**({"max_tokens": 24} | params)))[0].text
+
+
+@pytest.fixture(scope="module")
+def small(load: Callable[..., LLM]) -> Iterator[Served]:
+    """A server that reaches its limits soon."""
+    with serving(load(max_batch=1), max_queue=1, max_body=3000, request_timeout=60.0, body_timeout=0.5) as server:
+        yield server
+
+
+class Slow:
+    """Holds each round of an engine back until it is let go."""
+
+    def __init__(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._gate, step = threading.Semaphore(0), served.llm.engine.step
+        self.num_rounds = 0
+        self._open = False
+
+        def held() -> Any:
+            if not self._open:
+                self._gate.acquire(timeout=20)
+            self.num_rounds += 1
+            return step()
+
+        monkeypatch.setattr(served.llm.engine, "step", held)
+
+    def rounds(self, count: int) -> None:
+        self._gate.release(count)
+
+    def go(self) -> None:
+        self._open = True
+        self._gate.release(100)
+
+
+def test_a_client_that_goes_away_frees_its_place_within_a_round(
+    small: Served, plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, scheduler = Slow(small, monkeypatch), small.llm.engine.scheduler
+    for path in ("stream", "whole"):
+        body = json.dumps({"prompt": PROMPT, "stream": path == "stream", **LONG}).encode()
+        with socket.create_connection(("127.0.0.1", int(small.url.rsplit(":", 1)[1]))) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+            connection.sendall(head.encode() + b"\r\n\r\n" + body)
+            until(lambda: small.service.bridge.num_open)
+            slow.rounds(2)
+            until(lambda: scheduler.running)
+        until(lambda: not small.service.bridge.num_open)
+        slow.rounds(1)
+        until(lambda: not scheduler.running)
+    slow.go()
+    assert small.text(PROMPT) == wanted(plain)
+
+
+def test_a_full_queue_says_when_to_come_again(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(small, monkeypatch)
+    answers: list[httpx.Response] = []
+    callers = [
+        threading.Thread(target=lambda: answers.append(small.post("/v1/completions", prompt=PROMPT, max_tokens=2)))
+        for _ in range(2)
+    ]
+    for caller in callers:
+        caller.start()
+    until(lambda: small.service.bridge.num_open == 2)
+    refused = small.post("/v1/completions", prompt=PROMPT)
+    assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["code"] == "queue_full"
+    assert b'outrider:requests_refused_total{model_name="outrider",status="429"}' in httpx.get(small.url + "/metrics").content
+    slow.go()
+    for caller in callers:
+        caller.join()
+    assert [answer.status_code for answer in answers] == [200, 200]
+
+
+def test_bodies_that_are_too_large_or_too_slow_are_refused(small: Served) -> None:
+    assert small.post("/v1/completions", prompt="x" * 4000).status_code == 413
+    chunks = iter([b'{"prompt": "', b"x" * 2000, b"x" * 2000, b'"}'])
+    headers = {"content-type": "application/json"}
+    assert httpx.post(small.url + "/v1/completions", content=chunks, headers=headers).status_code == 413
+    with socket.create_connection(("127.0.0.1", int(small.url.rsplit(":", 1)[1]))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{")
+        assert b" 408 " in connection.recv(4096)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b'"a"', b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": "a", "seed": 1e400}']
+)
+def test_a_malformed_body_is_the_callers_mistake(served: Served, body: bytes) -> None:
+    answer = httpx.post(served.url + "/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_an_answer_that_takes_too_long_ends(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(load(), request_timeout=0.3) as server:
+        slow = Slow(server, monkeypatch)
+        slow.rounds(1)
+        answer = server.post("/v1/completions", prompt=PROMPT, **LONG)
+        assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
+        slow.rounds(1)
+        streamed = server.post("/v1/completions", prompt=PROMPT, stream=True, **LONG)
+        assert '"code":"timeout"' in streamed.text and "[DONE]" not in streamed.text
+        slow.go()
+        until(lambda: not server.llm.engine.has_work)
+
+
+def test_keys_are_asked_for_and_name_the_client(load: Callable[..., LLM], tmp_path: Path, caplog: Any) -> None:
+    (tmp_path / "keys").write_text("# ours\nsecret ada 2\n\nother\n")
+    keys = KeyRing.load(tmp_path / "keys")
+    assert keys.client("secret") == Client("ada", 2) and keys.client("other") == Client("client", 0)
+    with serving(load(), keys) as server, caplog.at_level(logging.INFO, "outrider.server"):
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}, {"authorization": "Bearer "}):
+            refused = httpx.get(server.url + "/v1/models", headers=headers)
+            assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
+        given = {"authorization": "Bearer secret", "x-request-id": "mine-1"}
+        answer = httpx.post(
+            server.url + "/v1/completions", json={"prompt": "A private prompt", "max_tokens": 3}, headers=given, timeout=60
+        )
+        assert answer.status_code == 200 and answer.headers["x-request-id"] == "mine-1"
+        assert answer.json()["id"] == "cmpl-mine-1"
+        assert httpx.get(server.url + "/health").status_code == 200
+        until(lambda: any(getattr(record, "facts", {}).get("status") == 200 for record in caplog.records))
+    lines = [json.loads(JsonLines().format(record)) for record in caplog.records if record.name == "outrider.server"]
+    line = next(line for line in lines if line.get("request_id") == "mine-1")
+    assert (line["client"], line["status"], line["completion_tokens"]) == ("ada", 200, 3)
+    assert "private" not in json.dumps(lines) and answer.json()["choices"][0]["text"] not in json.dumps(line)
+
+
+@pytest.mark.parametrize(("text", "says"), [("", "no API key"), ("key name high", "whole number")])
+def test_a_key_file_that_is_none_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(OutriderError, match=says):
+        KeyRing.load(tmp_path / "keys")
+
+
+def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_API_KEYS", "one, two bob 3")
+    assert KeyRing.load(None).client("two") == Client("bob", 3)
+    assert KeyRing.load(None).client("three") is None
+
+
+def test_a_failing_proposer_costs_no_text(load: Callable[..., LLM], plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = load()
+    propose, faults = llm.proposer.propose, iter(range(10**6))
+
+    def faulty(context: Any, k: int) -> Proposal:
+        number = next(faults)
+        if number % 3 == 0:
+            raise RuntimeError("injected")
+        proposal = propose(context, k)
+        return proposal if number % 3 == 1 else Proposal(proposal.token_ids + 100000, proposal.lens)
+
+    monkeypatch.setattr(llm.proposer, "propose", faulty)
+    with serving(llm) as server:
+        for number in range(6):
+            assert server.text(f"{PROMPT} {number}") == wanted(plain, f"{PROMPT} {number}")
+        assert llm.engine.stats.faults >= 4
+        assert b"outrider:proposer_faults_total" in httpx.get(server.url + "/metrics").content
+
+
+def test_a_target_that_fails_for_one_request_fails_for_that_one(
+    load: Callable[..., LLM], plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = load()
+    score = llm.runner.score
+
+    def failing(context: Any, proposal: Proposal) -> Any:
+        if any(request.num_prompt_tokens > 100 for request in context.requests):
+            raise MemoryError("cannot allocate memory")
+        return score(context, proposal)
+
+    monkeypatch.setattr(llm.runner, "score", failing)
+    with serving(llm) as server:
+        answers: dict[str, httpx.Response] = {}
+        callers = [
+            threading.Thread(
+                target=lambda p=prompt: answers.update(
+                    {p: server.post("/v1/completions", prompt=p, temperature=0, max_tokens=24)}
+                )
+            )
+            for prompt in (PROMPT, "x1 " * 60, "The ship")
+        ]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+        assert answers["x1 " * 60].status_code == 500 and "MemoryError" in answers["x1 " * 60].text
+        for prompt in (PROMPT, "The ship"):
+            assert answers[prompt].json()["choices"][0]["text"] == wanted(plain, prompt)
+        assert server.text(PROMPT) == wanted(plain)
+
+
+def test_a_round_that_fails_as_a_whole_ends_its_requests_and_not_the_server(
+    load: Callable[..., LLM], plain: LLM, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    llm = load()
+    with serving(llm) as server:
+        monkeypatch.setattr(llm.runner, "commit", lambda *_: 1 / 0)
+        assert server.post("/v1/completions", prompt=PROMPT).status_code == 500
+        monkeypatch.undo()
+        assert server.text(PROMPT) == wanted(plain)
+        assert httpx.get(server.url + "/health").text == "ok"
+
+
+def test_a_shutdown_lets_streams_finish_and_takes_nothing_new(load: Callable[..., LLM], plain: LLM) -> None:
+    with serving(load()) as server:
+        with httpx.stream(
+            "POST", server.url + "/v1/completions", json={"prompt": PROMPT, "stream": True, **LONG}, timeout=60
+        ) as stream:
+            lines = stream.iter_lines()
+            first = next(line for line in lines if line)
+            server.service.bridge.is_draining = True
+            assert httpx.get(server.url + "/ready").status_code == 503
+            refused = server.post("/v1/completions", prompt="a")
+            assert refused.status_code == 503 and refused.headers["retry-after"]
+            server.server.should_exit = True
+            events = [line.removeprefix("data: ") for line in [first, *lines] if line]
+        assert events.pop() == "[DONE]"
+        text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
+        assert text == wanted(plain, max_tokens=200, ignore_eos=True)
+
+
+def test_the_bridge_hears_nothing_of_a_request_after_its_end(load: Callable[..., LLM]) -> None:
+    llm = load()
+
+    async def run() -> int:
+        bridge = EngineBridge(llm)
+        bridge.start()
+        requests = llm.requests_for(llm.encode(PROMPT), SamplingParams(max_tokens=100, ignore_eos=True))
+        stream, count = bridge.submit([requests], 60.0), 0
+        async for _ in stream:
+            count += 1
+            stream.close()
+        assert bridge.num_open == 0
+        await bridge.stop()
+        return count
+
+    assert asyncio.run(run()) == 1
+    assert not llm.engine.has_work
+
+
+def test_metrics_have_vllms_names(served: Served) -> None:
+    served.text(PROMPT)
+    page = httpx.get(served.url + "/metrics").text
+    for name in (
+        "vllm:num_requests_running",
+        "vllm:generation_tokens_total",
+        "vllm:spec_decode_num_draft_tokens_total",
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="outrider",position="0"}',
+        "vllm:time_to_first_token_seconds_bucket",
+        'outrider:phase_seconds_total{model_name="outrider",phase="draft"}',
+    ):
+        assert name in page, name
