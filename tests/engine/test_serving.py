@@ -194,7 +194,6 @@ def test_what_failed_is_kept_for_nobody():
 
 def test_memory_is_set_apart_before_a_request_comes():
     kv = cache(rows=8, budget=2 * (100 + SLACK) * 16)  # 16 bytes a token
-    assert kv.could_hold(200) and not kv.could_hold(300)
     assert kv.admit("a", 100) and kv.admit("b", 100) and not kv.admit("c", 10)
     kv.release(["a"])
     assert not kv.admit("c", 200) and kv.admit("c", 100)
@@ -220,15 +219,10 @@ def test_the_cache_stays_within_its_budget_whatever_comes():
             assert kv.keys[0, row, 0, : len(known), 0].tolist() == known
 
 
-def test_a_request_that_can_never_fit_is_refused(monkeypatch):
-    runner = TableRunner()
-
-    def no_room(num_tokens):
-        raise OutriderError("it does not fit")
-
-    monkeypatch.setattr(runner, "check_room", no_room)
-    with pytest.raises(OutriderError, match="fit"):
-        make_engine(runner=runner).add(make_request("r", [1]))
+def test_a_text_is_no_longer_than_the_memory():
+    assert cache(budget=(100 + SLACK) * 16).max_len == 100
+    with pytest.raises(OutriderError, match="kv_memory"):
+        cache(budget=SLACK * 16)
 
 
 def test_requests_wait_until_there_is_memory(monkeypatch):

@@ -83,9 +83,6 @@ class TableRunner:
             done.append(len(known) == len(text) - 1)
         return done
 
-    def check_room(self, num_tokens) -> None:
-        pass
-
     def admit(self, request_id, num_tokens) -> bool:
         return True
 

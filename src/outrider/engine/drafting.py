@@ -81,8 +81,11 @@ class GuardedProposer:
         if k <= 0 or not rows or max([limits[b] for b in rows]) <= 0:
             return self._none(batch, 0, 0.0)
         start = perf_counter()
-        view = self._view(context, rows)
         try:
+            rows = self._followed(entries, rows)
+            if not rows:
+                return self._none(batch, 0, perf_counter() - start)
+            view = self._view(context, rows)
             if self._features.layers:
                 view = self._features.attach(view)
             checked = check(self._proposer.propose(view, k), view.limits, k, self._vocab_size)
@@ -138,6 +141,15 @@ class GuardedProposer:
         except Exception as error:
             logger.warning("the proposer %r failed to release a request: %s", self._proposer.name, error)
 
+    def _followed(self, entries: Sequence[Entry], rows: list[int]) -> list[int]:
+        """The rows whose text the proposer has read; of the others it reads a part."""
+        fresh = [b for b in rows if not entries[b].is_followed]
+        if not fresh:
+            return rows
+        for b, is_read in zip(fresh, self._proposer.read([entries[b].request for b in fresh]), strict=True):
+            entries[b].is_followed = is_read
+        return [b for b in rows if entries[b].is_followed]
+
     def _recovers(self, entry: Entry) -> bool:
         """Counts a round without drafts, and says whether those that a fault costs are over."""
         entry.pause -= 1
@@ -165,7 +177,7 @@ class GuardedProposer:
     def _fail(self, entries: list[Entry], reason: str) -> None:
         """Ends speculation for requests, for a while: they go on plain, with nothing lost."""
         for entry in entries:
-            entry.is_speculating = False
+            entry.is_speculating = entry.is_followed = False
             entry.pause = FIRST_PAUSE << min(entry.stats.faults, MAX_DOUBLINGS)
             entry.stats.faults += 1
             self._stats.faults += 1

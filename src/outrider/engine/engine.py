@@ -70,6 +70,7 @@ class Engine:
             Sampler, vocab_size=runner.vocab_size, device=runner.device, coupled=coupled
         )
         self._unbooked = 0.0  # seconds of the accounting itself: they go to the next round
+        self._decided = 0  # K of this round, as the policy has it
         self._read_seconds = 0.0  # of prompts since the last round
         self._guarded = GuardedProposer(proposer, runner.vocab_size, self._make_sampler, self.stats)
         self.costs = pass_costs(runner)
@@ -84,7 +85,6 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raises ``OutriderError`` if the request can never run. Changes nothing: any thread may ask."""
         self.scheduler.check(request)
-        self.runner.check_room(self.scheduler.slots(request))
         self._make_sampler([request])  # refuses token ids that there are not
 
     def add(self, request: Request, fork_of: str | None = None, client: str = "", priority: int = 0) -> None:
@@ -203,13 +203,12 @@ class Engine:
             emitted += len(emission.token_ids)
             entry.stats.clock(round_, is_prefill, len(emission.token_ids), plain_pass)
         self.stats.clock(round_, is_prefill, emitted / len(entries), plain_pass)
-        # A length that requests chose themselves is no decision that the policy could learn from.
-        if all([request.num_draft_tokens is None for request in context.requests]):
+        if round_.k <= self._decided:  # a length that requests chose themselves was no decision to learn from
             self.policy.observe(context, round_, is_prefill)
 
     def _lengths(self, context: Context) -> tuple[int, Context]:
         """Drafts to ask for, and the limits that give each request its own K where it has one."""
-        k = self.policy.next_k(context)
+        k = self._decided = self.policy.next_k(context)
         own = [request.num_draft_tokens for request in context.requests]
         if own.count(None) == len(own):
             return k, context

@@ -28,6 +28,7 @@ class Entry:
     stats: GenerationStats = field(default_factory=GenerationStats)
     is_cached: bool = False  # its prompt is in the runner's cache
     is_reading: bool = False  # a long text of it is being read, a part a step: it takes no part in rounds yet
+    is_followed: bool = False  # the proposer has read its text
     is_speculating: bool = True  # False after the proposer failed for it
     pause: int = 0  # rounds until it is tried again
     finish_reason: str | None = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 import torch
 
-from outrider.types import Context, Finding, OutriderError, Proposal, Verdict
+from outrider.types import Context, Finding, OutriderError, Proposal, Request, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,6 +94,13 @@ class Proposer(ABC):
     @abstractmethod
     def propose(self, context: Context, k: int) -> Proposal:
         """Drafts at most k tokens on a path for each of the B requests, ``context.limits`` being of use at most."""
+
+    def read(self, requests: Sequence[Request]) -> list[bool]:
+        """Reads on in the texts of new requests, a part a round; says of each whether it can be drafted for now.
+
+        For proposers that run a model over the whole text, which takes time for which nobody should wait.
+        """
+        return [True] * len(requests)
 
     def commit(self, context: Context, verdict: Verdict) -> None:  # noqa: B027 - optional
         """Learns what was kept, before the scheduler appends it to the requests. Text-based proposers need nothing."""

@@ -122,6 +122,10 @@ class CombinedProposer(Proposer):
             if part.rows:
                 part.proposer.commit(self._view(context, part.rows), self._verdict_for(part, verdict))
 
+    def read(self, requests: Sequence[Request]) -> list[bool]:
+        first, second = (part.proposer.read(requests) for part in (self._first, self._second))
+        return [pair == (True, True) for pair in zip(first, second, strict=True)]
+
     def num_nodes(self, k: int) -> int:
         parts = (self._first.proposer, self._second.proposer)
         return max([part.num_nodes(min(k, part.max_drafts)) for part in parts])

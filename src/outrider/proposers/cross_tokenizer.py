@@ -100,6 +100,10 @@ class CrossTokenizerProposer(DraftModelProposer):
     def in_draft(self, token_ids: Tensor) -> Tensor:
         return self._to_draft[token_ids]
 
+    def read(self, requests: Sequence[Request]) -> list[bool]:
+        """Nothing ahead: what the draft reads is not the target's text."""
+        return [True] * len(requests)
+
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Nothing: what was fed is compared with the text when it is translated again."""
 

@@ -14,7 +14,7 @@ from outrider.runner import ModelRunner
 from outrider.runner.loading import load_config, text_config
 from outrider.runner.self_draft import SelfDraft
 from outrider.runner.tokenizers import check_same_vocabulary
-from outrider.types import Context, Finding, OutriderError, Proposal, Verdict
+from outrider.types import Context, Finding, OutriderError, Proposal, Request, Verdict
 
 
 class DraftModelProposer(Proposer):
@@ -107,6 +107,14 @@ class DraftModelProposer(Proposer):
     def in_draft(self, token_ids: Tensor) -> Tensor:
         """Tokens of the target [A, 1] -> the draft's ids."""
         return token_ids
+
+    def read(self, requests: Sequence[Request]) -> list[bool]:
+        fitting = [request for request in requests if len(request.token_ids) < self.draft.max_len]
+        if not fitting:
+            return [True] * len(requests)
+        done = self.draft.read([request.request_id for request in fitting], [request.token_ids for request in fitting])
+        unread = {request.request_id for request, is_read in zip(fitting, done, strict=True) if not is_read}
+        return [request.request_id not in unread for request in requests]
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         for request, accepted in zip(context.requests, verdict.num_accepted.tolist(), strict=True):

@@ -61,6 +61,10 @@ class KVCache(Cache):
         self._kept: dict[int, list[int]] = {}  # row of an ended request -> its text; the least recently used first
         self._budget = None if budget is None else budget // (shape.floats_per_token * dtype.itemsize)  # slots, all rows'
         self._promised: dict[str, int] = {}  # slots set apart for requests
+        if self._budget is not None:
+            self.max_len = min(max_len, self._budget - SLACK)
+            if self.max_len < 2:
+                raise OutriderError("the memory for the cache does not hold a single text: raise kv_memory")
         self.num_looked_up = self.num_reused = 0  # tokens of prompts, and those of them that a kept row had
         self._free: list[int] = []
         self.cached_lens: list[int] = []  # by row: tokens whose keys and values stand in the cache
@@ -131,19 +135,21 @@ class KVCache(Cache):
         for row, known in held:
             most = min(len(known), self.cached_lens[row], len(text) - 1)
             if most > longest:
-                length = next((i for i in range(most) if known[i] != text[i]), most)
-                if length > longest:
-                    best, longest = row, length
+                if list(known[: longest + 1]) != list(text[: longest + 1]):
+                    continue  # most rows hold another text
+                length = next((i for i in range(longest + 1, most) if known[i] != text[i]), most)
+                best, longest = row, length
         return best, longest
 
     def _taken_over(self, request_id: str, source: int, length: int) -> int:
         """A row for a request that begins with the first tokens of another row: that row itself where nothing else is free."""
-        known = self._kept.pop(source, None)
+        known = self._kept.get(source)
         if known is not None and (length == len(known) or not (self._free or self._grow_rows())):
+            del self._kept[source]
             self._row_of[request_id] = source
             return source
         if known is not None:
-            self._kept[source] = known  # used last
+            self._kept[source] = self._kept.pop(source)  # now the most recently used
         target = self.row(request_id)
         for store in (self.keys, self.values):
             store[:, target, :, :length] = store[:, source, :, :length]
@@ -159,14 +165,10 @@ class KVCache(Cache):
 
     # -- memory ---------------------------------------------------------------------------------------------------------------
 
-    def could_hold(self, num_tokens: int) -> bool:
-        """Whether a text of so many tokens fits the budget alone."""
-        return self._budget is None or num_tokens + SLACK <= self._budget
-
     def admit(self, request_id: str, num_tokens: int) -> bool:
         """Sets memory apart for a text of so many tokens; False where it does not fit beside what was promised before.
 
-        Between rounds only: rows that hold nothing under way may have to go for it.
+        At most ``max_len``. Between rounds only: rows that hold nothing under way may have to go for it.
         """
         if self._budget is None:
             return True

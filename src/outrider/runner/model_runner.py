@@ -79,6 +79,7 @@ class ModelRunner:
         compute = torch.float32 if linear.is_packed(model) else model.dtype
         budget = None if config.kv_memory is None else int(config.kv_memory * 2**30)
         self.cache = KVCache(cache_shape(text), config.max_batch, self.max_len, compute, device, budget)
+        self.max_len = self.cache.max_len  # less where the memory says so
         self.passes = PassRunner(model, self.cache, config.compile)
         self.needs_hidden: tuple[int, ...] = ()  # hidden states that every score reports, counted as types.Scores says
         self.first_layers: FirstLayers | None = None  # of this round's drafts, where drafting ran them
@@ -176,14 +177,6 @@ class ModelRunner:
         if self.config.prefix_cache and not self.needs_hidden:
             self.cache.retire(request_ids)
         self.release(request_ids)
-
-    def check_room(self, num_tokens: int) -> None:
-        """Raises ``OutriderError`` if the cache could never hold a text of so many tokens."""
-        if not self.cache.could_hold(num_tokens):
-            raise OutriderError(
-                f"a prompt and answer of up to {num_tokens} tokens do not fit the cache's memory"
-                f" of {self.config.kv_memory} GiB: ask for fewer tokens"
-            )
 
     def admit(self, request_id: str, num_tokens: int) -> bool:
         """Whether the memory holds a text of so many tokens beside those admitted before; if so it is set apart."""

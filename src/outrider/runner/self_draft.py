@@ -138,6 +138,10 @@ class SelfDraft:
             first.rolled.append(token_ids.clone())
         first.hidden = states
 
+    def read(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> list[bool]:
+        """All of it: what the target has read is read."""
+        return [True] * len(texts)
+
     def keep_len(self, request_id: str, num_tokens: int) -> None:
         """Nothing to take back: what was drafted never counted as cached."""
 

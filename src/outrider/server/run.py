@@ -6,7 +6,7 @@ import logging
 import socket
 import sys
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -26,14 +26,19 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 class GracefulServer(uvicorn.Server):
     """At the first signal it takes nothing new, and ends when its streams have; at the second it ends at once."""
 
-    def __init__(self, config: uvicorn.Config, bridge: EngineBridge) -> None:
+    def __init__(self, config: uvicorn.Config, bridge: EngineBridge, facts: dict[str, Any]) -> None:
         super().__init__(config)
-        self._bridge = bridge
+        self._bridge, self._facts = bridge, facts
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Says where it listens once it does."""
+        await super().startup(sockets)
+        logger.info("ready", extra={"facts": self._facts})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called in the event loop's thread."""
-        self._bridge.is_draining = True
-        super().handle_exit(sig, frame)
+        """A signal that was obeyed is not raised again: an end that was asked for is no error."""
+        self.force_exit = self.should_exit
+        self.should_exit = self._bridge.is_draining = True
 
 
 def log_json() -> None:
@@ -73,5 +78,4 @@ def serve(llm: LLM, config: ServerConfig, keys: KeyRing, listener: socket.socket
         h11_max_incomplete_event_size=64 << 10,
     )
     facts = {"url": f"http://{host}:{port}", "model": config.name, "method": llm.proposer.name, "max_len": llm.runner.max_len}
-    logger.info("ready", extra={"facts": facts})
-    GracefulServer(settings, app.state.service.bridge).run(sockets=[listener])
+    GracefulServer(settings, app.state.service.bridge, facts).run(sockets=[listener])

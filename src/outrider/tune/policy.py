@@ -209,10 +209,12 @@ class DraftLengthPolicy:
         longest = min(2 * self._reach + 1, self.max_k)
         expected = [OPTIMISM] * longest
         total, idle = [0.0] * (longest + 1), 1.0  # idle: chance that no request has a draft, and the pass is a plain one
-        for track in self._batch:
-            made = track.made_rate()
+        for track, request in zip(self._batch, self._requests, strict=True):
+            made, gains, own = track.made_rate(), track.gains(expected), request.num_draft_tokens
+            if own is not None:  # no more drafts than it wants, whatever the others get
+                gains = [gains[min(k, own)] for k in range(longest + 1)]
             idle *= 1 - made
-            total = [so_far + made * gain for so_far, gain in zip(total, track.gains(expected), strict=True)]
+            total = [so_far + made * gain for so_far, gain in zip(total, gains, strict=True)]
         tokens = batch * min(HORIZON, 1 + sum(context.limits) / batch)
         catch_up = self.costs.catch_up(self._num_unseen()) / tokens
         lengths = [k for k in self._lengths if k <= longest]

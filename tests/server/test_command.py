@@ -1,0 +1,141 @@
+"""``outrider serve``: its plan, its mistakes, and a process from the first line of its log to a signal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from outrider.cli import main
+from outrider.cli.options import MethodOptions, ModelOptions
+from outrider.cli.serve import merged, served_name
+from outrider.engine.plan import KEYS, Plan
+from outrider.types import OutriderError
+
+from .served import Served
+
+PAGE = Path(__file__).parents[2] / "docs" / "serve.md"
+VALUES: dict[str, Any] = {
+    "target": "owner/name",
+    "draft": 'C:\\a "b"',
+    "method": "draft",
+    "k": "auto",
+    "verifier": "block",
+    "same_text": True,
+    "max_batch": 16,
+    "max_len": 512,
+    "kv_memory": 1.5,
+    "dtype": "float32",
+    "device": "cpu",
+    "compile": "never",
+}
+
+
+def test_a_plan_says_again_what_was_written(tmp_path: Path) -> None:
+    assert set(VALUES) == set(KEYS)
+    Plan(VALUES).write(tmp_path / "plan.toml")
+    assert Plan.read(tmp_path / "plan.toml").values == VALUES
+    assert all(comment in (tmp_path / "plan.toml").read_text() for _, _, comment in KEYS.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("k = ", "TOML"), ("ks = 3", "unknown key"), ("k = 1.5", "type"), ("max_len = true", "type")]
+)
+def test_a_plan_with_a_mistake_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "plan.toml").write_text(text)
+    with pytest.raises(OutriderError, match=says):
+        Plan.read(tmp_path / "plan.toml")
+    with pytest.raises(OutriderError, match="cannot be read"):
+        Plan.read(tmp_path / "missing.toml")
+
+
+def test_the_command_line_goes_before_the_plan(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "plan.toml").write_text('target = "model"\nmethod = "suffix"\nk = 3\nmax_len = 64\nsame_text = true\n')
+    models, methods = merged(Plan.read(tmp_path / "plan.toml"), ModelOptions(max_len=32), MethodOptions(method="ngram"))
+    assert (models.target, models.max_len, models.same_text) == (str(tmp_path / "model"), 32, True)
+    assert (methods.method, methods.k) == ("ngram", "3")
+    assert served_name(models.target) == "model" and served_name("a/b") == "a/b" and served_name(None) == "outrider"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["nothing.toml"], "plan cannot be read"),
+        (["--max-queue", "0"], "at least 1"),
+        (["--api-keys", "none"], "keys cannot be read"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_is_loaded(
+    options: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *options]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 2
+    assert f"port {port}" in capsys.readouterr().err
+
+
+def test_a_process_serves_until_a_signal_and_finishes_its_streams(target: Path, plain: Any, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "outrider", "serve", "--target", str(target), "--port", "0", "--compile", "never"]
+    with subprocess.Popen([*command, "--same-text"], stderr=subprocess.PIPE, text=True, env={**os.environ}) as process:
+        assert process.stderr is not None
+        line = next(json.loads(line) for line in process.stderr if line.startswith("{"))
+        assert line["event"] == "ready" and line["model"] == target.name
+        url = line["url"]
+        body = {"prompt": "def add(", "max_tokens": 150, "temperature": 0, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=120) as stream:
+            lines = stream.iter_lines()
+            first = next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in [first, *lines] if line]
+        assert rest.pop() == "data: [DONE]"
+        text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in rest)
+        logged = [json.loads(line) for line in process.stderr if line.startswith("{")]
+    from outrider import SamplingParams
+
+    assert text == plain.generate("def add(", SamplingParams(max_tokens=150, ignore_eos=True))[0].text
+    assert process.returncode == 0
+    assert [line["event"] for line in logged] == ["request"] and logged[0]["completion_tokens"] == 150
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_curl_examples_of_the_page_run(served: Served) -> None:
+    examples = re.findall(r"^curl .*?(?<!\\)$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(examples) >= 4
+    for example in examples:
+        done = subprocess.run(
+            [
+                "sh",
+                "-c",
+                example.replace("http://127.0.0.1:8000", served.url).replace("curl ", "curl --fail-with-body -sS ", 1),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, f"{example}\n{done.stdout}\n{done.stderr}"
+        assert done.stdout
+
+
+def test_the_page_names_every_option_and_metric(load: Callable[..., Any]) -> None:
+    from outrider.server.protocol import ChatBody, CompletionBody
+
+    page = PAGE.read_text()
+    fields = {*CompletionBody.model_fields, *ChatBody.model_fields}
+    assert not [name for name in sorted(fields) if f"`{name}`" not in page]
