@@ -74,7 +74,7 @@ def train(name: str, at: Bench, package: Path, minutes: float) -> bool:
     """One head; False if interrupted."""
     layers = default_hidden_states(at.runner.num_layers)
     at.features([*layers, at.runner.num_layers])  # what all three read, captured once
-    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=4096, seed=SEED)
+    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, seed=SEED)
     out = package / name
     if name == "medusa":
         return train_medusa(at, out, how, num_heads=4)
