@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_folder import make_folder
 
+from outrider import LLM, SamplingParams
 from outrider.engine.drafting import FIRST_PAUSE
 from outrider.engine.scheduler import Entry
 from outrider.proposers.base import ScriptedProposer
@@ -98,6 +100,22 @@ def test_a_proposer_that_failed_is_tried_again_later():
     )
 
 
+def test_a_proposer_reads_a_long_text_in_parts_and_nobody_waits_for_it():
+    runner = TableRunner()
+    proposer, asked = oracle(runner), []
+
+    def read(requests):
+        asked.append([request.request_id for request in requests])
+        return [request.request_id == "r0" or len(asked) > 4 for request in requests]
+
+    proposer.read = read
+    found = run(make_engine(proposer, 3, runner=runner), requests())
+    assert outputs(found) == outputs(run(make_engine(), requests()))
+    assert asked == [["r0", "r1", "r2"], *[["r1", "r2"]] * 4]
+    assert [len(emission.token_ids) for emission in found["r0"]][:5] == [4] * 5
+    assert [len(emission.token_ids) for emission in found["r1"]][:6] == [1, 1, 1, 1, 4, 4]
+
+
 # --- who is next ------------------------------------------------------------------------------------------------------------
 
 
@@ -121,6 +139,28 @@ def test_one_client_is_served_first_come_first_served():
 def test_clients_take_turns_and_priorities_go_first():
     asked = [("a1", "a", 0), ("a2", "a", 0), ("a3", "a", 0), ("b1", "b", 0), ("b2", "b", 0), ("c1", "c", 1)]
     assert order_of(asked) == ["c1", "a1", "b1", "a2", "b2", "a3"]
+
+
+# --- with models ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["plain", "draft", "early-exit"])
+def test_texts_read_in_parts_and_from_kept_beginnings_go_on_as_ever(method, tmp_path):
+    target, draft = make_folder(tmp_path / "target"), make_folder(tmp_path / "draft", num_hidden_layers=1)
+    options = {"draft": draft, "same_text": True, "compile": "never", "num_draft_tokens": 3}
+    shared = "The ship left the harbour at dawn, and nobody on the quay waved. " * 2
+    prompts = [shared + end for end in ("for i", "12 + 30", "naïve", "for i in range")] + ["def add(", shared[:70]]
+    params = [SamplingParams(max_tokens=12, temperature=t, seed=1) for t in (0.0, 1.0) * 3]
+    plain = LLM(target, method="plain", **options).generate(prompts, params)
+    serving = LLM(target, method=method, prefill_chunk=16, prefix_cache=True, max_batch=3, **options)
+    for _ in range(2):
+        found = serving.generate(prompts, params)
+        assert [completion.token_ids for completion in found] == [completion.token_ids for completion in plain]
+    cache = serving.runner.cache
+    assert cache.num_reused > cache.num_looked_up / 2
+    if method == "draft":
+        assert serving.proposer.draft.cache.num_reused > 0
+    assert serving.engine.stats.faults == 0
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ def listen(config: ServerConfig) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((config.host, config.port))
+        listener.listen()
     except OSError as error:
         raise OutriderError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}") from error
     return listener
