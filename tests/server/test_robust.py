@@ -141,7 +141,10 @@ def test_keys_are_asked_for_and_name_the_client(load: Callable[..., LLM], tmp_pa
             assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
         given = {"authorization": "Bearer secret", "x-request-id": "mine-1"}
         answer = httpx.post(
-            server.url + "/v1/completions", json={"prompt": "A private prompt", "max_tokens": 3, "ignore_eos": True}, headers=given, timeout=60
+            server.url + "/v1/completions",
+            json={"prompt": "A private prompt", "max_tokens": 3, "ignore_eos": True},
+            headers=given,
+            timeout=60,
         )
         assert answer.status_code == 200 and answer.headers["x-request-id"] == "mine-1"
         assert answer.json()["id"] == "cmpl-mine-1"

@@ -54,14 +54,10 @@ def log_json() -> None:
 def listen(config: ServerConfig) -> socket.socket:
     """A socket on the host and port. Raises ``OutriderError`` where they cannot be had."""
     try:
-        family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((config.host, config.port))
-        listener.listen()
+        family, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
     except OSError as error:
         raise OutriderError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}") from error
-    return listener
 
 
 def serve(llm: LLM, config: ServerConfig, keys: KeyRing, listener: socket.socket) -> None:
