@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -41,7 +42,8 @@ class Served:
         asyncio.run(self.server.serve(sockets=[self._listener]))
 
     def post(self, path: str, **body: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60)
+        headers = {"content-type": "application/json"}  # httpx would refuse to send half a character
+        return httpx.post(self.url + path, content=json.dumps(body), headers=headers, timeout=60)
 
     def text(self, prompt: Any, **body: Any) -> str:
         answer = self.post("/v1/completions", prompt=prompt, **({"temperature": 0, "max_tokens": 24} | body))

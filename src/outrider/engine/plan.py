@@ -32,6 +32,7 @@ KEYS: dict[str, tuple[type | tuple[type, ...], str | None, str]] = {
     "device": (str, None, "cpu, cuda, cuda:1"),
     "compile": (str, None, "auto, always or never"),
 }
+FOLDERS = frozenset(("target", "draft"))  # keys that may name one
 HEAD = "# A plan for outrider serve. Every line may be left out: then the default holds.\n"
 
 
@@ -68,7 +69,7 @@ class Plan:
     def given(self, key: str) -> Any:
         """The value of a key, None where the plan leaves it out; a folder beside the plan is found from anywhere."""
         value = self.values.get(key)
-        if key in ("target", "draft") and value is not None and (self.folder / value).is_dir():
+        if key in FOLDERS and value is not None and (self.folder / value).is_dir():
             return str(self.folder / value)
         return value
 

@@ -31,10 +31,13 @@ class TokenTexts:
         return self._bytes[token] if token < len(self._bytes) else b""
 
     def text(self, token: int) -> str:
-        """Its characters; the name of a special token, which has none."""
+        """Its characters; its bytes, as OpenAI writes them, where it is a part of one; the name of a special token."""
         found = self.bytes_of(token)
         if found or self._tokenizer is None:
-            return found.decode(errors="replace")
+            try:
+                return found.decode()
+            except UnicodeDecodeError:
+                return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
         return str(self._tokenizer.convert_ids_to_tokens(token) or "")
 
 

@@ -160,6 +160,9 @@ class EngineBridge:
                 logger.exception("a round failed; its requests end")
                 emissions = engine.fail_running(error)
             self._send(emissions)
+        self._obey(wait=False)
+        for entry in [*engine.scheduler.running, *engine.scheduler.waiting]:
+            engine.abort(entry.request.request_id)
 
     def _obey(self, wait: bool) -> None:
         """Carries out what the event loop asked for meanwhile; waits for something to do where there is nothing."""
