@@ -74,7 +74,7 @@ class _EngineCounts:
         by_position = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by position.", labels=["model_name", "position"]
         )
-        for position in range(max(1, *histogram)):
+        for position in range(max([1, *histogram])):
             count = sum(rounds for accepted, rounds in histogram.items() if accepted > position)
             by_position.add_metric([self._model, str(position)], count)
         yield by_position
