@@ -9,7 +9,6 @@ from typing import Annotated
 import torch
 import typer
 
-from outrider.heads.eagle import default_hidden_states
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train.progress import Progress
 from outrider.train.runs import Bench, EagleRun, HeadPlan, train_eagle, train_medusa
@@ -70,9 +69,14 @@ def bench(target: Path, tokens: Path, work: Path, rows: int) -> Bench:
     return Bench(runner, None, work, rows=training_rows(runner, tokens, work, rows))
 
 
+def hidden_states(num_layers: int) -> tuple[int, int, int]:
+    """What EAGLE-3 reads: as its authors, but for the highest: three layers below the end is early in a target of eight."""
+    return 2, num_layers // 2, num_layers - 1
+
+
 def train(name: str, at: Bench, package: Path, minutes: float) -> bool:
     """One head; False if interrupted."""
-    layers = default_hidden_states(at.runner.num_layers)
+    layers = hidden_states(at.runner.num_layers)
     at.features([*layers, at.runner.num_layers])  # what all three read, captured once
     how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=0.015, adam_lr=0.001, seed=SEED)
     out = package / name
