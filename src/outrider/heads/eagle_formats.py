@@ -165,7 +165,8 @@ def export(
     if shape.generation == 1 and kind == "speculators":
         raise OutriderError("an EAGLE-1 head is written in its native format: speculators has none that others load")
     tensors = {name: tensor for name, tensor in head.state_dict().items() if name != "draft_ids"}
-    tensors.setdefault("embed_tokens.weight", head.embedding_table())
+    if shape.generation == 1 or kind == "speculators":  # elsewhere the target's is used
+        tensors.setdefault("embed_tokens.weight", head.embedding_table())
     layer = _layer_config(head)
     extra = {"outrider": {"acceptance_by_rank": acceptance}} if acceptance else {}
     if shape.generation == 1:
@@ -186,8 +187,6 @@ def export(
     }
     if kind == "native":
         tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
-        if not shape.own_embedding:  # here, the target's is used
-            del tensors["embed_tokens.weight"]
         config = layer | common | _native(shape)
     else:
         config = common | _speculators(layer, verifier)

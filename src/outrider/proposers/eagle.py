@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.heads import eagle_formats
-from outrider.heads.checkpoint import find_folder
+from outrider.heads.checkpoint import EAGLE, folder_of
 from outrider.heads.eagle import EagleHead, check_fit
 from outrider.heads.head_runner import HeadRunner
 from outrider.proposers.base import Proposer, Setting
@@ -47,6 +47,8 @@ class EagleProposer(Proposer):
     name = "eagle"
     drafts_trees = True
     takes_draft = True
+    drafts_with = EAGLE
+    own_draft = "eagle3"
 
     def __init__(self, head: EagleHead, target: ModelRunner, config: EagleConfig = EagleConfig()) -> None:
         """Raises ``OutriderError`` for a head that does not fit the target."""
@@ -63,15 +65,13 @@ class EagleProposer(Proposer):
     @classmethod
     def build(cls, setting: Setting) -> EagleProposer:
         """Loads the head beside the target. Raises ``OutriderError`` where there is none or it does not fit."""
+        setting = setting.of(cls)
         target, source = setting.target, setting.draft
         if isinstance(source, EagleHead):
-            return cls(source, target)
-        if source is None or not (isinstance(source, str) or hasattr(source, "__fspath__")):
-            raise OutriderError("method 'eagle' needs a head: give draft=<folder or hub id of an EAGLE head>")
-        folder = find_folder(str(source))
+            return cls(source, target, setting.config(EagleConfig))
+        folder = folder_of(source)
         head = eagle_formats.load(folder, target.num_layers, target.vocab_size, target.hidden_size)
-        measured = eagle_formats.measured_acceptance(folder)
-        return cls(head, target, EagleConfig(acceptance=measured) if measured else EagleConfig())
+        return cls(head, target, setting.config(EagleConfig, acceptance=eagle_formats.measured_acceptance(folder)))
 
     def num_nodes(self, k: int) -> int:
         return min(self._max_nodes, 2 * k) if k else 0

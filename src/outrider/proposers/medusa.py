@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.heads.checkpoint import MEDUSA, folder_of
 from outrider.heads.medusa import Accuracies, MedusaHeads, check_fit, load
 from outrider.proposers.base import Proposer, Setting
 from outrider.proposers.trees import TreeShape, best_tree
@@ -41,6 +42,8 @@ class MedusaProposer(Proposer):
     name = "medusa"
     drafts_trees = True
     takes_draft = True
+    drafts_with = MEDUSA
+    own_draft = "medusa"
 
     def __init__(self, heads: MedusaHeads, target: ModelRunner, config: MedusaConfig = MedusaConfig()) -> None:
         """Raises ``OutriderError`` for heads that do not fit the target."""
@@ -57,13 +60,12 @@ class MedusaProposer(Proposer):
     @classmethod
     def build(cls, setting: Setting) -> MedusaProposer:
         """Loads the heads. Raises ``OutriderError`` where there are none or they do not fit the target."""
+        setting = setting.of(cls)
         target, source = setting.target, setting.draft
         if isinstance(source, MedusaHeads):
-            return cls(source, target)
-        if source is None or not (isinstance(source, str) or hasattr(source, "__fspath__")):
-            raise OutriderError("method 'medusa' needs heads: give draft=<folder or hub id of Medusa heads>")
-        heads, accuracies = load(str(source), target.vocab_size)
-        return cls(heads, target, MedusaConfig(accuracies))
+            return cls(source, target, setting.config(MedusaConfig))
+        heads, accuracies = load(folder_of(source), target.vocab_size)
+        return cls(heads, target, setting.config(MedusaConfig, accuracies=accuracies))
 
     def num_nodes(self, k: int) -> int:
         return len(self._shape(k).parents) if k else 0
