@@ -178,10 +178,11 @@ def check_fit(head: EagleHead, target: ModelRunner) -> None:
         raise OutriderError(f"the head reads hidden states {shape.hidden_states}, {name} has {target.num_layers} layers")
     if shape.own_embedding and shape.llama.vocab_size < target.vocab_size:
         raise OutriderError(f"the head embeds {shape.llama.vocab_size} tokens, {name} has {target.vocab_size}")
-    if head.draft_ids is not None and int(head.draft_ids.max()) >= target.vocab_size:
-        raise OutriderError(
-            f"the head's draft vocabulary names token {int(head.draft_ids.max())}, {name} has {target.vocab_size}"
-        )
+    if head.draft_ids is not None:
+        lowest, highest = int(head.draft_ids.min()), int(head.draft_ids.max())
+        if lowest < 0 or highest >= target.vocab_size:
+            odd = lowest if lowest < 0 else highest
+            raise OutriderError(f"the head's draft vocabulary names token {odd}, {name} has {target.vocab_size}")
 
 
 def default_hidden_states(num_layers: int) -> tuple[int, int, int]:

@@ -9,21 +9,22 @@ distributions: multi-round rejection then has its full value, and the law of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from outrider.heads import eagle_formats
+from outrider.heads import eagle_formats, findings
 from outrider.heads.checkpoint import EAGLE, folder_of
 from outrider.heads.eagle import EagleHead, check_fit
 from outrider.heads.head_runner import HeadRunner
 from outrider.proposers.base import Proposer, Setting
+from outrider.proposers.sample_text import TEXT
 from outrider.proposers.trees import TreeShape, best_tree, without
 from outrider.runner import ModelRunner
 from outrider.sampling import Sampler
-from outrider.types import Context, OutriderError, Proposal
+from outrider.types import Context, Finding, OutriderError, Proposal
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,28 @@ class EagleProposer(Proposer):
         folder = folder_of(source)
         head = eagle_formats.load(folder, target.num_layers, target.vocab_size, target.hidden_size)
         return cls(head, target, setting.config(EagleConfig, acceptance=eagle_formats.measured_acceptance(folder)))
+
+    @classmethod
+    def examine(cls, setting: Setting) -> Iterator[Finding]:
+        """Sizes, vocabulary, layers, norms, RoPE, dtype and embedding, from the head's files."""
+        setting = setting.of(cls)
+        if not isinstance(setting.draft, EagleHead):
+            sample = setting.tokenizer.encode(TEXT) if setting.tokenizer is not None else []
+            yield from findings.of_eagle(folder_of(setting.draft), setting.target, sample)
+
+    @classmethod
+    def alternatives(cls, setting: Setting) -> list[str]:
+        """The neighbours of the layers that an EAGLE-3 head reads: conventions differ by one."""
+        setting = setting.of(cls)
+        target, head = setting.target, setting.draft
+        if not isinstance(head, EagleHead):
+            head = eagle_formats.load(folder_of(head), target.num_layers, target.vocab_size, target.hidden_size)
+        states = setting.config(EagleConfig).hidden_states or head.shape.hidden_states
+        if head.shape.generation != 3:
+            return []
+        shifted = [[index + by for index in states] for by in (-1, 1)]
+        fitting = [each for each in shifted if min(each) >= 0 and max(each) <= target.num_layers]
+        return [f"hidden_states={','.join(map(str, each))}" for each in fitting]
 
     def num_nodes(self, k: int) -> int:
         return min(self._max_nodes, 2 * k) if k else 0
