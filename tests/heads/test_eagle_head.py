@@ -168,6 +168,18 @@ def test_the_native_export_has_the_names_and_shapes_of_the_format(tmp_path, targ
     assert config["draft_vocab_size"] == DRAFT_VOCAB and config["vocab_size"] == VOCAB
 
 
+def test_a_head_over_the_whole_vocabulary_is_written_without_tables(tmp_path):
+    """vLLM stops at a d2t that it has no use for."""
+    tensors = write_eagle3(tmp_path / "in", VOCAB, VOCAB)
+    rewrite(tmp_path / "in", lambda t: (t.pop("d2t"), t.pop("t2d")))
+    eagle_formats.export(load(tmp_path / "in"), tmp_path / "out")
+    from safetensors.torch import load_file
+
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert not {"d2t", "t2d"} & written.keys() and torch.equal(written["lm_head.weight"], tensors["lm_head.weight"])
+    assert load(tmp_path / "out").draft_ids is None
+
+
 def test_an_eagle1_head_round_trips(tmp_path):
     weights = write_eagle1(tmp_path / "in", VOCAB)
     eagle_formats.export(load(tmp_path / "in"), tmp_path / "out")

@@ -173,9 +173,10 @@ def export(
         config = layer | {"architectures": ["LlamaForCausalLM"], "bias": shape.fc_bias}
         write_folder(folder, config | extra, tensors)
         return
-    ids = torch.arange(shape.draft_vocab_size) if head.draft_ids is None else head.draft_ids
-    tensors["d2t"] = ids - torch.arange(len(ids), device=ids.device)
-    tensors["t2d"] = torch.zeros(shape.llama.vocab_size, dtype=torch.bool).index_fill_(0, ids.cpu(), True)
+    if head.draft_ids is not None:  # vLLM refuses the tables of a head over the whole vocabulary
+        ids = head.draft_ids.cpu()
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(shape.llama.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     if not shape.own_output:
         raise OutriderError("a head that uses the target's output head cannot be exported: train one with its own")
     norms = {name: getattr(shape, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}

@@ -182,9 +182,10 @@ def _confident_tree(head: HeadRunner, round_: _Round, out: Tensor, top_k: int, n
         start = nodes.shape[1] - hidden.shape[1] + 1 if depth > 1 else 0
         logits = round_.spread(head.logits(hidden))
         drafts, above = (round_.spread(nodes), round_.spread(parents)) if depth > 1 else (None, None)
-        logprobs = round_.pick(round_.sampler.confidences(logits, drafts, above, start)).double().log()  # [A, W, V]
-        best = logprobs.clamp_(max=-1e-9).topk(min(top_k, logprobs.shape[-1]), -1)  # a child is worth less than its parent
-        values = (at[:, :, None] + best.values).flatten(1)  # [A, W * top_k]
+        confidences = round_.pick(round_.sampler.confidences(logits, drafts, above, start))  # [A, W, V]
+        best = confidences.topk(min(top_k, confidences.shape[-1]), -1)
+        logprobs = best.values.double().log_().clamp_(max=-1e-9)  # a child is worth less than its parent
+        values = (at[:, :, None] + logprobs).flatten(1)  # [A, W * top_k]
         first = found.add(best.indices.flatten(1), values, beam, depth)
         if depth == round_.k or not found.can_grow(values):
             break
