@@ -34,7 +34,7 @@ def family(tmp_path_factory):
     folder = tmp_path_factory.mktemp("family")
     small = make_folder(
         folder / "small", hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS, tie_word_embeddings=False,
-        rms_norm_eps=1e-5,
+        rms_norm_eps=1e-5, max_position_embeddings=2048,
     )  # fmt: skip
     return {"small": small} | {name: inflate(small, folder / name, shape, progress=False) for name, shape in SHAPES.items()}
 

@@ -107,7 +107,7 @@ def chosen_draft(kind: type[Proposer], named: object, general: object, drafts: M
     found = kind_of(Path(source)) if isinstance(source, (str, Path)) else None
     if found is not None and found != kind.drafts_with:
         known = (name for name in PROPOSERS if PROPOSERS.get(name).takes_draft and PROPOSERS.get(name).drafts_with == found)
-        raise OutriderError(f"{source} is {found}, and method {name!r} needs {what}: use method {next(known)!r} with it")
+        raise OutriderError(f"{source} holds {found}, and method {name!r} needs {what}: use method {next(known)!r} with it")
     return source
 
 
