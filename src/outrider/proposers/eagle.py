@@ -55,7 +55,8 @@ class EagleProposer(Proposer):
         """Raises ``OutriderError`` for a head that does not fit the target."""
         check_fit(head, target)
         self.needs_hidden = config.hidden_states or head.shape.hidden_states
-        if len(self.needs_hidden) != len(head.shape.hidden_states) or max(self.needs_hidden) > target.num_layers:
+        is_there = 0 <= min(self.needs_hidden) <= max(self.needs_hidden) <= target.num_layers
+        if len(self.needs_hidden) != len(head.shape.hidden_states) or not is_there:
             raise OutriderError(f"the head reads {len(head.shape.hidden_states)} hidden states, not {self.needs_hidden}")
         self.head = HeadRunner(head, target)
         self.max_drafts = config.max_depth
