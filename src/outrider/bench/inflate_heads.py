@@ -189,7 +189,7 @@ def inflate_head(source: str | Path, target: Path, out: Path) -> Path:
             head = eagle_formats.load(folder, facts.small.layers, facts.vocab_size, facts.small.hidden)
             acceptance = eagle_formats.measured_acceptance(folder)
             made = _WideEagle(head, facts).made()
-            eagle_formats.export(made, part, verifier=str(target), acceptance=acceptance and list(acceptance))
+            eagle_formats.export(made, part, verifier=str(target), acceptance=list(acceptance) if acceptance else None)
         part.rename(out)
     except OSError as error:
         raise OutriderError(f"cannot write {out}: {error.strerror or error}") from error
