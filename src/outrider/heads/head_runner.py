@@ -26,7 +26,7 @@ class HeadRunner:
     def __init__(self, head: EagleHead, target: ModelRunner) -> None:
         self.head, self.dtype = head, linear.place(head, target.model)
         # Moved to 16 bits, the frequencies were rounded too: a hundred tokens on, angles would be off.
-        head.rotary_emb = LlamaRotaryEmbedding(head.shape.llama, device=target.device)
+        head.rotary_emb = LlamaRotaryEmbedding(head.shape.llama).to(target.device)
         head.lend(target.model.get_input_embeddings(), target.model.get_output_embeddings())
         self.device, self._max_len, self._vocab_size = target.device, target.max_len, target.vocab_size
         self.cache = KVCache(_cache_shape(head.shape.llama), target.max_batch, target.max_len, self.dtype, target.device)
