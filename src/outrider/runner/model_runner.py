@@ -133,8 +133,9 @@ class ModelRunner:
         self._round = self.first_layers = None
 
     def prepare(self) -> None:
-        """Compiles, or loads, the passes in use."""
-        self.passes.compile_now(self.needs_hidden)
+        """Compiles, or loads, the whole pass and what else is in use."""
+        self.passes.runner_of(self.needs_hidden)
+        self.passes.compile_now()
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Forgets requests that ended."""
