@@ -44,7 +44,7 @@ def rows_of(family: Path, tokens: Path, work: Path, count: int) -> Bench:
 
 
 @app.command()
-def distilled(
+def distilled(  # noqa: PLR0913 - one parameter an option
     minutes: Minutes = 25.0,
     fresh: Annotated[bool, typer.Option("--fresh", help="begin as the target's layers, not as the family's draft")] = False,
     loss: Annotated[str, typer.Option("--loss", help=" or ".join(DIVERGENCES))] = "kl",
@@ -79,7 +79,7 @@ def compare(family: Path, out: Path, tokens: Path) -> None:
 
 
 @app.command()
-def foreign(
+def foreign(  # noqa: PLR0913 - one parameter an option
     minutes: Minutes = 8.0,
     vocab: Annotated[int, typer.Option("--vocab", help="tokens of the draft's own tokenizer")] = 6144,
     rows: Rows = 4000,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outrider.train.distillation import Distillation
 from outrider.train.layer_skip import LayerSkip
@@ -34,7 +34,7 @@ class DraftText:
     generation_batch: int = 256
     generated_share: float = 0.6  # of each batch; the rest is corpus text
     greedy_share: float = 0.5  # of the generated rows; the others are sampled at temperature 1
-    teaching: Distillation = Distillation(plain_share=0.03)
+    teaching: Distillation = field(default_factory=lambda: Distillation(plain_share=0.03))
     layers: tuple[int, int] = (0, 2)  # the target layers the draft is cut out of
 
 

@@ -64,7 +64,7 @@ def tiny(kind):
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager" if kind == "gemma2" else "sdpa").eval()
 
 
-# -- LayerSkip ----------------------------------------------------------------------------------------------------------------
+# -- LayerSkip ---------------------------------------------------------------------------------------------------------------
 
 
 def test_dropout_and_exit_weights_are_the_papers_formulas():
@@ -164,7 +164,7 @@ def test_a_target_learns_to_be_left_early_and_is_an_ordinary_folder(bench, rows,
     assert early.stats.acceptance_rate > 0.5
 
 
-# -- distillation ---------------------------------------------------------------------------------------------------------------
+# -- distillation ------------------------------------------------------------------------------------------------------------
 
 
 def test_divergences_and_acceptance_are_their_formulas():
@@ -265,7 +265,7 @@ def test_the_draft_writes_its_own_rows_by_the_steps_noise():
     assert torch.equal(greedy, wanted)
 
 
-# -- both -----------------------------------------------------------------------------------------------------------------------
+# -- both --------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["early-exit", "draft"])

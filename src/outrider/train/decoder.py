@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,12 +64,7 @@ class Decoder:
             close = TOLERANCE * whole.abs().max().clamp(min=1.0)
             is_same = bool((whole - parts).abs().max() <= close) and torch.equal(left[0], states[-2][0])
             is_same = is_same and torch.allclose(left[1], states[-1][1], rtol=TOLERANCE, atol=TOLERANCE)
-        except (
-            RuntimeError,
-            TypeError,
-            IndexError,
-            AttributeError,
-        ) as failure:  # the model's own code, given what it does not know
+        except (RuntimeError, TypeError, IndexError, AttributeError) as failure:  # of code that is given what it does not know
             said = (str(failure).splitlines() or [type(failure).__name__])[0]
             raise OutriderError(f"the layers of {kind} cannot be left out one by one: {said}") from failure
         finally:
@@ -78,7 +73,7 @@ class Decoder:
             raise OutriderError(f"{kind} is more than its layers, one after another, on one hidden state: none can be left out")
 
     @contextmanager
-    def _replaced(self, modules: list[nn.Module] | list[_Seen] | list[_Given]) -> Iterator[None]:
+    def _replaced(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         originals = list(self.layers)
         try:
             for index, module in enumerate(modules):
@@ -129,7 +124,7 @@ class _Seen(_InPlaceOf):
             kept = rows.nonzero()[:, 0].to(hidden_states.device)
             size = len(hidden_states)
             some = self.layer(hidden_states[kept], *_of_rows(args, kept, size), **_of_rows(options, kept, size))
-            out = hidden_states.index_copy(0, kept, some)
+            out = hidden_states.index_copy(0, kept, some.to(hidden_states.dtype))
         if not isinstance(out, Tensor):
             raise TypeError("a layer hands on more than a hidden state")
         self._seen.append(out)

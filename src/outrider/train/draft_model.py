@@ -51,8 +51,8 @@ def draft_config(target: PreTrainedConfig, layers: Sequence[int], width: int) ->
     """The target's config with these of its layers and a narrower or equal width; heads keep their size."""
     config: Any = copy.deepcopy(target)
     for name, value in target.to_dict().items():
-        if isinstance(value, (list, tuple)) and len(value) == target.num_hidden_layers:
-            setattr(config, name, [value[index] for index in layers])  # what is said layer by layer
+        if "layer" in name and isinstance(value, (list, tuple)) and len(value) == target.num_hidden_layers:
+            setattr(config, name, [value[index] for index in layers])  # what is said layer by layer, as its kind of attention
     config.num_hidden_layers = len(layers)
     if width == target.hidden_size:
         return config  # type: ignore[no-any-return]

@@ -138,12 +138,12 @@ def measure_draft(draft: PreTrainedModel, target: PreTrainedModel, rows: Tensor)
     was_training = draft.training
     draft.eval()
 
-    @torch.compiler.set_stance("force_eager")
     def pairs() -> Iterator[tuple[Tensor, Tensor]]:
         for ids in rows.to(target.device).split(ROWS):
             yield acceptance(target(input_ids=ids, use_cache=False).logits, draft(input_ids=ids, use_cache=False).logits)
 
-    found = summary(pairs())
+    with torch.compiler.set_stance("force_eager"):  # other shapes than training's
+        found = summary(pairs())
     draft.train(was_training)
     return found
 
