@@ -23,7 +23,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 PACKAGE = Path(__file__).parents[2] / "src" / "outrider" / "family"
 FROM_LAYERS = PRESETS["cpu"].distillation.layers
-LEARNED = (0.003, 0.0008)  # Muon's and Adam's learning rates for weights that are good already
+LEARNED = (0.006, 0.0015)  # Muon's and Adam's learning rates for weights that are good already
 FRESH = (0.01, 0.0025)
 
 Family = Annotated[Path, typer.Option("--family", help="folder of the family: target/ and draft/")]
@@ -97,8 +97,8 @@ def foreign(  # noqa: PLR0913 - one parameter an option
     (work / ".gitignore").write_text("*\n")
     written: list[str] = []
     if rows and not (work / "tokens" / "tokens.json").exists():
-        at = rows_of(family, tokens, rows_work, rows)
-        written = tokenizer.load(family / "target").batch_decode(at.training_rows().tolist(), skip_special_tokens=False)
+        learned, at = tokenizer.load(family / "target"), rows_of(family, tokens, rows_work, rows)
+        written = [str(learned.decode(row)) for row in at.training_rows().tolist()]
     foreign_draft.prepare(work, corpus, megabytes, vocab, written)
     if not foreign_draft.train(work, family, minutes, out):
         sys.exit("interrupted: the checkpoint is saved, run the same command to resume")

@@ -151,12 +151,13 @@ def measure_draft(draft: PreTrainedModel, target: PreTrainedModel, rows: Tensor)
 def trainable(runner: ModelRunner, source: str | None = None) -> PreTrainedModel:
     """The runner's model, or another one, as transformers has it: float32, where the runner is."""
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             source or runner.name, dtype=torch.float32, attn_implementation="sdpa"
         )
     except (OSError, ValueError) as error:
         raise OutriderError(f"cannot load {source or runner.name} to train it: {str(error).strip().splitlines()[0]}") from error
-    return model.to(runner.device)
+    found: PreTrainedModel = model.to(runner.device)
+    return found
 
 
 def _existing(source: str, bench: Bench) -> PreTrainedModel:
@@ -192,7 +193,7 @@ def _once(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _save(bench: Bench, model: PreTrainedModel, out: Path) -> None:
+def _save(bench: Bench, model: Any, out: Path) -> None:
     """The model in the target's dtype, with the target's tokenizer: its files as they are, where it has any."""
     model.generation_config = bench.runner.model.generation_config
     model.to(checkpoint_dtype(bench.runner)).save_pretrained(out)

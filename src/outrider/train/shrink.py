@@ -44,23 +44,24 @@ def shrink(target: PreTrainedModel, draft: PreTrainedModel, layers: Sequence[int
     Draft layer i is target layer ``layers[i]``: its first heads, its strongest neurons, the norms' gains folded in. ``pieces``
     [Vd, V]: of which of the target's tokens each of the draft's is made, where the draft has a vocabulary of its own.
     """
-    embeddings = target.get_input_embeddings().weight
-    basis = principal_basis(embeddings, draft.config.hidden_size)  # [H, width]
-    width, norm = basis.shape[1], target.base_model.norm.weight
+    large: Any = target
+    small: Any = draft
+    embeddings, norm = large.get_input_embeddings().weight, large.base_model.norm.weight
+    basis = principal_basis(embeddings, small.config.hidden_size)  # [H, width]
     kept = (embeddings @ basis).square().sum() / embeddings.square().sum()
-    gain = float((kept * basis.shape[0] / width).sqrt())  # RMSNorm now averages over fewer, larger entries
+    gain = float((kept * basis.shape[0] / basis.shape[1]).sqrt())  # RMSNorm now averages over fewer, larger entries
 
     def put(module: Any, table: Tensor) -> None:
         module.weight.copy_(table if pieces is None else pieces @ table)
 
-    put(draft.get_input_embeddings(), embeddings @ basis)
-    if draft.config.tie_word_embeddings:
-        draft.base_model.norm.weight.fill_(gain * float(norm.mean()))
+    put(small.get_input_embeddings(), embeddings @ basis)
+    if small.config.tie_word_embeddings:
+        small.base_model.norm.weight.fill_(gain * float(norm.mean()))
     else:
-        put(draft.get_output_embeddings(), target.get_output_embeddings().weight * norm @ basis)
-        draft.base_model.norm.weight.fill_(gain)
-    for small, index in zip(decoder_layers(draft), layers, strict=True):
-        _cut(decoder_layers(target)[index], small, basis, gain, text_config(draft))
+        put(small.get_output_embeddings(), large.get_output_embeddings().weight * norm @ basis)
+        small.base_model.norm.weight.fill_(gain)
+    for layer, index in zip(decoder_layers(draft), layers, strict=True):
+        _cut(decoder_layers(target)[index], layer, basis, gain, text_config(draft))
 
 
 def _cut(large: Any, small: Any, basis: Tensor, gain: float, config: Any) -> None:
