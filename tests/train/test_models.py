@@ -145,7 +145,7 @@ def test_a_model_whose_layers_hand_on_more_is_refused_in_one_line():
 
 def test_a_target_learns_to_be_left_early_and_is_an_ordinary_folder(bench, rows, tmp_path):
     out = tmp_path / "out"
-    assert train_early_exit(bench, out, replace(FAST, epochs=4.0), LayerSkip())
+    assert train_early_exit(bench, out, replace(FAST, epochs=6.0), LayerSkip(exit_scale=3.0, rotation=1))
     measured = json.loads((out / "measured.json").read_text())
     before, after = measured["before"], measured["after"]
     assert after["loss"] < 0.5 * before["loss"]
@@ -237,9 +237,9 @@ def test_a_config_said_layer_by_layer_keeps_the_chosen_layers():
 )
 def test_a_draft_learns_from_its_target(shape, teaching, folder, bench, rows, tmp_path):
     out = tmp_path / "out"
-    assert train_draft(bench, out, FAST, DraftRun(shape, teaching=teaching))
-    curve = json.loads((out / "draft_curve.json").read_text())
-    assert curve[-1][teaching.loss] < 0.9 * curve[0][teaching.loss] and (out / "draft_curve.png").exists()
+    assert train_draft(bench, out, replace(FAST, epochs=6.0), DraftRun(shape, teaching=teaching))
+    losses = [point[teaching.loss] for point in json.loads((out / "draft_curve.json").read_text())]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5]) and (out / "draft_curve.png").exists()
     measured = json.loads((out / "measured.json").read_text())
     for how in ("greedy", "sampled"):
         assert measured["after"][how]["acceptance"] > measured["before"][how]["acceptance"]

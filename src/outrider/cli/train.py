@@ -207,7 +207,7 @@ def early_exit(
     max_drop: Annotated[float, typer.Option(help="Layer dropout of the last layer.", rich_help_panel=WHAT)] = 0.1,
     exit_scale: Annotated[
         float, typer.Option(help="How much early exits weigh beside the last layer.", rich_help_panel=WHAT)
-    ] = 0.2,
+    ] = 1.0,
     rotation: Annotated[
         int | None, typer.Option(help="A step trains every so-manyth exit, in turn (default: one exit).", rich_help_panel=WHAT)
     ] = None,

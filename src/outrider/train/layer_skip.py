@@ -22,7 +22,7 @@ class LayerSkip:
     """
 
     max_drop: float = 0.1  # of the last layer (p_max)
-    exit_scale: float = 0.2  # e_scale of equation 6
+    exit_scale: float = 1.0  # e_scale of equation 6; the larger, the sooner exits agree and the more the last layer gives up
     rotation: int | None = None  # every so-manyth exit in a step, in rotation (C_rot,R); None: one exit a step
     exit_share: float = 1.0  # of the rows that the exit loss looks at
     from_scratch: bool = False  # dropout grows over the run, too: for a model that was not trained before

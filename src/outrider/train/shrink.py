@@ -29,12 +29,14 @@ def can_shrink(model: PreTrainedModel) -> bool:
 def principal_basis(embeddings: Tensor, width: int) -> Tensor:
     """Orthonormal directions that hold most of the embeddings [V, H]: [H, width]."""
     _, vectors = torch.linalg.eigh((embeddings.mT @ embeddings).double())
-    return vectors[:, -width:].to(embeddings.dtype)
+    basis: Tensor = vectors[:, -width:].to(embeddings.dtype)
+    return basis
 
 
 def strongest_neurons(gate: Tensor, down: Tensor, count: int) -> Tensor:
     """Indices of the feed-forward neurons that can move the residual stream most."""
-    return (gate.norm(dim=1) * down.norm(dim=0)).topk(count).indices.sort().values
+    strongest: Tensor = (gate.norm(dim=1) * down.norm(dim=0)).topk(count).indices.sort().values
+    return strongest
 
 
 @torch.no_grad()
