@@ -88,7 +88,7 @@ class LLM:
 
     def warmup(self, k: int, batch: int = 1) -> None:
         """Does now what would make the first rounds slow: compiling, and measuring passes without drafts and with k."""
-        self.runner.passes.compile_now(self.runner.needs_hidden)
+        self.runner.prepare()
         self.proposer.warmup(k, batch)
         for width in sorted({1, 1 + self.proposer.num_nodes(k)}):
             seconds = self.runner.pass_cost(width, batch, 0)

@@ -156,8 +156,9 @@ class ModelRunner:
         self._round = self.first_layers = None
 
     def prepare(self) -> None:
-        """Compiles, or loads, the passes in use."""
-        self.passes.compile_now(self.needs_hidden)
+        """Compiles, or loads, the whole pass and what else is in use."""
+        self.passes.runner_of(self.needs_hidden)
+        self.passes.compile_now()
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Forgets requests that ended."""
@@ -291,13 +292,17 @@ class ModelRunner:
     def chain_layout(
         self, tokens: Sequence[list[int]], rows: list[int], bases: list[int], proposal: Proposal | None = None
     ) -> tuple[Tensor, PassLayout]:
-        width = max(map(len, tokens))
-        ids = torch.tensor([text + [0] * (width - len(text)) for text in tokens], device=self.device)
-        start = torch.tensor(bases, device=self.device)
+        batch, width = len(rows), max(map(len, tokens))
+        # One tensor that is cut, not three: making one takes longer than all the rest here.
+        numbers = [*bases, *rows]
+        for text in tokens:
+            numbers += text
+            numbers += [0] * (width - len(text))
+        start, row_ids, ids = torch.tensor(numbers, device=self.device).split((batch, batch, batch * width))
         self.cache.reserve(max(bases) + width)
         positions = (start[:, None] + self._arange(0, width)).clamp_(max=self.max_len - 1)
-        row_ids, visible = torch.tensor(rows, device=self.device), self._causal(len(rows), width)
-        return ids, PassLayout(self.cache.keys, self.cache.values, row_ids, start, positions, visible)
+        layout = PassLayout(self.cache.keys, self.cache.values, row_ids, start, positions, self._causal(batch, width))
+        return ids.view(batch, width), layout
 
     def _tree_layout(
         self, tokens: Sequence[list[int]], rows: list[int], bases: list[int], proposal: Proposal

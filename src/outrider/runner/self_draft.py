@@ -150,7 +150,7 @@ class SelfDraft:
         if self._depth is not None:
             self.passes.runner_of(self._layers, LayerSpan(0, self._depth, head=False))
             self.passes.runner_of(self._runner.needs_hidden, LayerSpan(self._depth))
-        self.passes.compile_now(self._runner.needs_hidden if self._depth is not None else ())
+        self.passes.compile_now()
 
 
 @torch.inference_mode()
