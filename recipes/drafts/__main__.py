@@ -61,7 +61,7 @@ def distilled(  # noqa: PLR0913 - one parameter an option
     shape = DraftShape(PRESETS["cpu"].draft.layers, PRESETS["cpu"].draft.hidden, FROM_LAYERS)
     muon, adam = FRESH if fresh else LEARNED
     kind = DraftRun(shape, None if fresh else str(family / "draft"), Distillation(loss=loss), compiled=True)
-    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=2048, muon_lr=muon, adam_lr=adam, seed=SEED)
+    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED)
     if not train_draft(at, out, how, kind):
         sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
     compare(family, out, tokens)
