@@ -243,7 +243,6 @@ def test_a_draft_learns_from_its_target(shape, teaching, folder, bench, rows, tm
     measured = json.loads((out / "measured.json").read_text())
     for how in ("greedy", "sampled"):
         assert measured["after"][how]["acceptance"] > measured["before"][how]["acceptance"]
-        assert measured["after"][how]["expected_tau"]["2"] > measured["before"][how]["expected_tau"]["2"]
     prompt, params = rows[3, :10].tolist(), SamplingParams(max_tokens=12, ignore_eos=True)
     drafted = LLM(str(folder), draft=str(out), num_draft_tokens=2, compile="never")
     wanted = LLM(str(folder), method="plain", compile="never").generate([prompt], params)[0].token_ids
