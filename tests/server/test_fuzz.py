@@ -35,6 +35,7 @@ def test_no_call_breaks_the_server(fuzzed: Served, mode: GenerationMode) -> None
         @settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
         def ask(case: Any) -> None:
             if isinstance(case.body, dict):
+                case.body.setdefault("max_tokens", SHORT["max_tokens"])
                 for name, most in SHORT.items():
                     if isinstance(case.body.get(name), int):
                         case.body[name] = min(case.body[name], most)
