@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 # Each is outrider.cli.<name>:command, or, where there are several of a kind, the functions in its COMMANDS.
-COMMANDS = ("generate", "chat", "compare", "bench", "doctor", "train")
+COMMANDS = ("generate", "chat", "compare", "bench", "doctor", "train", "demo")
 EXIT_INTERNAL, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 

@@ -1,0 +1,107 @@
+"""``outrider demo``: a page on which plain and speculative decoding race."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.options import MethodOptions, ModelOptions, parse_list, with_groups
+
+if TYPE_CHECKING:
+    from outrider.server.demo.track import Track
+
+EXAMPLES = """Examples:
+
+outrider demo --open
+
+outrider demo --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --methods draft,suffix
+
+outrider demo --host 0.0.0.0 --port 8080
+"""
+SERVER = "Server"
+LARGE = 100_000_000  # parameters; below it every method is built, above it only those that cost no second copy
+
+
+@with_groups
+def command(
+    *,
+    methods: Annotated[
+        str | None,
+        typer.Option(help="Methods offered (default: all that fit a small target; draft, if there is one, and ngram else)."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=SERVER)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.", rich_help_panel=SERVER)] = 8000,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.", rich_help_panel=SERVER)] = False,
+    models: ModelOptions,
+) -> None:
+    """Show a page on which plain and speculative decoding race, token by token."""
+    from outrider.cli.console import err, waiting
+    from outrider.types import OutriderError
+
+    try:
+        import uvicorn
+
+        from outrider.server.demo.app import Demo
+    except ImportError as missing:
+        raise OutriderError(f"the demo needs {missing.name}: pip install 'outrider[serve]'") from None
+    listening = bind(host, port)
+    track = load_track(models, methods)
+    with waiting("warming up"):
+        speed = track.warm_up()
+    about = {"target": models.target or "embedded", "draft": models.draft, "plain_tok_s": speed}
+    demo = Demo(track, about)
+    url = f"http://{host if ':' not in host else f'[{host}]'}:{listening.getsockname()[1]}/"
+    err.print(f"[bold]{url}[/]  [dim](Ctrl-C ends it)[/]")
+    if open_page:
+        import webbrowser
+
+        webbrowser.open(url)
+    server = uvicorn.Server(uvicorn.Config(demo.app(), log_level="warning", timeout_graceful_shutdown=2, lifespan="off"))
+    try:
+        server.run(sockets=[listening])
+    finally:
+        demo.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket, taken before the seconds that loading takes. Raises ``OutriderError`` where there is none."""
+    from outrider.types import OutriderError
+
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise OutriderError(f"cannot listen on {host}:{port} ({error.strerror}): choose another --port or --host") from None
+
+
+def load_track(models: ModelOptions, methods: str | None) -> Track:
+    """The target, once, and every method that is offered."""
+    from outrider.cli.console import waiting
+    from outrider.cli.session import load, resolve
+    from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, PROPOSERS, split_method
+    from outrider.server.demo.track import Track
+    from outrider.types import OutriderError
+
+    draft = resolve(models, MethodOptions()).get("draft")
+    wanted = parse_list("--methods", methods, str) if methods else ()
+    for method in wanted:
+        if PROPOSERS.get(split_method(method)[0]).takes_draft and draft is None:
+            raise OutriderError(f"the method {method!r} needs --draft, a small model or heads that draft for the target")
+    plain: Any = PROPOSERS.get("plain")
+    llm = load(models, MethodOptions(method=plain.name), max_batch=2, compile=models.compile or "always")
+    if not wanted:
+        usual = (DEFAULT_METHOD_WITH_DRAFT, DEFAULT_METHOD) if draft is not None else (DEFAULT_METHOD,)
+        is_small = sum(weight.numel() for weight in llm.runner.model.parameters()) < LARGE
+        wanted = tuple(name for name in PROPOSERS if name != plain.name) if is_small else usual
+    with waiting("preparing the methods"):
+        return Track(llm, [method for method in wanted if draft is not None or not takes_draft(method)], draft)
+
+
+def takes_draft(method: str) -> bool:
+    """Whether the method looks at the draft that the user names."""
+    from outrider.registry import PROPOSERS, split_method
+
+    found: Any = PROPOSERS.get(split_method(method)[0])
+    return bool(found.takes_draft)
