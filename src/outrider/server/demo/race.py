@@ -184,6 +184,7 @@ class Race:
             "tokens": tokens,
             "dropped": self._dropped(seen),
             "figures": lane.tally.figures(plain),
+            "finish_reason": emission.finish_reason,
         }
 
     def _dropped(self, seen: Observation) -> list[str]:
