@@ -57,7 +57,7 @@ class Visitor:
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda asked: None if asked.url.startswith(url) else self.complaints.append(asked.url))
         self.page.goto(url)
-        self.page.wait_for_function("document.querySelector('#method').options.length > 0")
+        self.page.locator("#method option").first.wait_for(state="attached")
 
     def race(self, accuracy: int = 100, temperature: float = 0.0, length: int = 32) -> None:
         page = self.page
@@ -65,7 +65,11 @@ class Visitor:
         page.locator("#accuracy").fill(str(accuracy))
         page.locator("#temperature").fill(str(temperature))
         page.click("#start")
-        page.wait_for_function("document.querySelector('#verdict').textContent.includes('text')")
+        self.see("#verdict", "text")
+
+    def see(self, where: str, text: str) -> None:
+        """Waits until the text stands there."""
+        self.page.locator(where, has_text=text).wait_for()
 
     def figure(self, name: str) -> float:
         return float(self.page.inner_text(f"[data-figure={name}]").rstrip("%\u00d7"))
@@ -130,7 +134,7 @@ def test_it_can_be_used_by_keyboard_alone(visitor: Visitor) -> None:
     page.locator("#length").select_option("32")
     page.locator("#prompt").focus()
     page.keyboard.press("Control+Enter")
-    page.wait_for_function("document.querySelector('#verdict').textContent.includes('text')")
+    visitor.see("#verdict", "text")
     page.locator("#lane-speculative .text").focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
@@ -157,11 +161,10 @@ def test_mistakes_and_a_server_that_is_gone_are_said_on_the_page(visitor: Visito
     page = visitor.page
     page.fill("#prompt", "x y z " * 600)
     page.click("#start")
-    page.wait_for_function("document.querySelector('#status.error')")
-    assert "tokens; with 128 to come" in page.inner_text("#status")
+    visitor.see("#status.error", "tokens; with 128 to come")
     page.route("**/api/race", lambda route: route.abort())
     page.click("#start")
-    page.wait_for_function("document.querySelector('#status').textContent.includes('does not answer')")
+    visitor.see("#status.error", "does not answer")
     assert page.is_enabled("#start")
     assert len(visitor.complaints) == 2 and all("Failed to load" in each for each in visitor.complaints)
     visitor.complaints.clear()

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,10 +23,11 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.server.demo.line import LineFull, Place, WaitingLine
-from outrider.server.demo.race import Event
-from outrider.server.demo.race_request import RaceRequest
-from outrider.server.demo.track import Track
+from outrider.server.demo.race_request import Event, RaceRequest
 from outrider.types import OutriderError
+
+if TYPE_CHECKING:
+    from outrider.server.demo.track import Track
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -91,9 +92,8 @@ class Demo:
         while place.ahead:
             yield {"type": "waiting", "ahead": place.ahead}
             await place.wait(HEARTBEAT)
-        racing: Generator[list[Event], None, None] | None = None
+        racing = self._track.race(wanted, prompt)
         try:
-            racing = await self._in_thread(lambda: self._track.race(wanted, prompt))
             while (events := await self._in_thread(lambda: next(racing, None))) is not None:
                 for event in events:
                     yield event
@@ -103,8 +103,7 @@ class Demo:
             logger.warning("a race failed: %s: %s", type(error).__name__, error, exc_info=logger.isEnabledFor(logging.DEBUG))
             yield {"type": "error", "message": "the race failed inside the engine; the server goes on"}
         finally:
-            if racing is not None:
-                self._thread.submit(racing.close)  # behind the slice under way, before anybody else's
+            self._thread.submit(racing.close)  # behind the slice under way, before anybody else's
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -53,7 +53,6 @@ def places(seen: Observation, token_ids: Sequence[int]) -> list[Place]:
         accepted = path[depth] if depth < len(path) else None
         odds = torch.softmax(logits[0, parent + 1], -1) if is_greedy else None
         tried = _tried(seen, parent, accepted)
-        # With coupled noise the target takes its own token whatever was drafted: there is no residual to draw from.
         found.append(_place(seen, target[parent + 1], odds, tried, accepted, emitted))
     return found
 
@@ -90,6 +89,7 @@ def _place(
         guesses.append(Guess(token, float(accept_prob(left[token], draft[token])), node == accepted))
         excess = (left - draft).clamp_min(0.0)
         left = residual(left, draft) if float(excess.sum()) > 0 else torch.zeros_like(left)
+    # With coupled noise the target takes its own token whatever was drafted: there is no residual to draw from.
     rest = left if tried and float(left.sum()) > 0 and not seen.context.sampler.coupled else None
     shown = _shown([target if odds is None else odds, first, rest], [emitted, *[guess.token_id for guess in guesses]])
     return Place(

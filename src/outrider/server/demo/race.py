@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
-from typing import Any
 
 import torch
 
 from outrider.engine import Emission, Engine, Observation
 from outrider.engine.stats import expected_speedup
 from outrider.server.demo.distributions import Place, places, verdict_path
+from outrider.server.demo.race_request import Event
 from outrider.server.demo.token_texts import TokenTexts
 from outrider.types import OutriderError, Request, SamplingParams
 
-Event = dict[str, Any]
 SLICE = 0.05  # seconds of rounds between two looks at whether the visitor is still there
 PLAIN, SPECULATIVE = "plain", "speculative"
 
@@ -128,21 +127,25 @@ class Race:
     """Both lanes, from the same prompt with the same settings and the same seed."""
 
     def __init__(self, lanes: Mapping[str, Engine], prompt: Sequence[int], params: SamplingParams, texts: TokenTexts) -> None:
-        """``lanes``: the engine of each, plain first. Raises ``OutriderError`` for a prompt that leaves no room."""
+        """``lanes``: the engine of each, plain first."""
         seed = params.seed or 0
         self.lanes = []
         for name, engine in lanes.items():
             generator = torch.Generator().manual_seed(seed)
             request = Request(f"race-{name}", list(prompt), len(prompt), params, seed, generator)
-            engine.add(request)
             self.lanes.append(Lane(name, engine, request))
         self._texts = texts
 
     def run(self, seconds: float) -> Generator[list[Event], None, None]:
-        """The race's events, in slices. Closing the iterator ends it; so does its time, both lanes together."""
+        """The race's events, in slices. Closing the iterator ends it; so does its time, both lanes together.
+
+        Raises ``OutriderError`` for a prompt that leaves no room, and where the target fails.
+        """
         started, pending = perf_counter(), [self._started()]
         last = started
         try:
+            for lane in self.lanes:
+                lane.engine.add(lane.request)
             while running := [lane for lane in self.lanes if lane.finish_reason is None]:
                 lane = min(running, key=lambda lane: lane.clock)
                 emission, seen = lane.step()

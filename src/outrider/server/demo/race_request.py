@@ -1,4 +1,4 @@
-"""What a visitor asks for, checked before it costs anything.
+"""What a visitor asks for, checked before it costs anything, and what comes back.
 
 Knows numbers and text; no engine and no HTTP.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 from outrider.types import OutriderError
 
+Event = dict[str, Any]  # one message to the page, with its kind under "type"
 MAX_DRAFTS = 16  # on the page's slider
 AUTO = "auto"
 

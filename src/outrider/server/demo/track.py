@@ -14,8 +14,8 @@ from outrider.engine import Engine, FixedLength, Scheduler
 from outrider.engine.config import build_policy, build_proposer, build_verifiers, eos_token_ids
 from outrider.proposers.degraded import Degraded
 from outrider.registry import PROPOSERS, split_method
-from outrider.server.demo.race import PLAIN, SPECULATIVE, Event, Race
-from outrider.server.demo.race_request import MAX_DRAFTS, Limits, RaceRequest
+from outrider.server.demo.race import PLAIN, SPECULATIVE, Race
+from outrider.server.demo.race_request import MAX_DRAFTS, Event, Limits, RaceRequest
 from outrider.server.demo.token_texts import TokenTexts
 from outrider.types import OutriderError, SamplingParams
 
