@@ -67,6 +67,11 @@ class Visit:
                 return event
         return None
 
+    @property
+    def body(self) -> str:
+        """All of an answer that is no stream."""
+        return self._response.read().decode()
+
     def rest(self) -> list[dict[str, Any]]:
         events = list(iter(self.next, None))
         self.leave()
