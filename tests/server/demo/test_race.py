@@ -7,13 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from lossless.drafts import medusa_heads
 
 from outrider.engine import LLM
 from outrider.server.demo.race_request import Limits, RaceRequest
 from outrider.server.demo.track import Track
 from outrider.types import OutriderError
-
-from ...lossless.drafts import medusa_heads
 
 WANTED = RaceRequest("def add(first, second):\n", "draft", k=4, max_tokens=60, seed=5)
 
