@@ -25,7 +25,7 @@ def photograph(browser: Browser, url: str, scheme: str) -> Path:
     page.locator("#method option").first.wait_for(state="attached")
     page.select_option("#length", "64")
     page.click("#start")
-    page.locator("#verdict", has_text="text").wait_for()
+    page.locator("#verdict small", has_text=".").wait_for()
     page.evaluate("document.querySelector('#lane-speculative .tok.corrected').click()")
     page.evaluate("document.querySelectorAll('.text').forEach((text) => text.scrollTo(0, 0)); window.scrollTo(0, 0)")
     page.wait_for_timeout(500)

@@ -46,23 +46,22 @@ def command(
         from outrider.server.demo.app import Demo
     except ImportError as missing:
         raise OutriderError(f"the demo needs {missing.name}: pip install 'outrider[serve]'") from None
-    listening = bind(host, port)
-    track = load_track(models, methods)
-    with waiting("warming up"):
-        speed = track.warm_up()
-    about = {"target": models.target or "embedded", "draft": models.draft, "plain_tok_s": speed}
-    demo = Demo(track, about)
-    url = f"http://{host if ':' not in host else f'[{host}]'}:{listening.getsockname()[1]}/"
-    err.print(f"[bold]{url}[/]  [dim](Ctrl-C ends it)[/]")
-    if open_page:
-        import webbrowser
+    with bind(host, port) as listening:
+        track = load_track(models, methods)
+        with waiting("warming up"):
+            speed = track.warm_up()
+        demo = Demo(track, {"target": models.target or "embedded", "draft": models.draft, "plain_tok_s": speed})
+        url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/"
+        err.print(f"[bold]{url}[/]  [dim](Ctrl-C ends it)[/]")
+        if open_page:
+            import webbrowser
 
-        webbrowser.open(url)
-    server = uvicorn.Server(uvicorn.Config(demo.app(), log_level="warning", timeout_graceful_shutdown=2, lifespan="off"))
-    try:
-        server.run(sockets=[listening])
-    finally:
-        demo.close()
+            webbrowser.open(url)
+        server = uvicorn.Server(uvicorn.Config(demo.app(), log_level="warning", timeout_graceful_shutdown=2, lifespan="off"))
+        try:
+            server.run(sockets=[listening])
+        finally:
+            demo.close()
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -65,7 +65,7 @@ class Visitor:
         page.locator("#accuracy").fill(str(accuracy))
         page.locator("#temperature").fill(str(temperature))
         page.click("#start")
-        self.see("#verdict", "text")
+        self.see("#verdict small", ".")
 
     def see(self, where: str, text: str) -> None:
         """Waits until the text stands there."""
@@ -134,7 +134,7 @@ def test_it_can_be_used_by_keyboard_alone(visitor: Visitor) -> None:
     page.locator("#length").select_option("32")
     page.locator("#prompt").focus()
     page.keyboard.press("Control+Enter")
-    visitor.see("#verdict", "text")
+    visitor.see("#verdict small", ".")
     page.locator("#lane-speculative .text").focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")

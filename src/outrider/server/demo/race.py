@@ -173,7 +173,7 @@ class Race:
         tokens: list[Event] = []
         for token_id, origin, place in zip(emission.token_ids, emission.origins, places(seen, emission.token_ids), strict=True):
             text, name = self._texts.next(lane.name, token_id)
-            tokens.append({"text": text, "name": name, "origin": origin, "place": self._place(place)})
+            tokens.append({"text": text, "name": name, "origin": origin, "place": self._place(place, token_id)})
         plain = self.lanes[0].tally
         return {
             "type": "round",
@@ -197,13 +197,20 @@ class Race:
         first = seen.round.num_accepted[0] + 1
         return [self._texts.name(token) for token in seen.proposal.token_ids[0, first : int(seen.proposal.lens[0])].tolist()]
 
-    def _place(self, place: Place) -> Event:
-        name = self._texts.name
+    def _place(self, place: Place, token_id: int) -> Event:
+        """A place as the page draws it: names of tokens, and indices into them, for two tokens may share a name."""
+        name, row_of = self._texts.name, place.token_ids.index
         return {
             "guesses": [
-                {"text": name(guess.token_id), "chance": round(guess.chance, 4), "accepted": guess.is_accepted}
+                {
+                    "text": name(guess.token_id),
+                    "row": row_of(guess.token_id),
+                    "chance": round(guess.chance, 4),
+                    "accepted": guess.is_accepted,
+                }
                 for guess in place.guesses
             ],
+            "row": row_of(token_id),
             "tokens": [name(token) for token in place.token_ids],
             "target": place.target,
             "draft": place.draft,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.engine.detokenizer import Detokenizer, DetokenizerFactory
+from outrider.runner.tokenizers import BROKEN
 
 
 class TokenTexts:
@@ -24,9 +25,10 @@ class TokenTexts:
         return self._lanes[lane].feed([token_id]), self.name(token_id)
 
     def name(self, token_id: int) -> str:
-        """The token on its own: its text, or what the vocabulary calls it where it has none."""
+        """The token on its own: its text, or what the vocabulary calls it where that is none or half a character."""
         if token_id not in self._names:
             alone = self._factory(self._prompt)
             text = alone.feed([token_id]) + alone.flush()
-            self._names[token_id] = text or str(self._tokenizer.convert_ids_to_tokens(token_id) or "")
+            is_text = text and BROKEN not in text
+            self._names[token_id] = text if is_text else str(self._tokenizer.convert_ids_to_tokens(token_id) or "")
         return self._names[token_id]

@@ -73,7 +73,7 @@ function table(token) {
   const body = odds.createTBody();
   place.tokens.forEach((name, at) => {
     const row = body.insertRow();
-    if (name === token.name) row.className = "emitted";
+    if (at === place.row) row.className = "emitted";
     const first = element("th");
     first.scope = "row";
     first.append(code(name));

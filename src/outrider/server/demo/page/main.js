@@ -108,6 +108,8 @@ async function start(event) {
   wanted = readForm();
   const controller = (running = new AbortController());
   setBusy(true);
+  verdict.textContent = "";
+  result = null;
   say("Asking for a place …");
   try {
     await race(wanted, handle, controller.signal);
