@@ -14,6 +14,8 @@ from outrider.server.demo.race_request import Limits, RaceRequest
 from outrider.server.demo.track import Track
 from outrider.types import OutriderError
 
+from .conftest import PATIENT
+
 WANTED = RaceRequest("def add(first, second):\n", "draft", k=4, max_tokens=60, seed=5)
 
 
@@ -64,7 +66,7 @@ def test_a_lane_s_clock_counts_its_own_rounds_and_who_is_behind_runs_next(track:
 
 def test_a_token_s_distributions_and_residual_are_those_of_the_verifier(folders: dict[str, str]) -> None:
     llm = LLM(folders["target"], method="plain", max_batch=2, compile="never")
-    track = Track(llm, ["draft"], folders["draft"])
+    track = Track(llm, ["draft"], folders["draft"], PATIENT)
     worn = track._engines["draft"].proposer.inner  # type: ignore[attr-defined]
     for weight in worn.draft.model.parameters():  # a draft of another mind
         weight.mul_(0.6)
@@ -103,7 +105,7 @@ def test_at_temperature_0_the_target_s_odds_before_its_choice_are_shown(track: T
 def test_trees_race_too(folders: dict[str, str]) -> None:
     llm = LLM(folders["target"], method="plain", max_batch=2, compile="never")
     heads: Any = medusa_heads(llm.runner.model)
-    track = Track(llm, ["medusa"], heads)
+    track = Track(llm, ["medusa"], heads, PATIENT)
     for accuracy in (1.0, 0.5):
         events = run(track, replace(WANTED, method="medusa", accuracy=accuracy))
         assert events[-1]["first_difference"] is None and events[-1]["faults"] == 0
