@@ -1,7 +1,7 @@
 """The command table and the one place where an error becomes a line on stderr and an exit code.
 
-Exit codes: 0 done; 1 an error inside Outrider or the machine (memory, disk); 2 a mistake in what was asked; 3 ``doctor``
-found what does not fit; 130 Ctrl-C.
+Exit codes: 0 done; 1 an error inside Outrider or the machine (memory, disk), or ``audit`` does not certify; 2 a mistake in
+what was asked; 3 ``doctor`` found what does not fit; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 # Each is outrider.cli.<name>:command, or, where there are several of a kind, the functions in its COMMANDS.
-COMMANDS = ("generate", "chat", "compare", "bench", "doctor", "train")
+COMMANDS = ("generate", "chat", "compare", "bench", "audit", "doctor", "train")
 EXIT_INTERNAL, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
