@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from outrider.audit.evidence import Test
@@ -69,7 +69,7 @@ def audit(rig: Rig, method: str, way: Way, question: Question, say: Say) -> Cert
     verifier = way.verifier
     certificate = Certificate(method, type(verifier).__name__, verifier.lossless, question, greedy)
     if not question.params.is_greedy:
-        certificate.sampling = audit_samples(rig, way, question, say)
+        certificate.sampling = audit_samples(rig, way, replace(question, rounding=greedy.rounding), say)
     return certificate
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from outrider.audit.statistics import chi_square_tail, smallest_tv
 
 MIN_EXPECTED = 10.0  # tokens due in a cell of a test; rarer cells are pooled
+MIN_VARIANCE = 5.0  # of a sum of cells, in tokens: below it is no normal variable
 EDGES = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.25, 0.5)  # between the cells of calibration: how likely the target found the token
 LEAKS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # shares of the draft's law that the likelihood ratio looks for
 Prefix = tuple[int, ...]
@@ -66,8 +67,8 @@ class Tally:
 
     @property
     def texts(self) -> list[Prefix]:
-        """The texts along which plain decoding must be led to meet every prefix."""
-        return sorted({sample.token_ids for sample in self.samples})
+        """Texts along which plain decoding meets every prefix."""
+        return sorted({sample.token_ids[:-1]: sample.token_ids for sample in self.samples}.values())
 
     def fresh(self, prefixes: Sequence[Prefix]) -> list[int]:
         """Indices of the prefixes not met before, each once."""
@@ -80,11 +81,16 @@ class Tally:
 
 
 class Evidence:
-    """Sums over all prompts, from which the tests are made. ``length``: places tested."""
+    """Sums over all prompts, from which the tests are made."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, floor: float = 0.0) -> None:
+        """``length``: places tested; ``floor``: what a sampled token's probability counts as if it is less.
+
+        Where passes round differently a token at the border of top-k or top-p may be in or out; a floor keeps that from being
+        held against the verifier as a token that cannot be.
+        """
         cells = len(EDGES) + 1
-        self.length = length
+        self.length, self.floor = length, floor
         self.num_samples = 0
         self.origins: Counter[str] = Counter()
         self.impossible = 0  # sampled tokens that the target gives probability 0
@@ -100,7 +106,6 @@ class Evidence:
         if not chosen:
             return
         laws = probs[chosen].double()  # [A, V]
-        # in float32 as the sampler gave it: the edges need not be exact, only fixed by the law
         cells = torch.bucketize(laws, torch.tensor(EDGES, dtype=torch.float64, device=laws.device))
         masses = torch.zeros(len(chosen), len(EDGES) + 1, dtype=torch.float64, device=laws.device).scatter_add_(1, cells, laws)
         for row, mass, law, cell in zip(chosen, masses.cpu().numpy(), laws.cpu(), cells.cpu(), strict=True):
@@ -144,7 +149,7 @@ class Evidence:
         for sample in tally.samples:
             self.origins.update(sample.origins)
             for place, draft_prob in sample.draft_probs.items():
-                target_prob = tally.probs[sample.token_ids[:place], sample.token_ids[place]]
+                target_prob = max(tally.probs[sample.token_ids[:place], sample.token_ids[place]], self.floor)
                 ratio = draft_prob / target_prob if target_prob > 0 else 1e300
                 self._log_ratios += np.log(np.maximum(1 + np.array(LEAKS) * (ratio - 1), 1e-300))
                 self.num_rounds += 1
@@ -176,7 +181,7 @@ class Evidence:
             join[row, cells] = 1
         excess, variance = join @ self._excess[place], join @ self._variance[place] @ join.T
         values, vectors = np.linalg.eigh(variance)
-        is_free = values > 1.0  # cells sum to nothing, and a law that is certain varies in none
+        is_free = values > MIN_VARIANCE  # cells sum to nothing, and a law that is certain varies in none
         freedom, tokens = int(is_free.sum()), int(self._tokens[place])
         if not freedom:
             return None

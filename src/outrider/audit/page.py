@@ -31,7 +31,7 @@ DIFFERENCE = {
     "plain_logprobs": "plain's scores", "speculative_logprobs": "in the drafts' pass", "gap": "gap", "is_tie": "tie",
 }  # fmt: skip
 CONTROL = {
-    "name": "control", "text": "what is wrong with it", "caught": "caught", "by": "by", "p_value": "p", "samples": "samples drawn",
+    "name": "control", "text": "what is wrong with it", "caught": "caught", "by": "by", "p_value": "p", "samples": "samples",
     "planned_samples": "samples planned", "planned_power": "power of the plan",
 }  # fmt: skip
 TEST = {

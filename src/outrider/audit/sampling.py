@@ -21,6 +21,7 @@ from outrider.verifiers.rejection import RejectionVerifier
 
 AS_IS, STRESSED = "as it is", "half of the drafts replaced"
 PILOT = 48  # samples of each prompt from which the rest is planned
+FLOOR = 1e-3  # see Evidence
 LEAST = 30  # accepted, corrected and bonus tokens without which nothing has been tested
 Say = Callable[[str, int, float], None]  # what is being done, samples drawn since the last call, and in all (0: not known yet)
 
@@ -37,6 +38,7 @@ class Question:
     tv: float = 0.05  # total variation distance of the first token's law that is to be caught
     seed: int = 0
     max_samples: int = 100_000
+    rounding: float = 0.0  # of log-probabilities between passes of different widths, as greedy text showed it
 
     @property
     def length(self) -> int:
@@ -126,7 +128,7 @@ class SamplingResult:
         reasons = [
             f"the control {each.control.name!r} ({each.control.text}) was not caught" for each in self.controls if not each.by
         ]
-        counts = sum((each.origins for each in self.outcome.evidence.values()), start=_none())
+        counts = sum((each.origins for each in self.outcome.evidence.values()), start=Counter[str]())
         few = [origin for origin in ("accepted", "corrected", "bonus") if counts[origin] < LEAST]
         if few:
             reasons.append(f"fewer than {LEAST} {' and '.join(few)} tokens: the method hardly drafts on these prompts")
@@ -167,8 +169,9 @@ def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> Plan:
     samples = {AS_IS: samples_for_tv(rig, question), STRESSED: stressed}
     for part, number in samples.items():
         if number > question.max_samples:
+            told = f"more than {question.max_samples:,}" if math.isinf(number) else f"{number:,.0f}"
             raise OutriderError(
-                f"what is asked would take {number:.2g} samples ({part}): ask for less power, a larger --tv, or allow more with"
+                f"what is asked would take {told} samples ({part}): ask for less --power, a larger --tv, or allow more with"
                 " --max-samples"
             )
     return Plan(
@@ -227,7 +230,7 @@ def _outcomes(
     """The plan part by part and prompt by prompt: what the tests say so far. ``stream`` keeps the random numbers apart."""
     outcome = Outcome({}, {})
     for part in parts:
-        evidence = outcome.evidence[part] = Evidence(question.length)
+        evidence = outcome.evidence[part] = Evidence(question.length, FLOOR if question.rounding else 0.0)
         each = plan.samples[part] // len(question.prompts)
         part_way = _part(way, part, key_of(question.seed, stream))
         for index, prompt in enumerate(question.prompts):
@@ -255,7 +258,3 @@ def _part(way: Way, part: str, seed: int) -> Way:
 def _whole(number: float, parts: int) -> int:
     """The next number that ``parts`` divides."""
     return math.ceil(number / parts) * parts
-
-
-def _none() -> Counter[str]:
-    return Counter()

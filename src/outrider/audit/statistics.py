@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from statistics import NormalDist
 
 import torch
@@ -29,19 +30,25 @@ def chi_square_limit(alpha: float, freedom: float) -> float:
 
 def power_of(shift: float, freedom: float, alpha: float) -> float:
     """P(noncentral chi-square > the limit at ``alpha``): how often a deviation of that noncentrality is caught."""
-    limit = chi_square_limit(alpha, freedom)
-    spread = 12 * math.sqrt(shift / 2) + 40
-    steps = torch.arange(max(0, math.floor(shift / 2 - spread)), math.ceil(shift / 2 + spread), dtype=torch.float64)
-    if shift <= 0:
-        return alpha
-    weights = (steps * math.log(shift / 2) - shift / 2 - torch.lgamma(steps + 1)).exp()  # Poisson
-    tails = torch.special.gammaincc((freedom + 2 * steps) / 2, torch.full_like(steps, limit / 2))
-    return min(1.0, float((weights * tails).sum()))
+    return _tail(shift, freedom, chi_square_limit(alpha, freedom))
 
 
+@cache
 def needed_shift(freedom: float, alpha: float, power: float) -> float:
     """The noncentrality that is caught with probability ``power``."""
-    return _solve(lambda shift: power_of(shift, freedom, alpha) >= power, freedom + 1.0)
+    limit = chi_square_limit(alpha, freedom)
+    return _solve(lambda shift: _tail(shift, freedom, limit) >= power, freedom + 1.0)
+
+
+def _tail(shift: float, freedom: float, limit: float) -> float:
+    """P(noncentral chi-square > limit): central ones, weighted as Poisson has it."""
+    if shift <= 0:
+        return chi_square_tail(limit, freedom)
+    spread = 12 * math.sqrt(shift / 2) + 40
+    steps = torch.arange(max(0, math.floor(shift / 2 - spread)), math.ceil(shift / 2 + spread), dtype=torch.float64)
+    weights = (steps * math.log(shift / 2) - shift / 2 - torch.lgamma(steps + 1)).exp()
+    tails = torch.special.gammaincc((freedom + 2 * steps) / 2, torch.full_like(steps, limit / 2))
+    return min(1.0, float((weights * tails).sum()))
 
 
 def smallest_tv(freedom: float, num_tokens: float, alpha: float, power: float) -> float:
