@@ -47,20 +47,19 @@ def test_the_g_statistic_has_the_mean_of_its_degrees_of_freedom() -> None:
     assert np.mean(np.array(values) > statistics.chi_square_limit(0.01, 14)) < 0.016
 
 
-LAWS = torch.softmax(
-    2 * torch.randn(13, 12, generator=torch.Generator().manual_seed(1)), -1
-).double()  # of the root, of each token
-DRAFTS = torch.softmax(LAWS.log() + torch.randn(13, 12, generator=torch.Generator().manual_seed(2)), -1)
+# The target's laws of the first token and, given each first token, of the second one; and a draft's.
+LAWS = torch.softmax(2 * torch.randn(13, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), -1)
+NOISE = torch.randn(13, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+DRAFTS = torch.softmax(LAWS.log() + NOISE, -1)
 
 
 def evidence_of(root: np.ndarray, num_samples: int = 400) -> Evidence:  # type: ignore[type-arg]
     """Two tokens a sample, the first by ``root`` and the second by its own law, held against LAWS."""
-    first = NUMBERS.choice(12, num_samples, p=root)
     samples = []
-    for token in first.tolist():
-        second = int(NUMBERS.choice(12, p=LAWS[1 + token].numpy()))
-        notes = {0: float(DRAFTS[0, token]), 1: float(DRAFTS[1 + token, second])}
-        samples.append(Sample((token, second), ("accepted", "corrected"), notes))
+    for first, count in enumerate(NUMBERS.multinomial(num_samples, root).tolist()):
+        for second in NUMBERS.choice(12, count, p=LAWS[1 + first].numpy()).tolist():
+            notes = {0: float(DRAFTS[0, first]), 1: float(DRAFTS[1 + first, second])}
+            samples.append(Sample((first, second), ("accepted", "corrected"), notes))
     evidence, tally = Evidence(2), Tally(samples)
     evidence.observe(tally, [()], LAWS[:1])
     evidence.observe(tally, [(token,) for token in range(12)], LAWS[1:])
