@@ -11,6 +11,7 @@ from outrider.engine.config import Speculation, build_proposer
 from outrider.proposers.base import PlainProposer, Proposer
 from outrider.registry import PROPOSERS, split_method
 from outrider.types import OutriderError
+from outrider.verifiers.base import Verifier
 
 ALL = "all"
 
@@ -38,15 +39,18 @@ def parse_methods(texts: Sequence[str], draft: Any = None) -> list[Method]:
     return named
 
 
-def load_methods(llm: LLM, methods: Sequence[Method]) -> tuple[dict[str, Proposer], dict[str, str]]:
-    """Proposers by method, and of the methods that this target cannot have the reason why."""
+def load_methods(llm: LLM, methods: Sequence[Method], verifier: Verifier) -> tuple[dict[str, Proposer], dict[str, str]]:
+    """Proposers by method, and of the methods that target and verifier cannot have the reason why."""
     proposers: dict[str, Proposer] = {}
     reasons: dict[str, str] = {}
     for method in methods:
-        takes_draft = PROPOSERS.get(split_method(method.name)[0]).takes_draft
+        kind = PROPOSERS.get(split_method(method.name)[0])
+        if kind.drafts_trees and not verifier.handles_trees:
+            reasons[method.name] = f"it drafts trees, and {type(verifier).__name__} judges chains"
+            continue
         try:
             proposers[method.name] = build_proposer(
-                Speculation(draft=method.draft if takes_draft else None, method=method.name), llm.runner, llm.tokenizer
+                Speculation(draft=method.draft if kind.takes_draft else None, method=method.name), llm.runner, llm.tokenizer
             )
         except OutriderError as error:
             reasons[method.name] = str(error)

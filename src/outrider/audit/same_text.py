@@ -53,6 +53,7 @@ class SameText:
         self.llm, self.grid, self.rig = llm, grid, Rig(llm.runner)
         self.results: list[dict[str, Any]] = [dict(cell) for cell in done]
         self._proposers = {**proposers, PLAIN: PlainProposer()}
+        self._verifier = build_verifiers(llm.speculation)[0]
         self._plain: dict[float, list[list[int]]] = {}
 
     @property
@@ -110,5 +111,4 @@ class SameText:
 
     def _way(self, name: str, k: int, coupled: bool) -> Way:
         proposer = self._proposers[name]
-        verifier = build_verifiers(self.llm.speculation)[0]
-        return Way(proposer, verifier, min(k, proposer.max_drafts), coupled)
+        return Way(proposer, self._verifier, min(k, proposer.max_drafts), coupled)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from outrider.engine import LLM
+    from outrider.proposers.base import Proposer
+    from outrider.types import SamplingParams
+    from outrider.verifiers.base import Verifier
 
 WHAT, OUTPUT = "What is audited", "Output"
 EXAMPLES = """Examples:
@@ -55,10 +59,14 @@ class AuditOptions:
         str | None, typer.Option(help="Texts at a time (default: 32; --same-text: 1,4).", rich_help_panel=WHAT)
     ] = None
     prompts: Annotated[
-        Path | None, typer.Option(help="A JSONL file (or .gz) of prompts instead of the built-in ones.", rich_help_panel=WHAT)
+        list[Path] | None,
+        typer.Option(
+            help="A JSONL file (or .gz) of prompts instead of the built-in ones; may be given several times.",
+            rich_help_panel=WHAT,
+        ),
     ] = None
     num_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Prompts (default: 6; --same-text: all).", rich_help_panel=WHAT)
+        int | None, typer.Option(min=1, help="Prompts, of each file (default: 6; --same-text: all).", rich_help_panel=WHAT)
     ] = None
     power: Annotated[
         float, typer.Option(min=0.5, max=0.9999, help="Chance to catch what is to be caught.", rich_help_panel=WHAT)
@@ -95,6 +103,7 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     from outrider.audit.methods import ALL, load_methods, parse_methods
     from outrider.cli.bench import check_writable
     from outrider.cli.session import load, resolve
+    from outrider.engine.config import build_verifiers
     from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT
     from outrider.types import OutriderError
 
@@ -117,11 +126,12 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     texts = read_prompts(asked, models.same_text)
     llm = load(models, MethodOptions(method="plain"), max_batch=max(batches), compile=models.compile or "always")
     prompts = encode_prompts(llm, texts, params.max_tokens, max(lengths))
-    proposers, reasons = load_methods(llm, methods)
+    verifier = build_verifiers(llm.speculation)[0]
+    proposers, reasons = load_methods(llm, methods, verifier)
     missing = [name for name in reasons if ALL not in names or name in names]
     if missing:
         raise OutriderError(f"{missing[0]}: {reasons[missing[0]]}")
-    run = Run(llm, asked, output, lengths, batches, prompts, params, models.target or "embedded", proposers, reasons)
+    run = Run(llm, asked, output, lengths, batches, prompts, params, models.target or "embedded", verifier, proposers, reasons)
     return run.same_text() if models.same_text else run.certificates()
 
 
@@ -135,9 +145,10 @@ class Run:
     lengths: tuple[int, ...]
     batches: tuple[int, ...]
     prompts: list[list[int]]
-    params: Any
+    params: SamplingParams
     target: str
-    proposers: dict[str, Any]
+    verifier: Verifier
+    proposers: dict[str, Proposer]
     reasons: dict[str, str]  # method -> why this target cannot have it
 
     def certificates(self) -> int:
@@ -146,9 +157,7 @@ class Run:
         from outrider.audit.certificate import audit, document
         from outrider.audit.rig import Rig, Way
         from outrider.audit.sampling import Question
-        from outrider.engine.config import build_verifiers
 
-        verifier = build_verifiers(self.llm.speculation)[0]
         asked, seed, started = self.asked, self.params.seed, perf_counter()
         alpha = asked.alpha / max(len(self.proposers), 1)  # one false alarm in all, whatever the number of methods
         found: list[dict[str, Any]] = []
@@ -159,7 +168,7 @@ class Run:
                     k = min(self.lengths[0], proposer.max_drafts)
                     sure = {"alpha": alpha, "power": asked.power, "tv": asked.tv}
                     question = Question(self.prompts, self.params, k, **sure, seed=seed, max_samples=asked.max_samples)
-                    way = Way(proposer, verifier, k)
+                    way = Way(proposer, self.verifier, k)
                     found.append(document(audit(Rig(self.llm.runner), name, way, question, report(name))))
         finally:
             is_whole = len(found) == len(self.proposers)
@@ -182,6 +191,7 @@ class Run:
         plan = {
             "methods": list(grid.methods), "k": list(grid.lengths), "batches": list(grid.batches),
             "temperatures": list(grid.temperatures), "prompts": len(self.prompts), "max_tokens": self.params.max_tokens,
+            "settings": settings_of(self.params), "digest": sha256(json.dumps(self.prompts).encode()).hexdigest()[:16],
         }  # fmt: skip
         started = perf_counter()
         comparison = SameText(self.llm, grid, self.proposers, self._earlier(plan))
@@ -261,8 +271,8 @@ def read_prompts(asked: AuditOptions, is_grid: bool) -> list[Any]:
     from outrider.bench.workloads import Prompt, from_file
 
     num_prompts = asked.num_prompts or (None if is_grid else len(PROMPTS))
-    if asked.prompts is not None:
-        return list(from_file(asked.prompts, num_prompts))
+    if asked.prompts:
+        return [prompt for path in asked.prompts for prompt in from_file(path, num_prompts)]
     return [Prompt("audit", text) for text in PROMPTS][:num_prompts]
 
 
@@ -283,7 +293,7 @@ def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: i
     return found
 
 
-def settings_of(params: Any) -> dict[str, Any]:
+def settings_of(params: SamplingParams) -> dict[str, Any]:
     """The sampler settings that are not the default ones, and the temperature."""
     from dataclasses import fields
 
