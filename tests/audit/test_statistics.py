@@ -105,8 +105,7 @@ def test_a_leak_is_caught_after_the_planned_number_of_rounds() -> None:
     gauge.add(proposal, target.view(1, 1, -1).repeat(1, 2, 1), [0], 0)
     gauge.num_refused = gauge.distance  # type: ignore[assignment]  # as many rounds without an accepted draft as it expects
     assert gauge.mean_distance == pytest.approx(float((draft - target).clamp_min(0).sum()))
-    rounds = math.ceil(gauge.rounds_for("leaky", threshold, 0.99))
-    assert math.isfinite(rounds)
+    rounds = math.ceil(gauge.samples_for("leaky", 0.001, 0.99, rounds_per_sample=1.0))
     ratios = (draft / target).numpy()
     growth = np.log1p(np.array(LEAKS)[:, None] * (ratios - 1))  # [leaks, V]
 

@@ -9,7 +9,6 @@ from outrider.audit.evidence import Test
 from outrider.audit.greedy import Difference, GreedyResult, audit_greedy
 from outrider.audit.rig import Rig, Way
 from outrider.audit.sampling import AS_IS, STRESSED, Question, SamplingResult, Say, audit_samples
-from outrider.audit.wrong import CONTROLS
 
 Verdict = Literal["certified", "not certified", "void", "lossy"]
 VERDICTS: dict[Verdict, str] = {
@@ -100,7 +99,6 @@ def document(certificate: Certificate) -> dict[str, Any]:
 
 def _sampling(result: SamplingResult, question: Question) -> dict[str, Any]:
     plan, outcome = result.plan, result.outcome
-    needed = {control.name: plan.caught_after[control.name] / plan.rounds_per_sample[STRESSED] for control in CONTROLS}
     return {
         "alpha": question.alpha,
         "power": question.power,
@@ -130,7 +128,7 @@ def _sampling(result: SamplingResult, question: Question) -> dict[str, Any]:
                 "by": each.by,
                 "samples": each.num_samples,
                 "p_value": each.p_value,
-                "planned_samples": _short(needed[each.control.name]),
+                "planned_samples": _short(plan.caught_after[each.control.name]),
                 "planned_power": question.power,
             }
             for each in result.controls

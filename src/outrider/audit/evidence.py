@@ -22,6 +22,7 @@ from outrider.audit.statistics import chi_square_tail, smallest_tv
 MIN_EXPECTED = 10.0  # tokens due in a cell of a test; rarer cells are pooled
 MIN_VARIANCE = 5.0  # of a sum of cells, in tokens: below it is no normal variable
 EDGES = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.25, 0.5)  # between the cells of calibration: how likely the target found the token
+NUM_CELLS = len(EDGES) + 1
 LEAKS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # shares of the draft's law that the likelihood ratio looks for
 Prefix = tuple[int, ...]
 
@@ -89,7 +90,6 @@ class Evidence:
         Where passes round differently a token at the border of top-k or top-p may be in or out; a floor keeps that from being
         held against the verifier as a token that cannot be.
         """
-        cells = len(EDGES) + 1
         self.length, self.floor = length, floor
         self.num_samples = 0
         self.origins: Counter[str] = Counter()
@@ -97,8 +97,8 @@ class Evidence:
         self.num_rounds = 0  # that the likelihood ratio has looked at
         self._log_ratios = np.zeros(len(LEAKS))
         self._g, self._g_freedom, self._g_tokens = np.zeros(length), np.zeros(length, dtype=int), np.zeros(length, dtype=int)
-        self._excess, self._due = np.zeros((length, cells)), np.zeros((length, cells))
-        self._variance, self._tokens = np.zeros((length, cells, cells)), np.zeros(length, dtype=int)
+        self._excess, self._due = np.zeros((length, NUM_CELLS)), np.zeros((length, NUM_CELLS))
+        self._variance, self._tokens = np.zeros((length, NUM_CELLS, NUM_CELLS)), np.zeros(length, dtype=int)
 
     def observe(self, tally: Tally, prefixes: Sequence[Prefix], probs: Tensor) -> None:
         """Takes in the target's laws [B, V] after texts of the tally's prompt."""
@@ -106,8 +106,8 @@ class Evidence:
         if not chosen:
             return
         laws = probs[chosen].double()  # [A, V]
-        cells = torch.bucketize(laws, torch.tensor(EDGES, dtype=torch.float64, device=laws.device))
-        masses = torch.zeros(len(chosen), len(EDGES) + 1, dtype=torch.float64, device=laws.device).scatter_add_(1, cells, laws)
+        cells = cells_of(laws)
+        masses = torch.zeros(len(chosen), NUM_CELLS, dtype=laws.dtype, device=laws.device).scatter_add_(1, cells, laws)
         for row, mass, law, cell in zip(chosen, masses.cpu().numpy(), laws.cpu(), cells.cpu(), strict=True):
             prefix = prefixes[row]
             counts = tally.counts[prefix]
@@ -170,13 +170,13 @@ class Evidence:
     def _calibration(self, place: int) -> Test | None:
         """Seen less expected tokens in each cell, which under the target's law are a sum of independent draws."""
         groups: list[list[int]] = [[]]  # cells joined to their neighbours until tokens enough are due
-        for cell in range(len(EDGES) + 1):
+        for cell in range(NUM_CELLS):
             if self._due[place, groups[-1]].sum() >= MIN_EXPECTED:
                 groups.append([])
             groups[-1].append(cell)
         if len(groups) > 1 and self._due[place, groups[-1]].sum() < MIN_EXPECTED:
             groups[-2:] = [groups[-2] + groups[-1]]
-        join = np.zeros((len(groups), len(EDGES) + 1))
+        join = np.zeros((len(groups), NUM_CELLS))
         for row, cells in enumerate(groups):
             join[row, cells] = 1
         excess, variance = join @ self._excess[place], join @ self._variance[place] @ join.T
@@ -196,6 +196,11 @@ class Evidence:
         log_mean = highest + math.log(float(np.exp(self._log_ratios - highest).mean()))
         share = LEAKS[int(self._log_ratios.argmax())] if log_mean > 0 else 0.0
         return Test("likelihood ratio", None, log_mean, None, math.exp(-max(log_mean, 0.0)), self.num_rounds, share)
+
+
+def cells_of(laws: Tensor) -> Tensor:
+    """The cell of calibration that each token is in: float64 [B, V] -> int64 [B, V]."""
+    return torch.bucketize(laws, torch.tensor(EDGES, dtype=laws.dtype, device=laws.device))
 
 
 def g_statistic(seen: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:

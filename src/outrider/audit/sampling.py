@@ -66,16 +66,15 @@ class Plan:
     """How many samples of each part, over all prompts, and why."""
 
     samples: dict[str, int]
-    caught_after: dict[str, float]  # wrong verifier -> stressed rounds after which it is caught at the power asked
+    caught_after: dict[str, float]  # wrong verifier -> stressed samples after which it is caught at the power asked
     distance: float  # total variation of target and draft where a round begins
     stressed_distance: float
     smallest_leak: float | None  # that shows in the drafts as they are; None: not even the passing of all
-    rounds_per_sample: dict[str, float]
 
     @property
     def expected_samples(self) -> float:
         """Of the audited verifier and, until they are caught, of the wrong ones."""
-        return sum(self.samples.values()) + sum(self.caught_after.values()) / self.rounds_per_sample[STRESSED]
+        return sum(self.samples.values()) + sum(self.caught_after.values())
 
 
 @dataclass
@@ -163,10 +162,10 @@ def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> Plan:
             raise OutriderError("the method drafts nothing on these prompts: give others with --prompts, or another --method")
         per_sample[part] = num_rounds / (PILOT * len(question.prompts))
     caught = {
-        control.name: gauges[STRESSED].rounds_for(control.name, question.threshold, question.power) for control in CONTROLS
+        control.name: gauges[STRESSED].samples_for(control.name, question.strictest, question.power, per_sample[STRESSED])
+        for control in CONTROLS
     }
-    stressed = max(caught.values()) / per_sample[STRESSED]
-    samples = {AS_IS: samples_for_tv(rig, question), STRESSED: stressed}
+    samples = {AS_IS: samples_for_tv(rig, question), STRESSED: max(caught.values())}
     for part, number in samples.items():
         if number > question.max_samples:
             told = f"more than {question.max_samples:,}" if math.isinf(number) else f"{number:,.0f}"
@@ -180,7 +179,6 @@ def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> Plan:
         gauges[AS_IS].mean_distance,
         gauges[STRESSED].mean_distance,
         gauges[AS_IS].smallest_leak(samples[AS_IS] * per_sample[AS_IS], question.threshold, question.power),
-        per_sample,
     )
 
 
@@ -197,7 +195,7 @@ def samples_for_tv(rig: Rig, question: Question) -> float:
             return each * len(laws)
         if not freedom and all(law.max() > 1 - 1e-9 for law in laws):
             return each * len(laws)  # the settings leave one token only
-        each *= 1.1
+        each *= 1.2
     return math.inf
 
 

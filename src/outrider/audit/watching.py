@@ -6,6 +6,7 @@ rejection has something to do however good the draft is; ``Led`` leads plain dec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.audit.evidence import LEAKS
-from outrider.audit.statistics import needed_rounds
+from outrider.audit.evidence import LEAKS, NUM_CELLS, cells_of
+from outrider.audit.statistics import needed_rounds, needed_shift
 from outrider.audit.wrong import LEAK, flattened
 from outrider.proposers.base import Proposer
 from outrider.sampling import Sampler
@@ -129,13 +130,15 @@ LAWS = ("target", "draft", "no residual", "untempered draft")
 
 @dataclass
 class Gauge:
-    """How fast the likelihood ratio grows in a round under the target's law, the draft's and the wrong verifiers'."""
+    """How fast two of the tests tell the wrong verifiers from the target, from both distributions where rounds begin."""
 
     num_rounds: int = 0
     distance: float = 0.0  # total variation of target and draft, summed
     num_refused: int = 0  # rounds in which no draft was accepted
-    means: Tensor = field(default_factory=lambda: torch.zeros(len(LAWS), len(LEAKS), dtype=torch.float64))
+    means: Tensor = field(default_factory=lambda: torch.zeros(len(LAWS), len(LEAKS), dtype=torch.float64))  # of log-ratios
     squares: Tensor = field(default_factory=lambda: torch.zeros(len(LAWS), len(LEAKS), dtype=torch.float64))
+    masses: Tensor = field(default_factory=lambda: torch.zeros(len(LAWS), NUM_CELLS, dtype=torch.float64))
+    variance: Tensor = field(default_factory=lambda: torch.zeros(NUM_CELLS, NUM_CELLS, dtype=torch.float64))  # of calibration
 
     def add(self, proposal: Proposal, target: Tensor, rows: Sequence[int], num_refused: int) -> None:
         """Takes in what the first draft of each round was drawn from, and the target's law there [B, N + 1, V]."""
@@ -162,8 +165,14 @@ class Gauge:
             ratios = (1 - leak + leak * of_draft / of_target.clamp_min(1e-300)).clamp_min(1e-300).log()
             ratios = ratios.clamp(-_CAP, _CAP)
             for row, law in enumerate(laws):
-                self.means[row, column] += (law * ratios).sum()
-                self.squares[row, column] += (law * ratios**2).sum()
+                self.means[row, column] += (law * ratios).sum().cpu()
+                self.squares[row, column] += (law * ratios**2).sum().cpu()
+        cells = cells_of(of_target)
+        for row, law in enumerate(laws):
+            mass = torch.zeros(len(rows), NUM_CELLS, dtype=law.dtype, device=law.device).scatter_add_(1, cells, law).cpu()
+            self.masses[row] += mass.sum(0)
+            if row == 0:
+                self.variance += torch.diag(mass.sum(0)) - mass.T @ mass
         self.num_rounds += len(rows)
         self.distance += float(refused.sum())
         self.num_refused += num_refused
@@ -173,17 +182,28 @@ class Gauge:
         """Total variation between target and draft: the chance that the first draft is rejected."""
         return self.distance / max(self.num_rounds, 1)
 
-    def rounds_for(self, law: str, threshold: float, power: float) -> float:
-        """Rounds after which a wrong verifier of that name is caught with probability ``power``; inf where never."""
+    def samples_for(self, law: str, level: float, power: float, rounds_per_sample: float) -> float:
+        """Samples after which a wrong verifier of that name is caught at ``level`` with probability ``power``.
+
+        By the likelihood ratio, which all rounds feed, or by calibration of one place, whichever is sooner.
+        """
+        threshold = math.log(len(LEAKS) / level)
         if law == "leaky":
-            return self.rounds_for_leak(LEAK, threshold, power)
+            return self.rounds_for_leak(LEAK, threshold, power) / rounds_per_sample
         row = LAWS.index(law)
-        return self._rounds(self.means[row], self.squares[row], threshold, power)
+        by_ratio = self._rounds(self.means[row], self.squares[row], threshold, power) / rounds_per_sample
+        values, vectors = torch.linalg.eigh(self.variance / max(self.num_rounds, 1))
+        is_free = values > 1e-4
+        excess = (self.masses[row] - self.masses[0]) / max(self.num_rounds, 1) @ vectors
+        shift = float((excess[is_free] ** 2 / values[is_free]).sum())
+        by_calibration = needed_shift(int(is_free.sum()), level, power) / shift if shift > 0 else math.inf
+        return min(by_ratio, by_calibration)
 
     def rounds_for_leak(self, leak: float, threshold: float, power: float) -> float:
-        """The same where a share ``leak`` of the rejected drafts is let through: the law moves by it towards the draft's.
+        """Rounds after which it shows that a share ``leak`` of the rejected drafts is let through; inf where never.
 
-        In a tree a draft's sibling may still be accepted after it: there fewer are rejected for good.
+        The law moves by that share towards the draft's. In a tree a draft's sibling may still be accepted after it: there
+        fewer are rejected for good.
         """
         share = leak * min(1.0, self.num_refused / self.distance) if self.distance else 0.0
         means = (1 - share) * self.means[0] + share * self.means[1]

@@ -227,7 +227,7 @@ class Run:
             raise OutriderError("--resume goes on with the file that --out names, and there is none")
         try:
             earlier = json.loads(self.output.out.read_text())
-            if earlier["grid"] == plan and earlier["target"] == self.target:
+            if earlier["grid"] == json.loads(json.dumps(plan)) and earlier["target"] == self.target:
                 return list(earlier["cells"])
         except (OSError, ValueError, KeyError, TypeError):
             raise OutriderError(f"{self.output.out} is no document of outrider audit --same-text") from None
