@@ -157,11 +157,11 @@ class Run:
         from outrider.audit.certificate import audit, document
         from outrider.audit.rig import Rig, Way
         from outrider.audit.sampling import Question
+        from outrider.types import OutriderError
 
         asked, seed, started = self.asked, self.params.seed, perf_counter()
         alpha = asked.alpha / max(len(self.proposers), 1)  # one false alarm in all, whatever the number of methods
         found: list[dict[str, Any]] = []
-        result: dict[str, Any] = {}
         try:
             with progress() as report:
                 for name, proposer in self.proposers.items():
@@ -169,7 +169,12 @@ class Run:
                     sure = {"alpha": alpha, "power": asked.power, "tv": asked.tv}
                     question = Question(self.prompts, self.params, k, **sure, seed=seed, max_samples=asked.max_samples)
                     way = Way(proposer, self.verifier, k)
-                    found.append(document(audit(Rig(self.llm.runner), name, way, question, report(name))))
+                    try:
+                        found.append(document(audit(Rig(self.llm.runner), name, way, question, report(name))))
+                    except OutriderError as error:
+                        if len(self.proposers) == 1:
+                            raise
+                        self.reasons[name] = str(error)
         finally:
             is_whole = len(found) == len(self.proposers)
             certified = is_whole and bool(found) and all(each["verdict"] == "certified" for each in found)
