@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.engine import LLM
-from outrider.engine.config import Speculation, build_proposer
+from outrider.engine.config import build_proposer
 from outrider.proposers.base import PlainProposer, Proposer
 from outrider.registry import PROPOSERS, split_method
 from outrider.types import OutriderError
@@ -48,10 +48,9 @@ def load_methods(llm: LLM, methods: Sequence[Method], verifier: Verifier) -> tup
         if kind.drafts_trees and not verifier.handles_trees:
             reasons[method.name] = f"it drafts trees, and {type(verifier).__name__} judges chains"
             continue
+        chosen = replace(llm.speculation, draft=method.draft, method=method.name, proposer=None)
         try:
-            proposers[method.name] = build_proposer(
-                Speculation(draft=method.draft if kind.takes_draft else None, method=method.name), llm.runner, llm.tokenizer
-            )
+            proposers[method.name] = build_proposer(chosen, llm.runner, llm.tokenizer)
         except OutriderError as error:
             reasons[method.name] = str(error)
     return proposers, reasons

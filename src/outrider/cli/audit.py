@@ -103,8 +103,7 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     from outrider.audit.methods import ALL, load_methods, parse_methods
     from outrider.cli.bench import check_writable
     from outrider.cli.session import load, resolve
-    from outrider.engine.config import build_verifiers
-    from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT
+    from outrider.engine.config import build_verifiers, default_method
     from outrider.types import OutriderError
 
     for path in (output.out, output.html):
@@ -120,9 +119,9 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
         seed=sampling.seed or 0,
         temperature=(0.8 if models.same_text else 1.0) if sampling.temperature is None else sampling.temperature,
     )
-    draft = resolve(models, MethodOptions()).get("draft")
-    names = parse_list("--methods", asked.methods or (DEFAULT_METHOD_WITH_DRAFT if draft else DEFAULT_METHOD), str)
-    methods = parse_methods(names, draft)
+    drafts = resolve(models, MethodOptions()).get("drafts") or {}
+    names = parse_list("--methods", asked.methods or default_method(models.draft, drafts), str)
+    methods = parse_methods(names, models.draft)
     texts = read_prompts(asked, models.same_text)
     llm = load(models, MethodOptions(method="plain"), max_batch=max(batches), compile=models.compile or "always")
     prompts = encode_prompts(llm, texts, params.max_tokens, max(lengths))
