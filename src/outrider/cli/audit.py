@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
@@ -31,7 +31,7 @@ EXAMPLES = """Examples:
 
 outrider audit
 
-outrider audit --methods draft,suffix,medusa@./heads --k 4 --temperature 0.8 --top-p 0.95 --out audit.json --html audit.html
+outrider audit --methods draft,suffix,medusa:draft=./heads --k 4 --temperature 0.8 --top-p 0.95 --out audit.json --html audit.html
 
 outrider audit --target ./my-model --draft ./my-draft --prompts mine.jsonl
 
@@ -47,7 +47,7 @@ class AuditOptions:
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Methods, separated by commas; name@folder for one with a draft or heads of its own; all for every other"
+            help="Methods, separated by commas; name:draft=folder for one with a draft or heads of its own; all for every other"
             " (default: draft if there is one, else ngram).",
             rich_help_panel=WHAT,
         ),
@@ -100,10 +100,11 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     Wrong verifiers run in the same way and must be caught, else the certificate is void. With --same-text: every method, draft
     length and batch says the same tokens.
     """
-    from outrider.audit.methods import ALL, load_methods, parse_methods
+    from outrider.audit.methods import ALL, chosen_methods, load_methods
     from outrider.cli.bench import check_writable
     from outrider.cli.session import load, resolve
     from outrider.engine.config import build_verifiers, default_method
+    from outrider.registry import split_methods
     from outrider.types import OutriderError
 
     for path in (output.out, output.html):
@@ -120,13 +121,18 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
         temperature=(0.8 if models.same_text else 1.0) if sampling.temperature is None else sampling.temperature,
     )
     drafts = resolve(models, MethodOptions()).get("drafts") or {}
-    names = parse_list("--methods", asked.methods or default_method(models.draft, drafts), str)
-    methods = parse_methods(names, models.draft)
+    names = split_methods(asked.methods or default_method(models.draft, drafts))
+    methods = chosen_methods(names)
     texts = read_prompts(asked, models.same_text)
-    llm = load(models, MethodOptions(method="plain"), max_batch=max(batches), compile=models.compile or "always")
+    llm = load(
+        replace(models, draft=None),
+        MethodOptions(method="plain"),
+        max_batch=max(batches),
+        compile=models.compile or "always",
+    )
     prompts = encode_prompts(llm, texts, params.max_tokens, max(lengths))
     verifier = build_verifiers(llm.speculation)[0]
-    proposers, reasons = load_methods(llm, methods, verifier)
+    proposers, reasons = load_methods(llm, methods, models.draft, verifier)
     missing = [name for name in reasons if ALL not in names or name in names]
     if missing:
         raise OutriderError(f"{missing[0]}: {reasons[missing[0]]}")
