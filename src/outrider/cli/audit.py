@@ -31,7 +31,7 @@ EXAMPLES = """Examples:
 
 outrider audit
 
-outrider audit --methods draft,suffix,medusa:draft=./heads --k 4 --temperature 0.8 --top-p 0.95 --out audit.json --html audit.html
+outrider audit --methods draft,suffix,medusa:draft=./heads --temperature 0.8 --top-p 0.95 --out audit.json --html audit.html
 
 outrider audit --target ./my-model --draft ./my-draft --prompts mine.jsonl
 
@@ -121,7 +121,7 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
         temperature=(0.8 if models.same_text else 1.0) if sampling.temperature is None else sampling.temperature,
     )
     drafts = resolve(models, MethodOptions()).get("drafts") or {}
-    names = split_methods(asked.methods or default_method(models.draft, drafts))
+    names = [name.strip() for name in split_methods(asked.methods or default_method(models.draft, drafts))]
     methods = chosen_methods(names)
     texts = read_prompts(asked, models.same_text)
     llm = load(
