@@ -50,7 +50,7 @@ def card(name: str, measured: dict[str, Any], end: dict[str, Any], rows: int, si
         f"Made by `python -m recipes.heads one {name}`; this card too. {size / 1e6:.1f} MB, bfloat16.\n",
         "## Training\n",
         f"{rows} rows of {SEQ_LEN} tokens: half are corpus text, half were written by the target after {PROMPT_LEN} tokens of"
-        " training text, greedily and at temperature 1 in equal parts. The target's hidden states were captured once and kept.\n",
+        " training text, greedily and at temperature 1 in equal parts. Its hidden states were captured once and kept.\n",
         f"The head saw {end['tokens'] / 1e6:.2f} M tokens in {end['step']} steps and {minutes:.0f} minutes on {machine}. Loss"
         f" curve: `recipes/heads/{name}_curve.png`.\n",
         "## Acceptance by position\n",
@@ -58,10 +58,9 @@ def card(name: str, measured: dict[str, Any], end: dict[str, Any], rows: int, si
         " were right, over the head's own drafts.\n",
     ]
     if "accuracies" in measured:
-        parts.append(table(("head (tokens ahead)", "likeliest token is the target's", "among the 3 likeliest", "among the 10"), [
-            (f"{i + 1} ({i + 2})", f"{row[0]:.1%}", f"{sum(row[:3]):.1%}", f"{sum(row):.1%}")
-            for i, row in enumerate(measured["accuracies"])
-        ]))  # fmt: skip
+        header = ("head (tokens ahead)", "likeliest token is the target's", "among the 3 likeliest", "among the 10")
+        shares = [(row[0], sum(row[:3]), sum(row)) for row in measured["accuracies"]]
+        parts.append(table(header, [(f"{i + 1} ({i + 2})", *map("{:.1%}".format, row)) for i, row in enumerate(shares)]))
     else:
         held = measured["held_out"].values()
         parts.append(table(("depth", "likeliest token is the target's"), [(i + 1, f"{x:.1%}") for i, x in enumerate(held)]))
