@@ -48,6 +48,6 @@ def read(path: Path, for_report: bool = False) -> dict[str, Any]:
         raise OutriderError(f"{path} is no benchmark document: give a file that `outrider bench --out` wrote")
     if not cells:
         raise OutriderError(f"{path} holds no measurement")
-    if for_report and not all(REPORTED <= cell.keys() for cell in cells):
+    if for_report and not all(cell.keys() >= REPORTED for cell in cells):
         raise OutriderError(f"{path} was written by a version without reports: measure again with --html")
     return dict(document)

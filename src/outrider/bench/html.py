@@ -117,8 +117,8 @@ def _latencies(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
         times = [number((cell[key] or {}).get(at), 2) for key in kinds for at in ("p50", "p95")]
         rows.append([condition(cell), label(cell), *times, number(cell["peak_memory_mb"], 0)])
     note = (
-        "Between tokens: the pause before tokens, divided by how many came together. Memory: on a CPU the process's, with every "
-        "model that was loaded by then."
+        "Between tokens: the pause before tokens, divided by how many came together. Memory: on a CPU the process's, with "
+        "every model that was loaded by then."
     )
     return "Latency and memory", note, columns, rows
 

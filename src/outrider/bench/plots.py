@@ -233,7 +233,7 @@ def time_breakdown(found: Sequence[Pool]) -> Plot:
         (name, *(f"{each[phase]:.3g}" for phase in PHASES), f"{sum(each.values()):.3g}")
         for name, each in zip(names, times, strict=True)
     )
-    note = "Milliseconds of a round over the tokens it brings; host is everything outside drafting, the target's pass and verifying."
+    note = "A round's time over the tokens it brings; host is everything outside drafting, the target's pass and verifying."
     return Plot(title, _svg(title, draw, len(found)), note, ("method", *(f"{phase}, ms" for phase in PHASES), "sum, ms"), rows)
 
 

@@ -65,8 +65,8 @@ def from_file(path: str | Path, num_prompts: int | None = None) -> list[Prompt]:
     - ``messages``, ``turns`` or ``question``: a conversation, the first of the turns, a question
     - ``prompt``: a text to continue
 
-    A file of the last two kinds is a workload of the file's name; ``workload`` in a line names another. Raises ``OutriderError``
-    with the line's number where a line is none of these.
+    The first three are workloads of those names, the others of the file's; ``workload`` in a line names another. Raises
+    ``OutriderError`` with the line's number where a line is none of these.
     """
     path = Path(path)
     name = path.name.split(".")[0]

@@ -54,10 +54,7 @@ class GridOptions:
     ] = None
     prompts: Annotated[
         Path | None,
-        typer.Option(
-            help="A JSONL file (or .gz) instead of the built-in prompts: HumanEval, GSM8K, MT-bench, Spec-Bench or your own.",
-            rich_help_panel=GRID,
-        ),
+        typer.Option(help="HumanEval, GSM8K, MT-bench, Spec-Bench or your own, as JSONL (.gz).", rich_help_panel=GRID),
     ] = None
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.", rich_help_panel=GRID)] = 4
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens for each prompt.", rich_help_panel=GRID)] = 64

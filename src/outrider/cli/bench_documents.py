@@ -38,7 +38,8 @@ def report(
     html: Annotated[Path, typer.Option(help="The page to write.")],
 ) -> None:
     """Make the HTML report of a document that was measured before."""
-    from outrider.bench import documents, html as pages
+    from outrider.bench import documents
+    from outrider.bench import html as pages
 
     pages.check_installed()
     result = documents.read(document, for_report=True)
