@@ -129,26 +129,29 @@ def table(comparison: Comparison) -> Table:
     from rich import box
     from rich.table import Table
 
-    view = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("cell", "tok/s", "ratio", "speedup", "ratio", "tok/pass", "verdict"):
-        view.add_column(name, justify="left" if name in ("cell", "verdict") else "right", overflow="fold")
+    view = Table(box=box.SIMPLE, pad_edge=False, padding=0)
+    for name in ("cell", "tok/s", "change", "speedup", "change", "verdict"):
+        view.add_column(name, justify="left" if name in ("cell", "verdict") else "right", no_wrap=name == "change")
     for each in comparison.changes:
         before, after = each.before, each.after
         plain = is_plain(after)
         view.add_row(
             _name(after),
-            f"{before['tok_s']:.1f} > {after['tok_s']:.1f}",
-            _ratio(each.tok_s),
+            f"{before['tok_s']:.4g} > {after['tok_s']:.4g}",
+            _percent(each.tok_s),
             "" if plain else f"{before['speedup']:.2f} > {after['speedup']:.2f}",
-            "" if plain else _ratio(each.speedup),
-            "" if plain else f"{before['mean_acceptance_length']:.2f} > {after['mean_acceptance_length']:.2f}",
+            "" if plain else _percent(each.speedup),
             each.verdict,
         )
     return view
 
 
-def _ratio(found: Change | None) -> str:
-    return "?" if found is None else f"{found.ratio:.3f} ({found.interval[0]:.2f}-{found.interval[1]:.2f})"
+def _percent(found: Change | None) -> str:
+    """``-9% ±4``: the change, and half of its interval."""
+    if found is None:
+        return "?"
+    low, high = found.interval
+    return f"{100 * (found.ratio - 1):+.0f}% ±{50 * (high - low):.0f}"
 
 
 def document(comparison: Comparison) -> dict[str, Any]:
