@@ -76,7 +76,7 @@ def from_file(path: str | Path, num_prompts: int | None = None) -> list[Prompt]:
             break
         if line.strip():
             try:
-                prompts.append(_prompt(_object(line), name))
+                prompts.append(_prompt(_object(line.strip()), name))
             except _Refused as refused:
                 raise OutriderError(f"{path}, line {number}: {refused}") from None
     if not prompts:
