@@ -57,8 +57,8 @@ class CellChange:
 
     @property
     def texts_differ_more(self) -> bool:
-        texts = [cell.get("same_text") for cell in (self.before, self.after)]
-        return None not in texts and texts[1] < texts[0]
+        before, after = self.before.get("same_text"), self.after.get("same_text")
+        return before is not None and after is not None and after < before
 
     @property
     def is_loss(self) -> bool:

@@ -22,7 +22,7 @@ from outrider.engine.stats import expected_speedup
 
 COLOURS = ("#3f7fd6", "#dd7f2b", "#2f9e6a", "#c7528a", "#8b6fd0", "#a8902c", "#4aa3b5", "#c0554a")
 INK, RULE = "#010203", "#040506"  # stand-ins, replaced by the page's own
-STYLE: dict[str, Any] = {
+STYLE: Any = {  # matplotlib types each key
     "svg.fonttype": "none",
     "font.size": 9,
     "axes.edgecolor": RULE,

@@ -114,9 +114,8 @@ def t_quantile(level: float, freedom: float) -> float:
 
     With t = sqrt(freedom) tan(angle), the density of the angle is proportional to cos(angle)^(freedom - 1).
     """
-    angles = np.linspace(0, np.pi / 2, 200_001)[:-1]
+    angles = np.linspace(0, np.pi / 2, 4001)
     density = np.cos(angles) ** (max(freedom, 1.0) - 1)
     mass = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
-    # What lies beyond the last angle counts too: it matters for few degrees of freedom.
-    mass /= mass[-1] + density[-1] / 2
+    mass /= mass[-1]
     return float(sqrt(freedom) * np.tan(np.interp(level, mass, angles)))
