@@ -41,8 +41,8 @@ def _speed_row(cell: Cell) -> list[str]:
 
 def _reasons(result: Mapping[str, Any]) -> Table:
     title = (
-        "speedup after the first token: the formula's, the measured, and what differs most;\n"
-        "ms to the first token and between tokens (p50/p95); error of the predicted plain"
+        "speedup after the first token: formula, measured, what differs most;\n"
+        "ms to the first token, between tokens (p50/p95); error of predicted plain"
     )
     view = _table(title, "c", "formula", "measured", "mostly", "first", "between", "plain")
     _fill(view, result["cells"], _reason_row)
