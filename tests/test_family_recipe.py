@@ -13,11 +13,12 @@ import torch
 
 from outrider.train import optim
 from outrider.train.clock import RunningClock
+from outrider.train.distillation import Distillation, DistillationLoss
+from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
 from outrider.train.plan import Plan
 from outrider.train.trainer import Job, Trainer
-from recipes.family import corpus, data, draft, evaluate, model, samples, tokenizer
-from recipes.family.config import PRESETS, LayerSkip
-from recipes.family.target import TargetLoss
+from recipes.family import corpus, data, evaluate, model, samples, tokenizer
+from recipes.family.config import PRESETS
 
 TINY = PRESETS["tiny"]
 PLAN = replace(TINY.target_plan, eval_every_s=1e9, save_every_s=1e9)
@@ -29,7 +30,8 @@ def target_job(folder: Path, plan: Plan = PLAN) -> Job:
     net = model.build(TINY.target, TINY, plan.seed)
     stream = np.tile(np.arange(3, 67, dtype=np.uint16), 40)
     batches = data.Mixture({"pattern": stream, "reverse": stream[::-1]}, {"pattern": 2.0, "reverse": 1.0}, plan.seed)
-    return Job("target", net, batches, TargetLoss(net, LayerSkip(grow_at=0.3), torch.float32, plan.seed), plan, folder)
+    skip = LayerSkip(exit_share=0.5, from_scratch=True, whole_steps=True, grow_at=0.3)
+    return Job("target", net, batches, EarlyExitLoss(model.LlamaDecoder(net), skip, seed=plan.seed), plan, folder)
 
 
 def test_training_reduces_the_loss(tmp_path: Path) -> None:
@@ -57,7 +59,7 @@ def test_the_draft_learns_from_the_target(tmp_path: Path) -> None:
     student = model.build(TINY.draft, TINY, 2)
     stream = np.random.default_rng(0).integers(3, 200, 5000).astype(np.uint16)
     rows = data.DistillationRows(data.Mixture({"noise": stream}, {"noise": 1.0}, 3), torch.full((4, 33), 7), 0.5)
-    loss = draft.DraftLoss(student, teacher, torch.float32, plain_share=0.1)
+    loss = DistillationLoss(student, teacher, Distillation(plain_share=0.1))
     trainer = Trainer(Job("draft", student, rows, loss, replace(TINY.draft_plan, save_every_s=1e9), tmp_path))
     assert trainer.run()
     kls = [point["kl"] for point in trainer.curve if "kl" in point]
@@ -99,8 +101,10 @@ def test_orthogonalise_evens_out_singular_values() -> None:
 def test_growing_changes_nothing_at_that_moment() -> None:
     net = model.build(TINY.target, TINY, 0)
     ids = torch.arange(40)[None]
-    half = model.logits(net, model.hidden_states(net, ids, skipped={1})[-1])
-    assert torch.equal(half, model.logits(net, model.hidden_states(net, ids)[-1]))
+    decoder = model.LlamaDecoder(net)
+    without = torch.tensor([[True], [False], [True]])
+    half = decoder.logits(decoder.hidden_states(ids, without)[-1])
+    assert torch.equal(half, decoder.logits(decoder.hidden_states(ids)[-1]))
     assert torch.allclose(half, net(ids).logits, atol=1e-5)
 
 

@@ -148,8 +148,8 @@ def render(preset: Preset, report: dict[str, Any], curves: dict[str, list[dict[s
             "at the last layer, an early-exit loss at one layer a step in rotation. It grows: until "
             f"{preset.layer_skip.grow_at:.0%} of the run only every second layer is trained, the others are the identity. "
             f"The draft is distilled (forward KL on the target's logits; DistillSpec, Zhou et al. 2024) after "
-            f"{how.plain_share:.0%} of plain training; {how.generated_share:.0%} of its rows were written by the target after "
-            "training prefixes, half greedily and half at temperature 1. Curves: `recipes/family/*_curve.png`.",
+            f"{how.teaching.plain_share:.0%} of plain training; {how.generated_share:.0%} of its rows were written by the "
+            "target after training prefixes, half greedily and half at temperature 1. Curves: `recipes/family/*_curve.png`.",
         ]
     )
     parts = [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from outrider.train.distillation import Distillation
+from outrider.train.layer_skip import LayerSkip
 from outrider.train.plan import Plan
 
 SEED = 1729
@@ -23,22 +25,8 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class LayerSkip:
-    """Layer dropout and early-exit loss (Elhoushi et al. 2024, sections 4.1 and 4.2), and growth in depth.
-
-    Until `grow_at` only every second layer is trained. The others start as the identity (their output
-    projections are zero), so that adding them changes nothing at that moment: half the work, same function.
-    """
-
-    max_drop: float = 0.1
-    exit_scale: float = 0.2
-    exit_share: float = 0.25  # share of the sequences the exit loss looks at
-    grow_at: float = 0.0
-
-
-@dataclass(frozen=True)
-class Distillation:
-    """What the draft learns from (DistillSpec, Zhou et al. 2024)."""
+class DraftText:
+    """The text that the draft learns from, and how (DistillSpec, Zhou et al. 2024)."""
 
     generated_rows: int  # sequences the target writes first
     prompt_tokens: int = 96
@@ -46,7 +34,7 @@ class Distillation:
     generation_batch: int = 256
     generated_share: float = 0.6  # of each batch; the rest is corpus text
     greedy_share: float = 0.5  # of the generated rows; the others are sampled at temperature 1
-    plain_share: float = 0.03  # of the run spent on plain next-token loss first
+    teaching: Distillation = field(default_factory=lambda: Distillation(plain_share=0.03))
     layers: tuple[int, int] = (0, 2)  # the target layers the draft is cut out of
 
 
@@ -61,7 +49,7 @@ class Preset:
     draft_plan: Plan
     layer_skip: LayerSkip
     source_megabytes: float  # at most this much text of each source
-    distillation: Distillation
+    distillation: DraftText
     max_positions: int = 1024
 
 
@@ -72,9 +60,9 @@ PRESETS = {
         draft=Shape(hidden=192, layers=2, heads=3, kv_heads=1, intermediate=576),
         target_plan=Plan(25_000_000, 4096, ((0.7, 256), (0.93, 512), (1.0, 1024)), minutes=80),
         draft_plan=Plan(8_000_000, 2048, ((1.0, 256),), minutes=15, muon_lr=0.01, adam_lr=0.0025, warmup=0.02),
-        layer_skip=LayerSkip(grow_at=0.35),
+        layer_skip=LayerSkip(exit_scale=0.2, exit_share=0.25, from_scratch=True, whole_steps=True, grow_at=0.35),
         source_megabytes=12,
-        distillation=Distillation(768),
+        distillation=DraftText(768),
     ),
     "gpu": Preset(
         vocab=4096,
@@ -82,9 +70,9 @@ PRESETS = {
         draft=Shape(hidden=256, layers=2, heads=4, kv_heads=2, intermediate=768),
         target_plan=Plan(1_500_000_000, 131_072, ((0.6, 512), (1.0, 1024)), minutes=25),
         draft_plan=Plan(400_000_000, 65_536, ((1.0, 512),), minutes=8, warmup=0.02),
-        layer_skip=LayerSkip(exit_share=0.5),
+        layer_skip=LayerSkip(exit_scale=0.2, exit_share=0.5, from_scratch=True, whole_steps=True),
         source_megabytes=1000,
-        distillation=Distillation(32_768, 160, 352, 2048),
+        distillation=DraftText(32_768, 160, 352, 2048),
     ),
     "tiny": Preset(  # for tests: seconds on any machine
         vocab=320,
@@ -92,9 +80,9 @@ PRESETS = {
         draft=Shape(hidden=64, layers=1, heads=1, kv_heads=1, intermediate=64),
         target_plan=Plan(20_000, 256, ((0.5, 32), (1.0, 64))),
         draft_plan=Plan(10_000, 256, ((1.0, 32),)),
-        layer_skip=LayerSkip(exit_share=0.5),
+        layer_skip=LayerSkip(exit_scale=0.2, exit_share=0.5, from_scratch=True, whole_steps=True),
         source_megabytes=1,
-        distillation=Distillation(8, 8, 24, 4),
+        distillation=DraftText(8, 8, 24, 4),
         max_positions=256,
     ),
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from . import model as models
+from .model import LlamaDecoder
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,8 @@ def bits_per_byte(model: LlamaForCausalLM, data: HeldOut, batch: int = 16) -> di
         nats = size = 0.0
         for ids in rows.split(batch):
             labels = ids[:, 1:].to(device)
-            hidden = models.hidden_states(model, ids[:, :-1].to(device))[-1]
-            loss = functional.cross_entropy(
-                models.logits(model, hidden).flatten(0, 1).float(), labels.flatten(), reduction="sum"
-            )
+            logits = model(input_ids=ids[:, :-1].to(device), use_cache=False).logits
+            loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
             nats += float(loss)
             size += float(data.token_bytes[ids[:, 1:]].sum())
         found[name] = round(nats / math.log(2) / max(size, 1.0), 4)
@@ -44,8 +42,8 @@ def bits_per_byte(model: LlamaForCausalLM, data: HeldOut, batch: int = 16) -> di
 
 def exit_agreement(model: LlamaForCausalLM, rows: Tensor, prompt: int = 0) -> list[float]:
     """Share of positions after `prompt` where each exit's greedy token is the full model's: L numbers."""
-    states = models.hidden_states(model, rows[:, :-1])
-    best = [models.logits(model, hidden[:, prompt:]).argmax(-1) for hidden in states]
+    decoder = LlamaDecoder(model)
+    best = [decoder.logits(hidden[:, prompt:]).argmax(-1) for hidden in decoder.hidden_states(rows[:, :-1])]
     return [round(float((exit_best == best[-1]).float().mean()), 4) for exit_best in best]
 
 
@@ -58,8 +56,8 @@ def before_end(rows: Tensor, prompt: int, end: int) -> Tensor:
 @torch.no_grad()
 def draft_matches(draft: LlamaForCausalLM, rows: Tensor, prompt: int) -> Tensor:
     """Where the draft's greedy token is the one in the text, given the text before it: bool [N, S - prompt]."""
-    hidden = models.hidden_states(draft, rows[:, :-1])[-1]
-    return models.logits(draft, hidden[:, prompt - 1 :]).argmax(-1) == rows[:, prompt:]
+    logits = draft(input_ids=rows[:, :-1], use_cache=False).logits
+    return logits[:, prompt - 1 :].argmax(-1) == rows[:, prompt:]
 
 
 def mean_acceptance_length(matches: Tensor, mask: Tensor, num_draft_tokens: int) -> float:

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from outrider.train.continuation import continue_rows
+
 from . import evaluate, model, samples
 from .config import SEED
 from .evaluate import HeldOut
-from .generate import continue_rows
 from .prompts import function_prompts
 
 PROMPT, NEW = 64, 128
@@ -31,8 +32,8 @@ def speculation(
     mask = evaluate.before_end(rows, PROMPT, tokenizer.eos_token_id)
     matches = evaluate.draft_matches(draft, rows, PROMPT)
     with torch.no_grad():
-        states = model.hidden_states(target, rows[:, :-1])
-        best = [model.logits(target, hidden[:, PROMPT - 1 :]).argmax(-1) for hidden in states]
+        decoder = model.LlamaDecoder(target)
+        best = [decoder.logits(hidden[:, PROMPT - 1 :]).argmax(-1) for hidden in decoder.hidden_states(rows[:, :-1])]
     return {
         "prompts": len(prompts),
         "positions": int(mask.sum()),

@@ -12,16 +12,20 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from outrider.train import plots
+from outrider.train import distillation, plots
+from outrider.train.continuation import continue_rows
+from outrider.train.distillation import DistillationLoss
+from outrider.train.layer_skip import EarlyExitLoss
 from outrider.train.plan import Plan
+from outrider.train.precision import autocast_dtype
 from outrider.train.progress import Progress
+from outrider.train.shrink import shrink
 from outrider.train.trainer import Job, Trainer
 
-from . import card, corpus, data, draft, evaluate, generate, model, prompts, report, shrink, tokenizer
+from . import card, corpus, data, evaluate, model, prompts, report, tokenizer
 from .config import PRESETS, Preset
 from .evaluate import HeldOut
 from .export import export
-from .target import TargetLoss
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,12 @@ def prepare(shop: Workshop) -> None:
     print({name: f"{count / 1e6:.2f} M tokens" for name, count in counts.items()}, flush=True)
 
 
-def _loss(shop: Workshop, net: LlamaForCausalLM, plan: Plan) -> TargetLoss:
-    loss = TargetLoss(net, shop.preset.layer_skip, model.autocast_dtype(shop.device), plan.seed)
+def _loss(shop: Workshop, net: LlamaForCausalLM, plan: Plan) -> EarlyExitLoss:
+    decoder = model.LlamaDecoder(net)
     if shop.compiled:
         model.compile_layers(net)
-        loss.token_loss = torch.compile(model.token_loss, dynamic=False)
-    return loss
+        decoder.token_loss = torch.compile(decoder.token_loss, dynamic=False)
+    return EarlyExitLoss(decoder, shop.preset.layer_skip, autocast_dtype(shop.device), plan.seed)
 
 
 def target_job(shop: Workshop) -> Job:
@@ -129,7 +133,7 @@ def write_text(shop: Workshop, teacher: LlamaForCausalLM, rows: int) -> Tensor:
             temperature = torch.ones(len(batch), device=shop.device)
             temperature[: round(len(batch) * how.greedy_share)] = 0.0
             new_tokens = how.new_tokens + 1
-            written.append(generate.continue_rows(teacher, batch, new_tokens, temperature, generator).cpu())
+            written.append(continue_rows(teacher, batch, new_tokens, temperature, generator).cpu())
             bar.update(sum(map(len, written)) / rows, {"rows": sum(map(len, written))})
     generated = torch.cat(written).to(torch.int32)
     torch.save(generated, path)
@@ -144,14 +148,13 @@ def draft_job(shop: Workshop, generated_rows: int | None) -> Job:
     rows = how.generated_rows if generated_rows is None else generated_rows
     generated = write_text(shop, teacher, rows) if rows else torch.empty(0, 1)
     student = model.build(preset.draft, preset, plan.seed + 1)
-    shrink.shrink(teacher.cpu(), student, how.layers)
+    shrink(teacher.cpu(), student, how.layers)
     teacher, student = teacher.to(shop.device), student.to(shop.device)
-    loss = draft.DraftLoss(student, teacher, model.autocast_dtype(shop.device), how.plain_share)
+    loss = DistillationLoss(student, teacher, how.teaching, autocast_dtype(shop.device), plan.seed)
     if shop.compiled:
         for net in (student, teacher):
             model.compile_layers(net)
-        loss.token_loss = torch.compile(model.token_loss, dynamic=False)
-        loss.distillation = torch.compile(draft.distillation, dynamic=False)
+        loss.divergence = torch.compile(distillation.divergence, dynamic=False)
     corpus_rows = data.training_mixture(shop.tokens, plan.seed + 2)
     batches = data.DistillationRows(corpus_rows, generated, how.generated_share)
 

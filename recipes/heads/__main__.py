@@ -6,21 +6,16 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
-from outrider.heads.eagle import default_hidden_states
 from outrider.runner import ModelRunner, RunnerConfig
-from outrider.train.progress import Progress
 from outrider.train.runs import Bench, EagleRun, HeadPlan, train_eagle, train_medusa
-from outrider.train.text import regenerate
-from recipes.family import data, prompts, tokenizer
 from recipes.family.config import SEED
+from recipes.heads.rows import SEQ_LEN, training_rows
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 PACKAGE = Path(__file__).parents[2] / "src" / "outrider" / "family"
-SEQ_LEN, PROMPT_LEN = 256, 96
 NAMES = ("medusa", "eagle1", "eagle3")
 
 Tokens = Annotated[Path, typer.Option("--tokens", help="the family recipe's tokenised text")]
@@ -29,35 +24,6 @@ Package = Annotated[Path, typer.Option("--package", help="folder that gets a fol
 Work = Annotated[Path, typer.Option("--work", help="folder for rows, features and checkpoints")]
 Minutes = Annotated[float, typer.Option("--minutes", help="of training a head")]
 Rows = Annotated[int, typer.Option("--rows", help=f"rows of {SEQ_LEN} tokens; half are written by the target")]
-
-
-def training_rows(runner: ModelRunner, tokens: Path, work: Path, count: int) -> torch.Tensor:
-    """Half corpus text, half continuations the target wrote itself, greedily and at temperature 1, in turn: [R, 256]."""
-    path = work / "rows.pt"
-    if path.exists():
-        return torch.load(path, weights_only=True)
-    half = count // 2
-    mixture = data.training_mixture(tokens, SEED + 7)
-    plain = mixture.batch(0, half, SEQ_LEN)[:, :SEQ_LEN].int()
-    others = data.training_mixture(tokens, SEED + 8).batch(0, count - half, PROMPT_LEN)
-    learned = tokenizer.load(runner_folder(runner))
-    starts = prompts.mixed_prompts(tokens, learned, count - half, PROMPT_LEN, others)
-    filled = torch.zeros(len(starts), SEQ_LEN, dtype=torch.int32)
-    filled[:, :PROMPT_LEN] = starts.int()
-    written = []
-    for temperature, part in zip((0.0, 1.0), filled.chunk(2), strict=True):
-        with Progress(f"text at temperature {temperature:g}") as bar:
-            folder = work / f"text_{temperature:g}"
-            written.append(regenerate(runner, part, PROMPT_LEN, temperature, SEED, folder, bar.update))
-    rows = torch.cat([plain, *written])
-    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED))]
-    torch.save(rows, path)
-    return rows
-
-
-def runner_folder(runner: ModelRunner) -> Path:
-    """Where the target was loaded from: its tokenizer lies there too."""
-    return Path(runner.name)
 
 
 def bench(target: Path, tokens: Path, work: Path, rows: int) -> Bench:
@@ -70,16 +36,21 @@ def bench(target: Path, tokens: Path, work: Path, rows: int) -> Bench:
     return Bench(runner, None, work, rows=training_rows(runner, tokens, work, rows))
 
 
+def hidden_states(num_layers: int) -> tuple[int, int, int]:
+    """What EAGLE-3 reads: as its authors, but for the highest: three layers below the end is early in a target of eight."""
+    return 2, num_layers // 2, num_layers - 1
+
+
 def train(name: str, at: Bench, package: Path, minutes: float) -> bool:
     """One head; False if interrupted."""
-    layers = default_hidden_states(at.runner.num_layers)
+    layers = hidden_states(at.runner.num_layers)
     at.features([*layers, at.runner.num_layers])  # what all three read, captured once
-    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=4096, seed=SEED)
+    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=0.015, adam_lr=0.001, seed=SEED)
     out = package / name
     if name == "medusa":
         return train_medusa(at, out, how, num_heads=4)
     if name == "eagle1":
-        return train_eagle(at, out, how, EagleRun(generation=1, steps=3))
+        return train_eagle(at, out, how, EagleRun(generation=1, steps=2))
     return train_eagle(at, out, how, EagleRun(generation=3, steps=4, layers=layers, draft_vocab=2048))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -56,6 +57,16 @@ def split_method(text: str) -> tuple[str, dict[str, str]]:
             raise OutriderError(f"{text!r}: write options as {name}:option=value")
         options[option] = value
     return name, options
+
+
+def join_method(name: str, options: Mapping[str, object]) -> str:
+    """The inverse of ``split_method``."""
+    return ":".join([name, *(f"{option}={value}" for option, value in options.items())])
+
+
+def split_methods(text: str) -> list[str]:
+    """``"draft,eagle:hidden_states=2,4,6"`` -> its two methods: what begins with a number goes on with a value."""
+    return re.split(r",(?=\s*[^\s\d.,-])", text)
 
 
 PROPOSERS = Registry(

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from outrider.bench import inflate as module
 from outrider.bench.inflate import inflate, inflated
 from outrider.bench.shapes import SIZES, Shape, count_params, num_params, shape_for
+from outrider.bench.widening import Inflater, Noise
 from outrider.types import OutriderError
 
 TOKENS = torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -125,7 +126,7 @@ def test_sizes_are_met_within_eight_percent(size: str, params: float, hidden: in
     }
     shape = shape_for(config, num_params(size))
     assert count_params(config, shape) == pytest.approx(params, rel=0.08)
-    module._Inflater(config, shape, module._Noise(torch.bfloat16, 0), torch.bfloat16)  # fits
+    Inflater(config, shape, Noise(torch.bfloat16, 0), torch.bfloat16)  # fits
 
 
 def test_the_cache_is_keyed_by_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

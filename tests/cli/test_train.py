@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_folder import TEXT
+from tiny_folder import TEXT, make_folder
 
 from .test_errors import Run, assert_one_line
 
@@ -41,6 +41,40 @@ def test_a_head_is_trained_and_drafts(outrider: Run, target: Path, text: Path, t
     )
     assert drafted.code == 0, drafted.err
     assert json.loads(drafted.out)["text"] == json.loads(plain.out)["text"]
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("draft", ("--layers", "1", "--width", "8", "--loss", "tv", "--on-policy", "0.5", "--prompt-len", "6")),
+        ("early-exit", ("--regenerate", "--prompt-len", "8", "--rotation", "2")),
+    ],
+)
+def test_a_model_is_trained_and_drafts(outrider: Run, text: Path, tmp_path: Path, kind, options) -> None:
+    target = make_folder(tmp_path / "target", num_hidden_layers=4)
+    made = outrider("train", kind, "--target", target, "--text", text, "--out", tmp_path / "made", *FAST, *options)
+    assert made.code == 0, made.err
+    drafting = ("--draft", tmp_path / "made") if kind == "draft" else ("--method", "early-exit")
+    assert " ".join(map(str, drafting)) in made.err
+    final = target if kind == "draft" else tmp_path / "made"
+    used = ("--target", final, "--max-tokens", "12", "--compile", "never", "--json", "def add(")
+    drafted, plain = outrider("generate", *drafting, "--k", "2", *used), outrider("generate", "--k", "0", *used)
+    assert drafted.code == 0, drafted.err
+    assert json.loads(drafted.out)["text"] == json.loads(plain.out)["text"]
+
+
+def test_mistakes_in_training_a_model_are_one_line(outrider: Run, target: Path, text: Path, tmp_path: Path) -> None:
+    def train(kind: str, *options: object) -> object:
+        return outrider("train", kind, "--target", target, "--text", text, "--out", tmp_path / "made", *FAST, *options)
+
+    assert_one_line(train("draft", "--layers", 0), "--layers 0: at least 1")
+    assert_one_line(train("draft", "--start", target, "--width", 8), "leave out --layers")
+    assert_one_line(train("draft", "--start", tmp_path / "none"), "none")
+    assert_one_line(train("draft", "--from-layers", "first"), "--from-layers")
+    assert_one_line(train("draft", "--loss", "mse"), "kl or tv")
+    assert_one_line(train("early-exit", "--max-drop", 1.5), "--max-drop 1.5")
+    assert_one_line(train("early-exit", "--rotation", 0), "--rotation 0")
+    assert_one_line(train("early-exit"), "three layers or more")
 
 
 def test_mistakes_are_one_line(outrider: Run, target: Path, text: Path, tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.heads import eagle_formats
 from outrider.heads.eagle import check_fit, default_hidden_states
@@ -113,6 +115,15 @@ def test_a_head_reads_a_text_in_parts_and_drafts_a_tree_behind_it(kind, tmp_path
             torch.testing.assert_close(runner.logits(second[b, node]), by_paper.logits(two[-1:])[0], rtol=1e-3, atol=1e-3)
 
 
+def test_a_head_beside_a_16_bit_target_turns_by_exact_angles(tmp_path, model):
+    """A module moved to 16 bits takes its rotary frequencies with it."""
+    write_eagle1(tmp_path, VOCAB)
+    target = ModelRunner.load(deepcopy(model).bfloat16(), RunnerConfig(compile="never", max_batch=1))
+    runner = HeadRunner(load(tmp_path), target)
+    exact = LlamaRotaryEmbedding(runner.head.shape.llama).inv_freq
+    assert torch.equal(runner.head.rotary_emb.inv_freq, exact) and not torch.equal(exact.bfloat16().float(), exact)
+
+
 def test_layer_ids_are_counted_as_each_place_in_the_config_counts_them(tmp_path):
     """[0, 1, 2] inside eagle_config are what the layers 0, 1, 2 put out; at the top the same layers are [1, 2, 3]."""
     write_eagle3(tmp_path / "inner", VOCAB, DRAFT_VOCAB)
@@ -166,6 +177,18 @@ def test_the_native_export_has_the_names_and_shapes_of_the_format(tmp_path, targ
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["norm_before_residual"] is True
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
     assert config["draft_vocab_size"] == DRAFT_VOCAB and config["vocab_size"] == VOCAB
+
+
+def test_a_head_over_the_whole_vocabulary_is_written_without_tables(tmp_path):
+    """vLLM stops at a d2t that it has no use for."""
+    tensors = write_eagle3(tmp_path / "in", VOCAB, VOCAB)
+    rewrite(tmp_path / "in", lambda t: (t.pop("d2t"), t.pop("t2d")))
+    eagle_formats.export(load(tmp_path / "in"), tmp_path / "out")
+    from safetensors.torch import load_file
+
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert not {"d2t", "t2d"} & written.keys() and torch.equal(written["lm_head.weight"], tensors["lm_head.weight"])
+    assert load(tmp_path / "out").draft_ids is None
 
 
 def test_an_eagle1_head_round_trips(tmp_path):

@@ -104,7 +104,7 @@ def test_a_request_whose_prompt_was_not_read_yet_gets_no_drafts(target):
     assert found.lens.tolist()[0] == 0 and found.lens.tolist()[1] > 0
 
 
-@pytest.mark.parametrize("method, message", [("medusa", "needs heads: give draft="), ("eagle", "needs a head: give draft=")])
+@pytest.mark.parametrize("method, message", [("medusa", "needs Medusa heads: give"), ("eagle", "needs an EAGLE head")])
 def test_without_heads_the_method_says_what_it_needs(method, message, target):
     with pytest.raises(OutriderError, match=message):
         PROPOSERS.get(method).build(Setting(target))

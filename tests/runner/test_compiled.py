@@ -29,7 +29,7 @@ def passes(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def own_cache(passes, monkeypatch):
+def own_cache(package, passes, monkeypatch):
     monkeypatch.setattr(compiled, "cache_dir", lambda *_: passes)
 
 
@@ -48,6 +48,12 @@ def runner(model, passes):
     patch.undo()
     assert made.passes.is_compiled
     return made
+
+
+@pytest.fixture(scope="module")
+def package(runner, passes):
+    """The package of the runner's whole pass: the first that is made."""
+    return next(passes.rglob("*.pt2"))
 
 
 def scored(runner, texts, chains, parents=None):
@@ -139,8 +145,7 @@ def test_never_stays_eager(runner, model):
 
 
 @pytest.mark.parametrize("content", [b"", b"not a package", None])
-def test_a_corrupt_package_is_removed_and_the_pass_still_runs(runner, model, passes, content, monkeypatch, caplog, tmp_path):
-    package = next(passes.rglob("*.pt2"))
+def test_a_corrupt_package_is_removed_and_the_pass_still_runs(runner, model, package, content, monkeypatch, caplog, tmp_path):
     broken = tmp_path / package.name
     broken.write_bytes(package.read_bytes()[:3000] if content is None else content)
     monkeypatch.setattr(compiled, "cache_dir", lambda *_: tmp_path)
@@ -151,8 +156,7 @@ def test_a_corrupt_package_is_removed_and_the_pass_still_runs(runner, model, pas
     assert "does not load" in caplog.text
 
 
-def test_a_corrupt_package_is_replaced_where_compiling_is_asked_for(runner, model, passes, monkeypatch, tmp_path):
-    package = next(passes.rglob("*.pt2"))
+def test_a_corrupt_package_is_replaced_where_compiling_is_asked_for(runner, model, package, monkeypatch, tmp_path):
     (tmp_path / package.name).write_bytes(b"not a package")
     monkeypatch.setattr(compiled, "cache_dir", lambda *_: tmp_path)
     monkeypatch.setattr(compiled, "_build", lambda module, path: path.write_bytes(package.read_bytes()))

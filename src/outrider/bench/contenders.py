@@ -59,7 +59,7 @@ class Contenders:
     """Switches one ``LLM`` between methods and draft lengths; the target, its cache and its compiled passes stay."""
 
     def __init__(self, llm: LLM, draft: ModelSource | None = None) -> None:
-        """``draft``: the second model, for the methods that take one."""
+        """``draft``: for the methods that take one and have none of their own."""
         self.llm = llm
         self._draft = draft
         self._engines: dict[str, Engine] = {llm.proposer.name: llm.engine}

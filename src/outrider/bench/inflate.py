@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -24,148 +23,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider.bench.shapes import Shape, count_params, head_dim, num_params, shape_for, source_shape
+from outrider.bench.shapes import Shape, count_params, num_params, shape_for
+from outrider.bench.widening import Inflater, Noise
 from outrider.disk_cache import cache_dir
 from outrider.types import OutriderError
 
 FORMAT = 2  # part of the cache key: raise it when the same source and size give other weights
 SHARD_BYTES = 1 << 29
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # same tensor names, same residual structure
-WEIGHT_STD = 0.02
-
-
-class _Noise:
-    """Random weights, cut from one pool so that billions of them cost memory bandwidth only."""
-
-    def __init__(self, dtype: torch.dtype, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self._pool = torch.empty(16_777_213).normal_(0.0, WEIGHT_STD, generator=generator).to(dtype)
-        self._at = 0
-
-    def __call__(self, *shape: int) -> Tensor:
-        flat = torch.empty(math.prod(shape), dtype=self._pool.dtype)
-        done = 0
-        while done < flat.numel():
-            piece = self._pool[self._at : self._at + flat.numel() - done]
-            flat[done : done + piece.numel()] = piece
-            done += piece.numel()
-            self._at = (self._at + piece.numel()) % self._pool.numel()
-        return flat.view(shape)
-
-
-class _Inflater:
-    """Where each number of the small model goes in the large one."""
-
-    def __init__(self, config: Mapping[str, Any], large: Shape, noise: _Noise, dtype: torch.dtype) -> None:
-        small, dim = source_shape(config), head_dim(config)
-        ratio = large.hidden / small.hidden
-        if ratio < 1 or not math.log2(ratio).is_integer():
-            raise OutriderError(f"hidden size {large.hidden} is not the source's {small.hidden} times a power of two")
-        self.copies = 1 if math.log2(ratio) % 2 == 0 else 2
-        self.norm_scale = math.sqrt(self.copies * small.hidden / large.hidden)  # a power of two
-        self.small, self.large, self.dim, self.noise, self.dtype = small, large, dim, noise, dtype
-        group, new_group = small.heads // small.kv_heads, large.heads // large.kv_heads
-        spread = math.ceil(group / new_group)  # new key/value heads that one real one needs to serve its query heads
-        fits = large.kv_heads >= small.kv_heads * spread and large.heads % large.kv_heads == 0
-        if not fits or large.hidden % large.heads or large.layers < small.layers or large.ffn < small.ffn:
-            raise OutriderError(f"the source's shape {small} does not fit into {large}")
-        query_heads = [
-            (kv * spread + i // new_group) * new_group + i % new_group for kv in range(small.kv_heads) for i in range(group)
-        ]
-        key_heads = [kv * spread + i for kv in range(small.kv_heads) for i in range(spread)]
-        self.query_rows = _rows_of_heads(query_heads, dim)
-        self.key_rows = _rows_of_heads(key_heads, dim)
-        self.key_source = _rows_of_heads([kv for kv in range(small.kv_heads) for _ in range(spread)], dim)
-        self.real_layers = [i * large.layers // small.layers for i in range(small.layers)]
-
-    def embedding(self, weight: Tensor) -> Tensor:
-        """[V, h] -> [V, H], zeros beyond the real features."""
-        wide = torch.zeros(weight.shape[0], self.large.hidden, dtype=self.dtype)
-        wide[:, : self.copies * self.small.hidden] = weight.repeat(1, self.copies)
-        return wide
-
-    def norm(self, weight: Tensor) -> Tensor:
-        wide = torch.zeros(self.large.hidden, dtype=self.dtype)
-        wide[: self.small.hidden] = weight * self.norm_scale
-        return wide
-
-    def reader(self, weight: Tensor, num_rows: int, rows: Tensor, is_silent: bool = False) -> Tensor:
-        """A projection (or its bias) out of the hidden state, ``rows`` being the real ones.
-
-        The others are random, or give zero if ``is_silent``; what reads beyond the real features is random.
-        """
-        if weight.ndim == 1:
-            wide = torch.zeros(num_rows, dtype=self.dtype)
-            wide[rows] = weight
-        else:
-            wide = self.noise(num_rows, self.large.hidden)
-            if is_silent:
-                wide[:, : self.copies * self.small.hidden] = 0
-            wide[rows, : self.small.hidden] = weight
-        return wide
-
-    def writer(self, weight: Tensor, num_columns: int, columns: Tensor) -> Tensor:
-        """A projection (or its bias) into the hidden state: ``columns`` into the real features, the others zero."""
-        if weight.ndim == 1:
-            return self.embedding(weight[None])[0]
-        wide = torch.zeros(self.large.hidden, num_columns, dtype=self.dtype)
-        for copy in range(self.copies):
-            start = copy * self.small.hidden
-            wide[start : start + self.small.hidden, columns] = weight
-        return wide
-
-    def layer_tensor(self, name: str, weight: Tensor, real: bool) -> Tensor:
-        """A tensor of a real layer; of an extra one, with the shape of ``weight``'s counterpart, if not ``real``."""
-        large = self.large
-        module = name.rsplit(".", 1)[0].rsplit(".", 1)[-1]
-        if module in ("q_norm", "k_norm"):
-            return weight if real else torch.ones_like(weight)
-        if module.endswith("layernorm"):
-            return self.norm(weight) if real else torch.ones(large.hidden, dtype=self.dtype)
-        ffn_rows = torch.arange(self.small.ffn)
-        sizes = {
-            "q_proj": (large.heads * self.dim, self.query_rows),
-            "k_proj": (large.kv_heads * self.dim, self.key_rows),
-            "v_proj": (large.kv_heads * self.dim, self.key_rows),
-            "o_proj": (large.heads * self.dim, self.query_rows),
-            "gate_proj": (large.ffn, ffn_rows),
-            "up_proj": (large.ffn, ffn_rows),
-            "down_proj": (large.ffn, ffn_rows),
-        }
-        if module not in sizes:
-            raise OutriderError(f"cannot inflate {name}: not a tensor of a Llama-shaped model")
-        total, places = sizes[module]
-        if module in ("k_proj", "v_proj"):
-            weight = weight[self.key_source]
-        if module in ("o_proj", "down_proj"):
-            if real:
-                return self.writer(weight, total, places)
-            return self.noise(large.hidden, total) if weight.ndim == 2 else torch.zeros(large.hidden, dtype=self.dtype)
-        is_silent = module in ("v_proj", "up_proj")
-        return self.reader(weight, total, places, is_silent) if real else self.reader(weight[:0], total, places[:0], is_silent)
-
-    def tensors(self, source: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the large model, one at a time: embeddings, layer by layer, final norm, head."""
-        yield "model.embed_tokens.weight", self.embedding(source["model.embed_tokens.weight"])
-        real = {layer: i for i, layer in enumerate(self.real_layers)}
-        names = [name.removeprefix("model.layers.0.") for name in source if name.startswith("model.layers.0.")]
-        for layer in range(self.large.layers):
-            for name in names:
-                weight = source[f"model.layers.{real.get(layer, 0)}.{name}"]
-                yield f"model.layers.{layer}.{name}", self.layer_tensor(name, weight, layer in real)
-        yield "model.norm.weight", self.norm(source["model.norm.weight"])
-        if "lm_head.weight" in source:
-            rows = torch.arange(source["lm_head.weight"].shape[0])
-            yield "lm_head.weight", self.reader(source["lm_head.weight"], len(rows), rows)
-
-
-def _rows_of_heads(heads: list[int], dim: int) -> Tensor:
-    return (torch.tensor(heads)[:, None] * dim + torch.arange(dim)).flatten()
 
 
 def _read_source(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -203,7 +72,7 @@ def inflate(
     params = num_params(size) if isinstance(size, str) else size
     large = params if isinstance(params, Shape) else shape_for(config, params)
     dtype = weights["model.embed_tokens.weight"].dtype
-    inflater = _Inflater(config, large, _Noise(dtype, seed), dtype)
+    inflater = Inflater(config, large, Noise(dtype, seed), dtype)
     part = out.with_name(f"{out.name}.part-{os.getpid()}")
     try:
         part.mkdir(parents=True)
@@ -265,7 +134,7 @@ def _write_shards(tensors: Iterator[tuple[str, Tensor]], out: Path, total: int) 
     return written
 
 
-def _write_config(out: Path, config: Mapping[str, Any], inflater: _Inflater, params: int, seed: int) -> None:
+def _write_config(out: Path, config: Mapping[str, Any], inflater: Inflater, params: int, seed: int) -> None:
     large, small = inflater.large, inflater.small
     new = dict(config) | {
         "hidden_size": large.hidden,

@@ -99,15 +99,20 @@ def command(
     from outrider.cli.session import load, resolve
 
     outputs.check()
-    draft = resolve(models, MethodOptions()).get("draft")
-    chosen = parse_contenders(grid, draft is not None)
+    given = resolve(models, MethodOptions())
+    chosen = parse_contenders(grid, given.get("draft"), given.get("drafts", {}))
     temperatures = parse_list("--temperature", grid.temperature, float)
     batches = parse_list("--batch", grid.batch, int)
     prompts = read_workloads(grid)
     models, extra = inflate_target(models, grid.inflate)
+    given |= inflate_heads(chosen, given, models.target, grid.inflate)
     width = max([contender.k for contender in chosen if isinstance(contender.k, int)], default=0)
     llm = load(
-        models, MethodOptions(method=PLAIN, k=str(width)), max_batch=max(batches, default=1), compile=models.compile or "always"
+        replace(models, draft=None),
+        MethodOptions(method=PLAIN, k=str(width)),
+        max_batch=max(batches, default=1),
+        compile=models.compile or "always",
+        drafts=given.get("drafts", {}),
     )
     plan = Plan(chosen, encode_workloads(llm, prompts), temperatures, batches, grid.max_tokens, grid.repeat, grid.seed)
     check_plan(plan, llm)
@@ -115,7 +120,7 @@ def command(
     interrupted = False
     try:
         with progress() as report:
-            for group in run_grid(Contenders(llm, draft), plan, report):
+            for group in run_grid(Contenders(llm, given.get("draft")), plan, report):
                 groups.append(group)
     except KeyboardInterrupt:
         interrupted = True
@@ -145,17 +150,19 @@ def finish(plan: Plan, groups: Sequence[Group], llm: LLM, extra: dict[str, Any],
         write_page(outputs.html, result)
 
 
-def parse_contenders(grid: GridOptions, has_draft: bool) -> tuple[Contender, ...]:
-    """Methods x draft lengths, without plain decoding, which is always there."""
+def parse_contenders(grid: GridOptions, draft: object, drafts: Mapping[str, object]) -> tuple[Contender, ...]:
+    """Methods x draft lengths, without plain decoding, which is always there. Raises ``OutriderError`` for one without its
+    draft: ``draft`` is the general one, ``drafts`` come with the target.
+    """
     from outrider.bench.contenders import Contender
-    from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, PROPOSERS, split_method
-    from outrider.types import OutriderError
+    from outrider.engine.config import default_method
+    from outrider.registry import DEFAULT_METHOD, PROPOSERS, split_method, split_methods
 
-    default = ",".join([DEFAULT_METHOD_WITH_DRAFT, DEFAULT_METHOD] if has_draft else [DEFAULT_METHOD])
-    methods = parse_list("--methods", grid.methods or default, str)
-    takes_draft = [method for method in methods if PROPOSERS.get(split_method(method)[0]).takes_draft]
-    if takes_draft and not has_draft:
-        raise OutriderError(f"the method {takes_draft[0]!r} needs --draft, a small model that drafts for the target")
+    default = dict.fromkeys([default_method(draft, drafts), DEFAULT_METHOD])
+    methods = dict.fromkeys(method.strip() for method in (split_methods(grid.methods) if grid.methods else default))
+    for method in methods:
+        name, options = split_method(method)
+        PROPOSERS.get(name).drafts_in(options, draft, drafts)
     lengths = parse_list("--k", grid.k, parse_k)
     found = (Contender(method, k) for method in methods for k in lengths)
     return tuple(contender for contender in found if not contender.is_plain)
@@ -208,7 +215,6 @@ def inflate_target(models: ModelOptions, size: str | None) -> tuple[ModelOptions
     if size is None:
         return models, {}
     from outrider.bench.inflate import inflated
-    from outrider.cli.session import resolve
     from outrider.types import OutriderError
 
     source: str | Path | None = models.target
@@ -216,12 +222,33 @@ def inflate_target(models: ModelOptions, size: str | None) -> tuple[ModelOptions
         from outrider.family import TARGET
 
         source = TARGET
-        models = replace(models, draft=models.draft or str(resolve(models, MethodOptions())["draft"]))
     if not Path(source).expanduser().is_dir():
         raise OutriderError("--inflate needs a target in a local folder")
     folder = inflated(Path(source).expanduser(), size)
     note = json.loads((folder / "config.json").read_text())["outrider_inflated"]
     return replace(models, target=str(folder)), {"inflated": {"size": size, **note}}
+
+
+def inflate_heads(
+    chosen: Sequence[Contender], given: Mapping[str, Any], target: str | None, size: str | None
+) -> dict[str, Any]:
+    """``draft`` and ``drafts`` with the heads among them inflated as their target ``target`` was; models stay as they are."""
+    if size is None or target is None:
+        return {}
+    from outrider.bench.inflate_heads import inflated_head
+    from outrider.heads.checkpoint import MODEL, kind_of
+    from outrider.registry import PROPOSERS, split_method
+
+    draft, drafts = given.get("draft"), dict(given.get("drafts", {}))
+    used: list[object] = []
+    for contender in chosen:
+        name, options = split_method(contender.method)
+        used += PROPOSERS.get(name).drafts_in(options, draft, drafts)
+    heads = {source for source in map(str, used) if kind_of(Path(source)) not in (None, MODEL)}
+    large = {source: inflated_head(source, Path(target)) for source in heads}
+    shipped = {name: large.get(str(source), source) for name, source in drafts.items()}
+    found = {"drafts": large | shipped}
+    return found if draft is None else found | {"draft": large.get(str(draft), draft)}
 
 
 @contextmanager

@@ -37,12 +37,12 @@ def command(
     from outrider.cli.console import show_notices, waiting
     from outrider.cli.session import resolve
     from outrider.doctor import Patient, check_up
-    from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT
+    from outrider.engine.config import default_method
 
     show_notices()
     options = resolve(models, methods)
     options.pop("num_draft_tokens", None)
-    method = options.pop("method", None) or (DEFAULT_METHOD_WITH_DRAFT if "draft" in options else DEFAULT_METHOD)
+    method = options.pop("method", None) or default_method(options.get("draft"), options.get("drafts", {}))
     target: object = models.target
     if target is None:
         from outrider.family import TARGET

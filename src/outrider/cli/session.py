@@ -45,19 +45,23 @@ def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
     from outrider.registry import PROPOSERS, VERIFIERS, split_method
 
     k = parse_k(methods.k)
-    takes_draft = methods.method is None or PROPOSERS.get(split_method(methods.method)[0]).takes_draft
     if models.verifier is not None:
         VERIFIERS.get(models.verifier)
     check_machine(models)
     for model in (models.target, models.draft):
         check_source(model)
-    draft: str | Path | None = models.draft
-    if draft is None and models.target is None and takes_draft:
-        from outrider.family import DRAFT
+    drafts = None
+    if models.target is None:
+        from outrider.family import drafts as embedded
 
-        draft = DRAFT
+        drafts = embedded()
+    if methods.method is not None:
+        name, options = split_method(methods.method)
+        for source in PROPOSERS.get(name).drafts_in(options, models.draft, drafts or {}):
+            check_source(str(source))
     given = {
-        "draft": draft,
+        "draft": models.draft,
+        "drafts": drafts,
         "method": methods.method,
         "num_draft_tokens": k,
         "verifier": models.verifier,
@@ -129,8 +133,11 @@ def _hub_reachable(seconds: float = 5.0) -> bool:
 
 def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
     """Loads target and draft. ``more`` goes to ``LLM`` as it is."""
+    from outrider.registry import split_method
+
     arguments = resolve(models, methods) | more
-    if all(model is None or Path(model).expanduser().is_dir() for model in (models.target, models.draft)):
+    named = [value for value in split_method(methods.method or "")[1].values() if "/" in value]
+    if all(source is None or Path(source).expanduser().is_dir() for source in (models.target, models.draft, *named)):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing to look up: local folders must not wait for a network
     show_notices()
     with waiting(f"loading {models.target or 'the embedded models'}"):

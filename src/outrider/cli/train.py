@@ -1,4 +1,4 @@
-"""``outrider train``: heads for a target of the user's, from the user's text. One function a kind of head."""
+"""``outrider train``: what drafts for a target of the user's, from the user's text. One function a kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.cli.options import parse_list, with_groups
 if TYPE_CHECKING:
     from outrider.train.runs import Bench, HeadPlan
 
-HELP = "Train what drafts for a target: run the same command again to go on after an interruption."
+HELP = "Train what drafts for a target. Interrupted? The same command goes on where it stopped."
 EXAMPLES = """Examples:
 
 outrider train medusa --target ./my-model --text notes.jsonl --out heads/medusa
@@ -22,10 +22,17 @@ outrider train eagle --target ./my-model --text notes.jsonl --out heads/eagle3 -
 
 outrider train eagle --generation 1 --target ./my-model --text notes.jsonl --regenerate --out heads/eagle1
 
+outrider train draft --target ./my-model --text notes.jsonl --layers 2 --width 512 --out my-draft
+
+outrider train draft --target ./my-model --start ./small-model --text notes.jsonl --regenerate --out my-draft
+
+outrider train early-exit --target ./my-model --text notes.jsonl --minutes 60 --out my-model-early
+
 outrider generate --target ./my-model --method eagle --draft heads/eagle3 "Dear Sir,"
 """
 WHAT, TEXT, LONG = "What", "Text", "How long"
-Out = Annotated[Path, typer.Option(help="Folder for the finished head.", rich_help_panel=WHAT)]
+Out = Annotated[Path, typer.Option(help="Folder for what was trained.", rich_help_panel=WHAT)]
+MODEL_RATES = {"muon_lr": 0.002, "adam_lr": 0.0001}  # of weights that are good already and must stay so
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,8 @@ class TextOptions:
         typer.Option("--regenerate", help="The target writes the text anew after each row's beginning.", rich_help_panel=TEXT),
     ] = None
     prompt_len: Annotated[
-        int | None, typer.Option(help="With --regenerate: tokens of that beginning (default: 64).", rich_help_panel=TEXT)
+        int | None,
+        typer.Option(help="With --regenerate or --on-policy: tokens of that beginning (default: 64).", rich_help_panel=TEXT),
     ] = None
     temperature: Annotated[
         float | None, typer.Option(help="With --regenerate: 0 is greedy (default: 0).", rich_help_panel=TEXT)
@@ -73,11 +81,19 @@ class LengthOptions:
         int | None, typer.Option(help="Tokens of a step; less needs less memory (default: 4096).", rich_help_panel=LONG)
     ] = None
     muon_lr: Annotated[
-        float | None, typer.Option(help="Learning rate of the layers' matrices (default: 0.01).", rich_help_panel=LONG)
+        float | None,
+        typer.Option(
+            help="Learning rate of the layers' matrices (default: 0.01; 0.002 for a model that goes on from its weights).",
+            rich_help_panel=LONG,
+        ),
     ] = None
-    adam_lr: Annotated[float | None, typer.Option(help="Learning rate of all else (default: 0.001).", rich_help_panel=LONG)] = (
-        None
-    )
+    adam_lr: Annotated[
+        float | None,
+        typer.Option(
+            help="Learning rate of all else (default: 0.001; 0.0001 for a model that goes on).",
+            rich_help_panel=LONG,
+        ),
+    ] = None
 
 
 @with_groups
@@ -93,7 +109,7 @@ def medusa(
     from outrider.train.runs import train_medusa
 
     check(heads=heads, layers=layers)
-    done(train_medusa(bench_of(text, out), out, plan_of(length), heads, layers), out, "medusa")
+    done(train_medusa(bench_of(text, out), out, plan_of(length), heads, layers), f"--method medusa --draft {out}")
 
 
 @with_groups
@@ -135,10 +151,82 @@ def eagle(  # noqa: PLR0913 - one parameter an option
         raise OutriderError(f"--format {formats}: {', '.join(FORMATS)}")
     states = parse_list("--layers", layers, int) if layers is not None else None
     run = EagleRun(generation, steps, states, draft_vocab, kinds)
-    done(train_eagle(bench_of(text, out), out, plan_of(length), run), out, "eagle")
+    done(train_eagle(bench_of(text, out), out, plan_of(length), run), f"--method eagle --draft {out}")
 
 
-COMMANDS = {"medusa": medusa, "eagle": eagle}
+@with_groups
+def draft(  # noqa: PLR0913 - one parameter an option
+    *,
+    out: Out,
+    layers: Annotated[
+        int | None,
+        typer.Option(help="Layers of the draft (default: an eighth of the target's, two at least).", rich_help_panel=WHAT),
+    ] = None,
+    width: Annotated[
+        int | None,
+        typer.Option(help="Its hidden size (default: the target's, whose layers it then begins as).", rich_help_panel=WHAT),
+    ] = None,
+    from_layers: Annotated[
+        str | None,
+        typer.Option(help="The target's layers, from 0, that it begins as (default: evenly spaced).", rich_help_panel=WHAT),
+    ] = None,
+    start: Annotated[
+        str | None, typer.Option(help="Go on from this draft, a folder or hub id, in place of a new one.", rich_help_panel=WHAT)
+    ] = None,
+    loss: Annotated[
+        str, typer.Option(help="kl (forward KL) or tv (total variation: what is rejected when sampling).", rich_help_panel=WHAT)
+    ] = "kl",
+    on_policy: Annotated[
+        float, typer.Option(help="Share of a step's rows that the draft writes itself, as it is then.", rich_help_panel=TEXT)
+    ] = 0.0,
+    text: TextOptions,
+    length: LengthOptions,
+) -> None:
+    """Train a small draft model on the target's logits; written as a Hugging Face folder."""
+    from outrider.cli.session import check_source
+    from outrider.train.distillation import Distillation
+    from outrider.train.draft_model import DraftShape
+    from outrider.train.model_runs import DraftRun, train_draft
+    from outrider.types import OutriderError
+
+    check(layers=layers, width=width)
+    check_source(start)
+    if start is not None and (layers, width, from_layers) != (None, None, None):
+        raise OutriderError("--start is a draft that has a size: leave out --layers, --width and --from-layers")
+    chosen = parse_list("--from-layers", from_layers, int) if from_layers is not None else None
+    teaching = Distillation(loss=loss, on_policy=on_policy, **given(text, "prompt_len"))
+    run = DraftRun(DraftShape(layers, width, chosen), start, teaching)
+    how = plan_of(length, MODEL_RATES if start is not None else {})
+    done(train_draft(bench_of(text, out), out, how, run), f"--draft {out}")
+
+
+@with_groups
+def early_exit(
+    *,
+    out: Out,
+    max_drop: Annotated[float, typer.Option(help="Layer dropout of the last layer.", rich_help_panel=WHAT)] = 0.1,
+    exit_scale: Annotated[
+        float, typer.Option(help="How much early exits weigh beside the last layer.", rich_help_panel=WHAT)
+    ] = 1.0,
+    rotation: Annotated[
+        int | None, typer.Option(help="A step trains every so-manyth exit, in turn (default: one exit).", rich_help_panel=WHAT)
+    ] = None,
+    text: TextOptions,
+    length: LengthOptions,
+) -> None:
+    """Continue a model so that its first layers can draft for it (LayerSkip); written as a Hugging Face folder."""
+    from outrider.train.layer_skip import LayerSkip
+    from outrider.train.model_runs import train_early_exit
+    from outrider.types import OutriderError
+
+    check(rotation=rotation)
+    if not 0 <= max_drop < 1 or exit_scale < 0:
+        raise OutriderError(f"--max-drop {max_drop} --exit-scale {exit_scale}: from 0 to below 1, and 0 or above")
+    skip = LayerSkip(max_drop=max_drop, exit_scale=exit_scale, rotation=rotation)
+    done(train_early_exit(bench_of(text, out), out, plan_of(length, MODEL_RATES), skip), f"--target {out} --method early-exit")
+
+
+COMMANDS = {"medusa": medusa, "eagle": eagle, "draft": draft, "early-exit": early_exit}
 
 
 def check(**numbers: int | None) -> None:
@@ -155,8 +243,8 @@ def given(options: Any, *names: str) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
 
 
-def plan_of(length: LengthOptions) -> HeadPlan:
-    """The plan that the options describe."""
+def plan_of(length: LengthOptions, rates: dict[str, float] | None = None) -> HeadPlan:
+    """The plan that the options describe, with these learning rates where none are given."""
     from outrider.train.runs import HeadPlan
     from outrider.types import OutriderError
 
@@ -164,7 +252,7 @@ def plan_of(length: LengthOptions) -> HeadPlan:
     for name, number in found.items():
         if number <= 0:
             raise OutriderError(f"--{name.replace('_', '-')} {number}: above 0")
-    return HeadPlan(**found)
+    return HeadPlan(**((rates or {}) | found))
 
 
 def bench_of(text: TextOptions, out: Path) -> Bench:
@@ -199,11 +287,11 @@ def bench_of(text: TextOptions, out: Path) -> Bench:
         return Bench(ModelRunner.load(target, RunnerConfig(max_batch=16)), load_tokenizer(target), work, source)
 
 
-def done(finished: bool, out: Path, method: str) -> None:
-    """What comes next."""
+def done(finished: bool, options: str) -> None:
+    """What comes next: the options with which it drafts."""
     if not finished:
         from outrider.cli.app import EXIT_INTERRUPTED
 
         typer.echo("interrupted: everything so far is kept, run the same command to go on", err=True)
         raise typer.Exit(EXIT_INTERRUPTED)
-    typer.echo(f"done: --method {method} --draft {out} drafts with it; curve and measurements are beside it", err=True)
+    typer.echo(f"done: {options} drafts with it; curve and measurements are beside it", err=True)

@@ -16,7 +16,7 @@ from outrider.bench.workloads import builtin, encode
 from outrider.engine import LLM
 from outrider.engine.stats import expected_tau
 from outrider.proposers.base import Setting
-from outrider.registry import PROPOSERS, split_method
+from outrider.registry import PROPOSERS, join_method, split_method
 from outrider.types import Finding, OutriderError, SamplingParams
 
 if TYPE_CHECKING:
@@ -98,17 +98,16 @@ def check_up(patient: Patient, progress: Progress = lambda _: None) -> Checkup:
 
 def _stages(patient: Patient, checkup: Checkup, progress: Progress) -> Iterator[Finding]:
     name, options = split_method(patient.method)
-    kind = PROPOSERS.get(name)
-    sources = [patient.target, patient.options.get("draft")]
-    yield from _memory_on_disk([source for source in sources if source is not None])
+    kind, draft, drafts = PROPOSERS.get(name), patient.options.get("draft"), patient.options.get("drafts", {})
+    yield from _memory_on_disk([patient.target, *kind.drafts_in(options, draft, drafts)])
     progress("loading the target")
     without_draft = {key: value for key, value in patient.options.items() if key != "draft"}
     llm = LLM(patient.target, method=PLAIN, max_batch=1, **without_draft)
     yield _cache_memory(llm.runner)
-    setting = Setting(llm.runner, llm.tokenizer, patient.options.get("draft"), options=options)
+    setting = Setting(llm.runner, llm.tokenizer, draft, options=options, drafts=drafts)
     progress(f"looking at {name}")
     yield from kind.examine(setting)
-    contenders = Contenders(llm, patient.options.get("draft"))
+    contenders = Contenders(llm, draft)
     contenders.prepare(Contender(patient.method, K))
     yield Finding("ok", "loading", "everything loads, and no weight is NaN or infinite")
     if llm.tokenizer is None:
@@ -176,10 +175,10 @@ def _tried(
     progress: Progress,
 ) -> Iterator[Finding]:
     """Other options of the same method, where these hardly work: the one that fits is named."""
-    name = split_method(patient.method)[0]
+    name, given = split_method(patient.method)
     lengths = {}
-    for options in alternatives:
-        contender = Contender(f"{name}:{options}", K)
+    for alternative in alternatives:
+        contender = Contender(join_method(name, given | split_method(f"{name}:{alternative}")[1]), K)
         progress(f"trying {contender.method}")
         lengths[contender.method] = generate(contenders, contender, prompts, patient.params, batch=1).mean_acceptance_length
     best = max(lengths, key=lambda method: lengths[method], default=None)

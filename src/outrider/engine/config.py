@@ -38,6 +38,7 @@ class Speculation:
     """How to draft and how to judge. The defaults are those of ``LLM`` and of the command line."""
 
     draft: ModelSource | None = None  # a folder, a hub id or a loaded model; what it means is the method's business
+    drafts: Mapping[str, ModelSource] = field(default_factory=dict)  # those that come with the target, by name
     method: str | None = None  # a name of outrider.registry.PROPOSERS, or name:option=value; None: the fitting default
     num_draft_tokens: int | str | LengthPolicy = "auto"  # K; "auto" chooses each round, 0 included
     verifier: str | Verifier = "rejection"  # a name of outrider.registry.VERIFIERS, or an object
@@ -84,16 +85,23 @@ def eos_token_ids(runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None
     return found
 
 
+def default_method(draft: object, drafts: Mapping[str, object]) -> str:
+    """The method of a user who names none: by whether there is a draft for the one that needs it."""
+    own = PROPOSERS.get(DEFAULT_METHOD_WITH_DRAFT).own_draft
+    return DEFAULT_METHOD if draft is None and own not in drafts else DEFAULT_METHOD_WITH_DRAFT
+
+
 def build_proposer(speculation: Speculation, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) -> Proposer:
     """The proposer object, or the one that the method's name makes for this target."""
     if speculation.proposer is not None:
         if speculation.method is not None or speculation.draft is not None:
             raise OutriderError("give either a proposer or a method and a draft, not both")
         return speculation.proposer
-    method = speculation.method or (DEFAULT_METHOD if speculation.draft is None else DEFAULT_METHOD_WITH_DRAFT)
-    name, options = split_method(method)
+    name, options = split_method(speculation.method or default_method(speculation.draft, speculation.drafts))
     options |= speculation.method_options
-    setting = Setting(runner, tokenizer, speculation.draft, speculation.draft_tokenizer, options)
+    setting = Setting(
+        runner, tokenizer, speculation.draft, speculation.draft_tokenizer, options=options, drafts=speculation.drafts
+    )
     try:
         proposer: Proposer = PROPOSERS.get(name).build(setting)
     except DifferentVocabulary as difference:

@@ -52,18 +52,17 @@ class LLM:
     def __init__(
         self, target: ModelSource | None = None, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any
     ) -> None:
-        """Loads a folder, a hub id or takes a loaded transformers model; None is the embedded family, its draft included.
+        """Loads a folder, a hub id or takes a loaded transformers model; None is the embedded family, its drafts included.
 
-        ``options`` are the fields of ``engine.config.Speculation`` (draft, method, num_draft_tokens, verifier, proposer,
-        draft_tokenizer, method_options, same_text) and of ``runner.RunnerConfig``. Raises ``OutriderError`` for unknown ones,
-        for a model that cannot be loaded or rolled back, and for a draft that does not fit.
+        ``options`` are the fields of ``engine.config.Speculation`` (draft, drafts, method, num_draft_tokens, verifier,
+        proposer, draft_tokenizer, method_options, same_text) and of ``runner.RunnerConfig``. Raises ``OutriderError`` for
+        unknown ones, for a model that cannot be loaded or rolled back, and for a draft that does not fit.
         """
         if target is None:
-            from outrider.family import DRAFT, TARGET
+            from outrider.family import TARGET, drafts
 
             target = TARGET
-            if "proposer" not in options:  # methods that need no draft model do not look at it
-                options = {"draft": DRAFT, **options}
+            options = {"drafts": drafts(), **options}
         self.speculation, runner_config = split_options(options)
         self.tokenizer = tokenizer or load_tokenizer(target)
         self.runner = ModelRunner.load(target, runner_config)
@@ -88,7 +87,7 @@ class LLM:
 
     def warmup(self, k: int, batch: int = 1) -> None:
         """Does now what would make the first rounds slow: compiling, and measuring passes without drafts and with k."""
-        self.runner.passes.compile_now(self.runner.needs_hidden)
+        self.runner.prepare()
         self.proposer.warmup(k, batch)
         for width in sorted({1, 1 + self.proposer.num_nodes(k)}):
             seconds = self.runner.pass_cost(width, batch, 0)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -19,6 +20,13 @@ logger = logging.getLogger(__name__)
 
 FILES = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+# What the folder of a draft may hold, in the words of messages.
+MODEL, MEDUSA, EAGLE = "a draft model", "Medusa heads", "an EAGLE head"
+MARKS = {  # names of tensors that nothing else has
+    MEDUSA: r"^(medusa_heads?\.)?(blocks\.0\.layers\.0\.|0\.0\.linear\.)",
+    EAGLE: r"^((model|eagle_module|draft_model)\.)?fc\.weight$",
+    MODEL: r"(embed_tokens|wte|embed_in|word_embeddings)\.weight$",
+}
 
 
 def find_folder(source: str | Path) -> Path:
@@ -34,6 +42,38 @@ def find_folder(source: str | Path) -> Path:
         return Path(snapshot_download(str(source), allow_patterns=["*.json", *FILES, "*.safetensors", "*.bin"]))
     except Exception as error:  # the hub fails in more ways than can be listed
         raise OutriderError(f"cannot get {source} from the hub: {_first_line(error)}") from error
+
+
+def folder_of(source: object) -> Path:
+    """``find_folder`` for whatever a user gave. Raises ``OutriderError`` for what can be neither a folder nor a hub id."""
+    if not isinstance(source, (str, Path)):
+        raise OutriderError(f"heads are a folder, a hub id or a loaded module of outrider.heads, not {type(source).__name__}")
+    return find_folder(source)
+
+
+def kind_of(folder: Path) -> str | None:
+    """What a local folder holds by the names of its tensors: ``MODEL``, ``MEDUSA``, ``EAGLE``, or None if they do not tell."""
+    folder = folder.expanduser()
+    if not folder.is_dir():
+        return None
+    try:
+        names = list(_tensor_names(folder))
+    except Exception:  # broken files: whoever loads them says how
+        return None
+    return next((kind for kind, mark in MARKS.items() if any(re.search(mark, name) for name in names)), None)
+
+
+def _tensor_names(folder: Path) -> Iterator[str]:
+    for name in INDEXES:
+        if (folder / name).exists():
+            yield from json.loads((folder / name).read_text())["weight_map"]
+            return
+    for file in _weight_files(folder):
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                yield from opened.keys()
+        else:
+            yield from torch.load(file, "cpu", weights_only=True, mmap=True)
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

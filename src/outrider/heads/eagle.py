@@ -15,12 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from outrider.runner import ModelRunner
 from outrider.runner.linear import weight_of
 from outrider.types import OutriderError
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,20 @@ class EagleShape:
     own_output: bool = True  # generation 3: False where the target's output head serves
 
 
+def _with_short_norms(layer: LlamaDecoderLayer) -> LlamaDecoderLayer:
+    """The layer with norms of one operation in the place of transformers', which are six each."""
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        if not isinstance(getattr(layer, name), nn.Identity):
+            setattr(layer, name, nn.RMSNorm(layer.hidden_size, eps=layer.self_attn.config.rms_norm_eps))
+    return layer
+
+
 class FusedLayer(LlamaDecoderLayer):
     """transformers' decoder layer whose attention reads the normed embedding and the normed feature side by side."""
 
     def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
         super().__init__(config, 0)
-        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm_before_residual = norm_before_residual
         attention = self.self_attn
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -75,8 +86,8 @@ class EagleHead(nn.Module):
         self.shape = shape
         config, hidden, features = shape.llama, shape.llama.hidden_size, len(shape.hidden_states)
 
-        def norm(size: int) -> LlamaRMSNorm:
-            return LlamaRMSNorm(size, eps=config.rms_norm_eps)
+        def norm(size: int) -> nn.RMSNorm:
+            return nn.RMSNorm(size, eps=config.rms_norm_eps)
 
         if shape.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
@@ -97,9 +108,10 @@ class EagleHead(nn.Module):
             self.norm = norm(hidden)
             if shape.own_output:
                 self.lm_head = nn.Linear(hidden, shape.draft_vocab_size, bias=False)
-        self.layers = nn.ModuleList([first, *rest])
+        self.layers = nn.ModuleList([_with_short_norms(layer) for layer in (first, *rest)])
         self.register_buffer("draft_ids", torch.arange(shape.draft_vocab_size) if shape.reduced else None)
         self._lent: list[nn.Module] = []  # in a list: the target's modules are not the head's to save or to pack
+        self._columns = torch.empty(0, dtype=torch.long)  # [V] of the padded logits, by the target's token
 
     def lend(self, embedding: nn.Module, output: nn.Module) -> None:
         """Gives the head the target's embedding and output head."""
@@ -124,11 +136,14 @@ class EagleHead(nn.Module):
         fused: Tensor = self.fc(self.input_norm(joined) if self.shape.norm_before_fc else joined)
         return fused
 
-    def forward(self, token_ids: Tensor, hidden: Tensor, position_ids: Tensor) -> Tensor:
-        """Tokens [B, W] and the features before them [B, W, H] -> [B, W, H]: what ``logits`` reads and ``feedback`` returns."""
+    def forward(self, token_ids: Tensor, hidden: Tensor, position_ids: Tensor, rotation: Rotation | None = None) -> Tensor:
+        """Tokens [B, W] and the features before them [B, W, H] -> [B, W, H]: what ``logits`` reads and ``feedback`` returns.
+
+        ``rotation``: cosines and sines at these positions [B, W, D], where they are at hand.
+        """
         embedding = self.embed_tokens if self.shape.own_embedding else self._lent[0]
         embeds = embedding(token_ids).to(hidden.dtype)
-        options = {"position_ids": position_ids, "position_embeddings": self.rotary_emb(hidden, position_ids)}
+        options = {"position_ids": position_ids, "position_embeddings": rotation or self.rotary_emb(hidden, position_ids)}
         first, *rest = self.layers
         if self.shape.generation == 1:
             hidden = first(self.fc(torch.cat((embeds, hidden), -1)), **options)
@@ -156,12 +171,13 @@ class EagleHead(nn.Module):
         ids = self.draft_ids
         if ids is None and logits.shape[-1] >= vocab_size:
             return logits[..., :vocab_size]
-        full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
         if ids is None:
-            full[..., : logits.shape[-1]] = logits
-        else:
-            full[..., ids] = logits
-        return full
+            return functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=float("-inf"))
+        if self._columns.shape[0] != vocab_size or self._columns.device != logits.device:
+            self._columns = torch.full((vocab_size,), logits.shape[-1], device=logits.device)
+            self._columns[ids] = torch.arange(len(ids), device=logits.device)
+        padded = functional.pad(logits, (0, 1), value=float("-inf"))  # the last column: of tokens that the head has not
+        return padded.gather(-1, self._columns.expand(*logits.shape[:-1], -1))
 
 
 def check_fit(head: EagleHead, target: ModelRunner) -> None:
@@ -178,10 +194,11 @@ def check_fit(head: EagleHead, target: ModelRunner) -> None:
         raise OutriderError(f"the head reads hidden states {shape.hidden_states}, {name} has {target.num_layers} layers")
     if shape.own_embedding and shape.llama.vocab_size < target.vocab_size:
         raise OutriderError(f"the head embeds {shape.llama.vocab_size} tokens, {name} has {target.vocab_size}")
-    if head.draft_ids is not None and int(head.draft_ids.max()) >= target.vocab_size:
-        raise OutriderError(
-            f"the head's draft vocabulary names token {int(head.draft_ids.max())}, {name} has {target.vocab_size}"
-        )
+    if head.draft_ids is not None:
+        lowest, highest = int(head.draft_ids.min()), int(head.draft_ids.max())
+        if lowest < 0 or highest >= target.vocab_size:
+            odd = lowest if lowest < 0 else highest
+            raise OutriderError(f"the head's draft vocabulary names token {odd}, {name} has {target.vocab_size}")
 
 
 def default_hidden_states(num_layers: int) -> tuple[int, int, int]:

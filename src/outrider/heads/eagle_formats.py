@@ -165,16 +165,18 @@ def export(
     if shape.generation == 1 and kind == "speculators":
         raise OutriderError("an EAGLE-1 head is written in its native format: speculators has none that others load")
     tensors = {name: tensor for name, tensor in head.state_dict().items() if name != "draft_ids"}
-    tensors.setdefault("embed_tokens.weight", head.embedding_table())
+    if shape.generation == 1 or kind == "speculators":  # elsewhere the target's is used
+        tensors.setdefault("embed_tokens.weight", head.embedding_table())
     layer = _layer_config(head)
     extra = {"outrider": {"acceptance_by_rank": acceptance}} if acceptance else {}
     if shape.generation == 1:
         config = layer | {"architectures": ["LlamaForCausalLM"], "bias": shape.fc_bias}
         write_folder(folder, config | extra, tensors)
         return
-    ids = torch.arange(shape.draft_vocab_size) if head.draft_ids is None else head.draft_ids
-    tensors["d2t"] = ids - torch.arange(len(ids), device=ids.device)
-    tensors["t2d"] = torch.zeros(shape.llama.vocab_size, dtype=torch.bool).index_fill_(0, ids.cpu(), True)
+    if head.draft_ids is not None:  # vLLM refuses the tables of a head over the whole vocabulary
+        ids = head.draft_ids.cpu()
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(shape.llama.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     if not shape.own_output:
         raise OutriderError("a head that uses the target's output head cannot be exported: train one with its own")
     norms = {name: getattr(shape, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
@@ -186,8 +188,6 @@ def export(
     }
     if kind == "native":
         tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
-        if not shape.own_embedding:  # here, the target's is used
-            del tensors["embed_tokens.weight"]
         config = layer | common | _native(shape)
     else:
         config = common | _speculators(layer, verifier)

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from outrider.heads.eagle import EagleHead
+from outrider.heads.eagle import EagleHead, Rotation
 from outrider.runner import ModelRunner, linear
 from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.kv_cache import CacheShape, KVCache
@@ -24,9 +25,12 @@ class HeadRunner:
 
     def __init__(self, head: EagleHead, target: ModelRunner) -> None:
         self.head, self.dtype = head, linear.place(head, target.model)
+        # Moved to 16 bits, the frequencies were rounded too: a hundred tokens on, angles would be off.
+        head.rotary_emb = LlamaRotaryEmbedding(head.shape.llama).to(target.device)
         head.lend(target.model.get_input_embeddings(), target.model.get_output_embeddings())
         self.device, self._max_len, self._vocab_size = target.device, target.max_len, target.vocab_size
         self.cache = KVCache(_cache_shape(head.shape.llama), target.max_batch, target.max_len, self.dtype, target.device)
+        self._rotations: Rotation | None = None  # of the first positions, [S, D]
 
     def cached_len(self, request_id: str) -> int:
         """Entries of a request made from the target's features."""
@@ -68,8 +72,8 @@ class HeadRunner:
             padded = hidden[0].new_zeros(len(ids), width, hidden[0].shape[-1])
             for i, each in enumerate(hidden):
                 padded[i, : len(each)] = each
-        bases = torch.tensor([self.cache.cached_lens[row] for row in rows], device=self.device)
-        positions = bases[:, None] + torch.arange(width, device=self.device)
+        bases = [self.cache.cached_lens[row] for row in rows]
+        positions = torch.tensor([list(range(base, base + width)) for base in bases], device=self.device)
         visible = torch.ones(width, width, dtype=torch.bool, device=self.device).tril().expand(len(rows), -1, -1)
         return self._run(rows, bases, token_ids, padded, positions, visible)
 
@@ -80,25 +84,37 @@ class HeadRunner:
         ``sees`` bool [B, W, M]: which of the M drafts fed in this round, these W at their end, each of them sees.
         """
         rows = [self.cache.row(request_id) for request_id in request_ids]
-        committed = torch.tensor([self.cache.cached_lens[row] for row in rows], device=self.device)
-        positions = (committed + depth - 1)[:, None].expand(-1, token_ids.shape[1])
-        return self._run(rows, committed + sees.shape[2] - token_ids.shape[1], token_ids, hidden, positions, sees)
+        committed, width = [self.cache.cached_lens[row] for row in rows], token_ids.shape[1]
+        positions = torch.tensor([[length + depth - 1] * width for length in committed], device=self.device)
+        bases = [length + sees.shape[2] - width for length in committed]
+        return self._run(rows, bases, token_ids, hidden, positions, sees)
 
     def _run(
-        self, rows: list[int], bases: Tensor, token_ids: Tensor, hidden: Tensor, positions: Tensor, visible: Tensor
+        self, rows: list[int], bases: list[int], token_ids: Tensor, hidden: Tensor, positions: Tensor, visible: Tensor
     ) -> Tensor:
-        self.cache.reserve(int(bases.max()) + token_ids.shape[1])
-        layout = PassLayout(
-            self.cache.keys,
-            self.cache.values,
-            torch.tensor(rows, device=self.device),
-            bases,
-            positions.clamp(max=self._max_len - 1),
-            visible,
-        )
+        reach = max(bases) + token_ids.shape[1]
+        self.cache.reserve(reach)
+        if reach > self._max_len:
+            positions.clamp_(max=self._max_len - 1)
+        row_ids, starts = torch.tensor(rows, device=self.device), torch.tensor(bases, device=self.device)
+        layout = PassLayout(self.cache.keys, self.cache.values, row_ids, starts, positions, visible)
         with active_pass(layout):
-            out: Tensor = self.head(token_ids, hidden, layout.positions)
+            out: Tensor = self.head(token_ids, hidden, positions, self._rotation(positions, min(reach, self._max_len)))
         return out
+
+    def _rotation(self, positions: Tensor, reach: int) -> Rotation | None:
+        """Cosines and sines at ``positions``, all below ``reach``: looked up, since working them out takes as long as a matrix.
+
+        None for the kinds of rotation that change with the length of the text.
+        """
+        rotary = self.head.rotary_emb
+        if rotary.rope_type in ("dynamic", "longrope"):
+            return None
+        if self._rotations is None or self._rotations[0].shape[0] < reach:
+            places = torch.arange(min(self._max_len, max(2 * reach, 256)), device=self.device)[None]
+            cos, sin = rotary(torch.empty(0, dtype=self.dtype, device=self.device), places)
+            self._rotations = cos[0], sin[0]
+        return self._rotations[0][positions], self._rotations[1][positions]
 
     @torch.inference_mode()
     def logits(self, out: Tensor) -> Tensor:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
+from outrider.heads.checkpoint import MODEL, kind_of
+from outrider.registry import PROPOSERS
 from outrider.types import Context, Finding, OutriderError, Proposal, Verdict
 
 if TYPE_CHECKING:
@@ -33,36 +36,79 @@ class Setting:
 
     target: ModelRunner
     tokenizer: PreTrainedTokenizerBase | None = None
-    draft: object = None  # a folder, a hub id or a loaded model, for methods that take a second model
+    draft: object = None  # a folder, a hub id or a loaded model, for methods that take a draft
     draft_tokenizer: PreTrainedTokenizerBase | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # the method's own, by name
+    drafts: Mapping[str, object] = field(default_factory=dict)  # those that come with the target, by name
 
-    def config(self, kind: type[Config]) -> Config:
+    def of(self, kind: type[Proposer]) -> Setting:
+        """The setting as a method sees it: ``draft`` is the one that it drafts with, and no longer among the options.
+
+        Raises ``OutriderError`` as ``chosen_draft`` does.
+        """
+        if not kind.takes_draft:
+            return self
+        options = {name: value for name, value in self.options.items() if name != "draft"}
+        draft = chosen_draft(kind, self.options.get("draft"), self.draft, self.drafts)
+        return replace(self, draft=draft, options=options)
+
+    def config(self, kind: type[Config], **measured: Any) -> Config:
         """The options as the method's configuration; text is read as its type says.
 
-        Raises ``OutriderError`` for an option that it does not know or refuses.
+        ``measured``: values that stand in the place of defaults, where they are not None. Raises ``OutriderError`` for an
+        option that it does not know or refuses.
         """
         known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
         unknown = [name for name in self.options if name not in known]
         if unknown:
             raise OutriderError(f"the method has no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
         hints = get_type_hints(kind)
+        given = {name: value for name, value in measured.items() if value is not None} | dict(self.options)
         try:
-            return kind(**{name: _read(value, hints[name]) for name, value in self.options.items()})
+            return kind(**{name: _read(value, hints[name]) for name, value in given.items()})
         except (TypeError, ValueError) as error:
             raise OutriderError(f"an option of the method has a value of the wrong type: {error}") from error
 
 
 def _read(value: Any, hint: Any) -> Any:
-    """Text as the number or truth value that the hint asks for; anything else as it is."""
-    kinds = get_args(hint) or (hint,)
+    """Text as the number, truth value or tuple that the hint asks for, lists as tuples; anything else as it is.
+
+    In a tuple commas part the values, in one of tuples slashes the rows: ``0.6,0.2/0.5,0.1``.
+    """
+    kinds = get_args(hint) if get_origin(hint) is not tuple and get_args(hint) else (hint,)
+    inner = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple), None)
+    if inner is not None and isinstance(value, (list, tuple)):
+        return tuple(_read(each, inner) for each in value)
     if not isinstance(value, str) or str in kinds:
         return value
     if type(None) in kinds and value.lower() in ("auto", "none"):
         return None
+    if inner is not None:
+        return tuple(_read(each, inner) for each in value.split("/" if get_origin(inner) is tuple else ","))
     if bool in kinds and value.lower() in ("true", "false"):
         return value.lower() == "true"
     return int(value) if int in kinds else float(value)
+
+
+def chosen_draft(kind: type[Proposer], named: object, general: object, drafts: Mapping[str, object]) -> object:
+    """What a method drafts with: the draft ``named`` for it, else the ``general`` one, else its own among ``drafts``.
+
+    A name of ``drafts`` means that one. Raises ``OutriderError`` where there is none, or one of another kind than the method's.
+    """
+    name, what = kind.name, kind.drafts_with
+    source = general if named is None else named
+    if source is None:
+        source = drafts.get(kind.own_draft or "")
+    elif isinstance(source, str):
+        source = drafts.get(source, source)
+    if source is None:
+        lack = f", and {kind.own_draft!r} is not among those that come with this target" if drafts else ""
+        raise OutriderError(f"method {name!r} needs {what}{lack}: give {name}:draft=<folder or hub id>, or --draft")
+    found = kind_of(Path(source)) if isinstance(source, (str, Path)) else None
+    if found is not None and found != kind.drafts_with:
+        known = (name for name in PROPOSERS if PROPOSERS.get(name).takes_draft and PROPOSERS.get(name).drafts_with == found)
+        raise OutriderError(f"{source} holds {found}, and method {name!r} needs {what}: use method {next(known)!r} with it")
+    return source
 
 
 class Proposer(ABC):
@@ -74,12 +120,19 @@ class Proposer(ABC):
     max_drafts: int = 64  # the longest path it can draft
     auto_drafts: int = 15  # the longest that is asked for where the length is chosen each round: passes of 16 rows
     takes_draft: bool = False  # whether it looks at the draft that the user names
+    drafts_with: str = MODEL  # the kind of draft that it takes, as heads.checkpoint.kind_of names it
+    own_draft: str | None = None  # the name under which a draft for it may come with the target
 
     @classmethod
     def build(cls, setting: Setting) -> Proposer:
         """Makes the proposer for a target. Raises ``OutriderError`` when it does not fit the target."""
         setting.config(NoOptions)
         return cls()
+
+    @classmethod
+    def drafts_in(cls, options: Mapping[str, Any], general: object, drafts: Mapping[str, object]) -> list[object]:
+        """What it will draft with, before anything is loaded. Raises ``OutriderError`` as ``chosen_draft`` does."""
+        return [chosen_draft(cls, options.get("draft"), general, drafts)] if cls.takes_draft else []
 
     @classmethod
     def examine(cls, setting: Setting) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ drafted. Written ``first+second``; knows neither, only what a ``Proposer`` says 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -183,17 +183,27 @@ class Joint:
 
     def build(self, setting: Setting) -> CombinedProposer:
         """Raises ``OutriderError`` where one of the two does not fit the target."""
-        options: dict[str, dict[str, Any]] = {"": {}, **{part.name: {} for part in self._parts}}
-        for name, value in setting.options.items():
-            whose, _, option = name.rpartition(".")
-            if whose not in options:
-                raise OutriderError(
-                    f"{name}: options of {self.name} begin with {' or '.join(part.name for part in self._parts)}"
-                )
-            options[whose][option] = value
+        options = self._by_part(setting.options)
         config = replace(setting, options=options[""]).config(CombinedConfig)
         first, second = [part.build(replace(setting, options=options[part.name])) for part in self._parts]
         return CombinedProposer(first, second, config)
+
+    def drafts_in(self, options: Mapping[str, Any], general: object, drafts: Mapping[str, object]) -> list[object]:
+        """Those of both."""
+        each = self._by_part(options)
+        return [draft for part in self._parts for draft in part.drafts_in(each[part.name], general, drafts)]
+
+    def _by_part(self, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Options by the name of the method that they are for; the empty name: of the two together."""
+        found: dict[str, dict[str, Any]] = {"": {}, **{part.name: {} for part in self._parts}}
+        for name, value in options.items():
+            whose, _, option = name.rpartition(".")
+            if whose not in found:
+                raise OutriderError(
+                    f"{name}: options of {self.name} begin with {' or '.join(part.name for part in self._parts)}"
+                )
+            found[whose][option] = value
+        return found
 
 
 def _cut(proposal: Proposal, lens: list[int]) -> Proposal:

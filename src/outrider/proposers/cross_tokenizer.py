@@ -50,8 +50,9 @@ class CrossTokenizerProposer(DraftModelProposer):
     @classmethod
     def build(cls, setting: Setting) -> CrossTokenizerProposer:
         """Loads the draft beside the target. Raises ``OutriderError`` where it or one of the tokenizers is missing."""
+        setting = setting.of(cls)
         setting.config(NoOptions)
-        tokenizer = draft_tokenizer(setting, cls.name)
+        tokenizer = draft_tokenizer(setting)
         for whose, found in (("target", setting.tokenizer), ("draft", tokenizer)):
             if found is None:
                 raise OutriderError(f"method {cls.name!r} needs the {whose}'s tokenizer: none was given and none found")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class DraftModelProposer(Proposer):
 
     name = "draft"
     takes_draft = True
+    own_draft = "draft"
 
     def __init__(self, draft: ModelRunner | SelfDraft, vocab_size: int) -> None:
         self.draft = draft
@@ -34,8 +36,9 @@ class DraftModelProposer(Proposer):
     @classmethod
     def build(cls, setting: Setting) -> DraftModelProposer:
         """Loads the draft beside the target. Raises ``OutriderError`` where there is none or the vocabularies differ."""
+        setting = setting.of(cls)
         setting.config(NoOptions)
-        tokenizer = draft_tokenizer(setting, cls.name)
+        tokenizer = draft_tokenizer(setting)
         if setting.tokenizer is not None and tokenizer is not None:
             check_same_vocabulary(setting.tokenizer, tokenizer)
         draft = ModelRunner.load(setting.draft, setting.target.config)  # type: ignore[arg-type]
@@ -46,8 +49,7 @@ class DraftModelProposer(Proposer):
     @classmethod
     def examine(cls, setting: Setting) -> Iterator[Finding]:
         """Vocabulary, context, RoPE, dtype and size, from the draft's config and tokenizer."""
-        if setting.draft is None:
-            return  # build says so
+        setting = setting.of(cls)
         tokenizer = setting.draft_tokenizer or _tokenizer_of(setting.draft)
         if setting.tokenizer is None or tokenizer is None:
             yield Finding("suspicious", "vocabulary", "one of the two has no tokenizer, so ids cannot be compared")
@@ -128,13 +130,12 @@ def _spread(logits: Tensor, able: list[int], batch: int) -> Tensor:
     return full
 
 
-def draft_tokenizer(setting: Setting, method: str) -> PreTrainedTokenizerBase | None:
-    """The draft's tokenizer, if there is one. Raises ``OutriderError`` where there is no draft, or nothing that can be one."""
-    if setting.draft is None:
-        raise OutriderError(f"method {method!r} needs a draft model: give draft=<folder, hub id or model>")
-    if not isinstance(setting.draft, (str, PreTrainedModel)) and not hasattr(setting.draft, "__fspath__"):
-        raise OutriderError(f"draft must be a folder, a hub id or a loaded model, not {type(setting.draft).__name__}")
-    return setting.draft_tokenizer or _tokenizer_of(setting.draft)
+def draft_tokenizer(setting: Setting) -> PreTrainedTokenizerBase | None:
+    """The draft's tokenizer, if there is one. Raises ``OutriderError`` for what cannot be a draft."""
+    draft = setting.draft
+    if not isinstance(draft, (str, Path, PreTrainedModel)):
+        raise OutriderError(f"draft must be a folder, a hub id or a loaded model, not {type(draft).__name__}")
+    return setting.draft_tokenizer or _tokenizer_of(draft)
 
 
 def _compared(target: PreTrainedConfig, draft: PreTrainedConfig, window: int) -> Iterator[Finding]:

@@ -9,21 +9,22 @@ distributions: multi-round rejection then has its full value, and the law of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from outrider.heads import eagle_formats
-from outrider.heads.checkpoint import find_folder
+from outrider.heads import eagle_formats, findings
+from outrider.heads.checkpoint import EAGLE, folder_of
 from outrider.heads.eagle import EagleHead, check_fit
 from outrider.heads.head_runner import HeadRunner
 from outrider.proposers.base import Proposer, Setting
+from outrider.proposers.sample_text import TEXT
 from outrider.proposers.trees import TreeShape, best_tree, without
 from outrider.runner import ModelRunner
 from outrider.sampling import Sampler
-from outrider.types import Context, OutriderError, Proposal
+from outrider.types import Context, Finding, OutriderError, Proposal
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,15 @@ class EagleProposer(Proposer):
     name = "eagle"
     drafts_trees = True
     takes_draft = True
+    drafts_with = EAGLE
+    own_draft = "eagle3"
 
     def __init__(self, head: EagleHead, target: ModelRunner, config: EagleConfig = EagleConfig()) -> None:
         """Raises ``OutriderError`` for a head that does not fit the target."""
         check_fit(head, target)
         self.needs_hidden = config.hidden_states or head.shape.hidden_states
-        if len(self.needs_hidden) != len(head.shape.hidden_states) or max(self.needs_hidden) > target.num_layers:
+        is_there = 0 <= min(self.needs_hidden) <= max(self.needs_hidden) <= target.num_layers
+        if len(self.needs_hidden) != len(head.shape.hidden_states) or not is_there:
             raise OutriderError(f"the head reads {len(head.shape.hidden_states)} hidden states, not {self.needs_hidden}")
         self.head = HeadRunner(head, target)
         self.max_drafts = config.max_depth
@@ -63,15 +67,35 @@ class EagleProposer(Proposer):
     @classmethod
     def build(cls, setting: Setting) -> EagleProposer:
         """Loads the head beside the target. Raises ``OutriderError`` where there is none or it does not fit."""
+        setting = setting.of(cls)
         target, source = setting.target, setting.draft
         if isinstance(source, EagleHead):
-            return cls(source, target)
-        if source is None or not (isinstance(source, str) or hasattr(source, "__fspath__")):
-            raise OutriderError("method 'eagle' needs a head: give draft=<folder or hub id of an EAGLE head>")
-        folder = find_folder(str(source))
+            return cls(source, target, setting.config(EagleConfig))
+        folder = folder_of(source)
         head = eagle_formats.load(folder, target.num_layers, target.vocab_size, target.hidden_size)
-        measured = eagle_formats.measured_acceptance(folder)
-        return cls(head, target, EagleConfig(acceptance=measured) if measured else EagleConfig())
+        return cls(head, target, setting.config(EagleConfig, acceptance=eagle_formats.measured_acceptance(folder)))
+
+    @classmethod
+    def examine(cls, setting: Setting) -> Iterator[Finding]:
+        """Sizes, vocabulary, layers, norms, RoPE, dtype and embedding, from the head's files."""
+        setting = setting.of(cls)
+        if not isinstance(setting.draft, EagleHead):
+            sample = setting.tokenizer.encode(TEXT) if setting.tokenizer is not None else []
+            yield from findings.of_eagle(folder_of(setting.draft), setting.target, sample)
+
+    @classmethod
+    def alternatives(cls, setting: Setting) -> list[str]:
+        """The neighbours of the layers that an EAGLE-3 head reads: conventions differ by one."""
+        setting = setting.of(cls)
+        target, head = setting.target, setting.draft
+        if not isinstance(head, EagleHead):
+            head = eagle_formats.load(folder_of(head), target.num_layers, target.vocab_size, target.hidden_size)
+        states = setting.config(EagleConfig).hidden_states or head.shape.hidden_states
+        if head.shape.generation != 3:
+            return []
+        shifted = [[index + by for index in states] for by in (-1, 1)]
+        fitting = [each for each in shifted if min(each) >= 0 and max(each) <= target.num_layers]
+        return [f"hidden_states={','.join(map(str, each))}" for each in fitting]
 
     def num_nodes(self, k: int) -> int:
         return min(self._max_nodes, 2 * k) if k else 0
@@ -159,9 +183,10 @@ def _confident_tree(head: HeadRunner, round_: _Round, out: Tensor, top_k: int, n
         start = nodes.shape[1] - hidden.shape[1] + 1 if depth > 1 else 0
         logits = round_.spread(head.logits(hidden))
         drafts, above = (round_.spread(nodes), round_.spread(parents)) if depth > 1 else (None, None)
-        logprobs = round_.pick(round_.sampler.confidences(logits, drafts, above, start)).double().log()  # [A, W, V]
-        best = logprobs.clamp_(max=-1e-9).topk(min(top_k, logprobs.shape[-1]), -1)  # a child is worth less than its parent
-        values = (at[:, :, None] + best.values).flatten(1)  # [A, W * top_k]
+        confidences = round_.pick(round_.sampler.confidences(logits, drafts, above, start))  # [A, W, V]
+        best = confidences.topk(min(top_k, confidences.shape[-1]), -1)
+        logprobs = best.values.double().log_().clamp_(max=-1e-9)  # a child is worth less than its parent
+        values = (at[:, :, None] + logprobs).flatten(1)  # [A, W * top_k]
         first = found.add(best.indices.flatten(1), values, beam, depth)
         if depth == round_.k or not found.can_grow(values):
             break

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.proposers.base import Setting
 from outrider.proposers.draft_model import DraftModelProposer
+from outrider.proposers.sample_text import TEXT
 from outrider.runner import ModelRunner
 from outrider.runner.layer_span import LayerSpan
 from outrider.runner.passes import PassRunner
@@ -27,23 +28,6 @@ logger = logging.getLogger(__name__)
 MAX_SHARE = 0.75  # of the layers: an exit behind them leaves nothing to win
 LONGEST = 15  # drafts a round, for what an exit promises
 NUM_TOKENS = 160  # of the text on which exits are compared: a few hundredths of acceptance are told apart
-
-TEXT = """The ferry left at a quarter past six, when the fog had lifted far enough for the captain to see the second buoy. Two
-of the passengers had missed it; they stood on the pier with their bicycles and waved. "We will take the next one," said the
-older of the two, and they sat down to wait. The next one was at nine.
-
-def mean(values):
-    \"\"\"The arithmetic mean of a list of numbers.\"\"\"
-    if not values:
-        raise ValueError("mean of an empty list")
-    total = 0.0
-    for value in values:
-        total += value
-    return total / len(values)
-
-Question: A box holds 12 pencils. How many pencils are in 5 boxes?
-Answer: There are 12 pencils in each box, so 5 boxes hold 5 * 12 = 60 pencils.
-"""
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,20 @@ is the target's whatever they are worth. The paper's typical acceptance is a ver
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
+from outrider.heads import findings
+from outrider.heads.checkpoint import MEDUSA, folder_of
 from outrider.heads.medusa import Accuracies, MedusaHeads, check_fit, load
 from outrider.proposers.base import Proposer, Setting
+from outrider.proposers.sample_text import TEXT
 from outrider.proposers.trees import TreeShape, best_tree
 from outrider.runner import ModelRunner
 from outrider.runner.linear import place
-from outrider.types import Context, OutriderError, Proposal
+from outrider.types import Context, Finding, OutriderError, Proposal
 
 # What heads of the paper's kind reach by rank, falling by head: for heads whose accuracies were never measured.
 USUAL = (0.55, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.01)
@@ -41,6 +45,8 @@ class MedusaProposer(Proposer):
     name = "medusa"
     drafts_trees = True
     takes_draft = True
+    drafts_with = MEDUSA
+    own_draft = "medusa"
 
     def __init__(self, heads: MedusaHeads, target: ModelRunner, config: MedusaConfig = MedusaConfig()) -> None:
         """Raises ``OutriderError`` for heads that do not fit the target."""
@@ -57,13 +63,20 @@ class MedusaProposer(Proposer):
     @classmethod
     def build(cls, setting: Setting) -> MedusaProposer:
         """Loads the heads. Raises ``OutriderError`` where there are none or they do not fit the target."""
+        setting = setting.of(cls)
         target, source = setting.target, setting.draft
         if isinstance(source, MedusaHeads):
-            return cls(source, target)
-        if source is None or not (isinstance(source, str) or hasattr(source, "__fspath__")):
-            raise OutriderError("method 'medusa' needs heads: give draft=<folder or hub id of Medusa heads>")
-        heads, accuracies = load(str(source), target.vocab_size)
-        return cls(heads, target, MedusaConfig(accuracies))
+            return cls(source, target, setting.config(MedusaConfig))
+        heads, accuracies = load(folder_of(source), target.vocab_size)
+        return cls(heads, target, setting.config(MedusaConfig, accuracies=accuracies))
+
+    @classmethod
+    def examine(cls, setting: Setting) -> Iterator[Finding]:
+        """Sizes, vocabulary, number of heads and dtype, from their files."""
+        setting = setting.of(cls)
+        if not isinstance(setting.draft, MedusaHeads):
+            sample = setting.tokenizer.encode(TEXT) if setting.tokenizer is not None else []
+            yield from findings.of_medusa(folder_of(setting.draft), setting.target, sample)
 
     def num_nodes(self, k: int) -> int:
         return len(self._shape(k).parents) if k else 0

@@ -15,35 +15,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.runner import kernels, linear, loading
-from outrider.runner.attention import PassLayout
+from outrider.runner.config import RunnerConfig
 from outrider.runner.kv_cache import KVCache, cache_shape
 from outrider.runner.layer_span import WHOLE, LayerSpan, behind
+from outrider.runner.layouts import SHORT, Layouts, rows_from
 from outrider.runner.passes import PassRunner, Run
 from outrider.runner.read_hidden import ReadHidden
 from outrider.runner.self_draft import FirstLayers
-from outrider.runner.tree_mask import tree_positions, tree_visibility
 from outrider.types import Context, OutriderError, Proposal, Scores, Verdict
-
-
-@dataclass(frozen=True)
-class RunnerConfig:
-    """How a model is executed."""
-
-    dtype: str = "auto"  # auto: as in the checkpoint, arithmetic in float32 where 16 bit is slow; or a torch dtype's name
-    device: str = "auto"  # auto: cuda where there is one, else cpu
-    max_len: int | None = None  # context window; None: the model's own
-    max_batch: int = 8
-    compile: str = "auto"  # auto: where a compiled pass is at hand or pays off; always; never
-    prefill_chunk: int = 256  # tokens of a request per pass while its prompt is read
-    trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        if self.compile not in ("auto", "always", "never"):
-            raise OutriderError(f"compile must be auto, always or never, not {self.compile!r}")
-        if self.max_batch < 1 or self.prefill_chunk < 1 or (self.max_len is not None and self.max_len < 1):
-            raise OutriderError("max_batch, prefill_chunk and max_len must be at least 1")
-        if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
-            raise OutriderError(f"unknown dtype {self.dtype!r}; use auto, bfloat16, float16 or float32")
 
 
 @dataclass
@@ -56,7 +35,6 @@ class _Round:
 
 
 Pick = Callable[[Tensor, int], Tensor]  # logits [B, 1, V] of a step and its number -> the step's tokens, [B, 1] int64
-SHORT = 16  # uncached tokens up to which text is scored in the same pass as the drafts, not prefilled before
 
 
 class ModelRunner:
@@ -79,8 +57,7 @@ class ModelRunner:
         self.first_layers: FirstLayers | None = None  # of this round's drafts, where drafting ran them
         self._read = ReadHidden()
         self._round: _Round | None = None
-        self._numbers = torch.arange(0, device=device)
-        self._masks: dict[tuple[int, int], Tensor] = {}
+        self.layouts = Layouts(self.cache, device, self.max_len)
 
     @classmethod
     def load(cls, model: str | Path | PreTrainedModel, config: RunnerConfig | None = None) -> ModelRunner:
@@ -93,9 +70,8 @@ class ModelRunner:
         device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         if device.type == "cuda" and not torch.cuda.is_available():
             raise OutriderError("device cuda was asked for, but torch sees no CUDA device")
-        cache_shape(
-            loading.text_config(loading.load_config(model, config.trust_remote_code))
-        )  # refuse before reading gigabytes
+        # refuse before reading gigabytes
+        cache_shape(loading.text_config(loading.load_config(model, config.trust_remote_code)))
         loaded = loading.load_model(model, config.dtype, device, config.trust_remote_code)
         loading.check_weights(loaded, str(model))
         if device.type == "cpu" and not getattr(loaded, "is_quantized", False) and kernels.load_cpu_kernels():
@@ -129,16 +105,17 @@ class ModelRunner:
         if self.first_layers is not None and not is_tree:
             wanted = [at + 1 + n for at, n in zip(first, proposal.lens.tolist(), strict=True)]
             states, span = self._begun(self.first_layers, context.request_ids, tokens, wanted)
-        layout_of = self._tree_layout if is_tree else self.chain_layout
-        ids, layout = layout_of(tokens, rows, bases, proposal)
-        places = self._arange(start, ids.shape[1])
+        ids, layout = self.layouts.chain(tokens, rows, bases)
+        if is_tree:
+            layout = self.layouts.tree(layout, proposal, [len(text) for text in pending])
+        places = self.layouts.arange(start, ids.shape[1])
         logits, hidden = self.passes.run(ids if states is None else states, layout, self.needs_hidden, places, span)
         self._round = _Round(context.request_ids, [base + at for base, at in zip(bases, first, strict=True)], is_tree)
         count = proposal.num_nodes + 1
         self._read.add(hidden, context.request_ids, first)
         past = {index: self._read.take(index, context.request_ids, states) for index, states in hidden.items()}
-        rows_of = {index: _rows_from(states, first, count) for index, states in hidden.items()}
-        logits = _rows_from(logits, [at - start for at in first], count).float()
+        rows_of = {index: rows_from(states, first, count) for index, states in hidden.items()}
+        logits = rows_from(logits, [at - start for at in first], count).float()
         return Scores(logits, rows_of, past, first_layer=span.start)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
@@ -156,8 +133,9 @@ class ModelRunner:
         self._round = self.first_layers = None
 
     def prepare(self) -> None:
-        """Compiles, or loads, the passes in use."""
-        self.passes.compile_now(self.needs_hidden)
+        """Compiles, or loads, the whole pass and what else is in use."""
+        self.passes.runner_of(self.needs_hidden)
+        self.passes.compile_now()
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Forgets requests that ended."""
@@ -218,13 +196,13 @@ class ModelRunner:
 
         Leaves the lengths of the cache as they are. Without the head the logits are empty.
         """
-        ids, layout = self.chain_layout(pending, rows, slots)
+        ids, layout = self.layouts.chain(pending, rows, slots)
         first = [len(text) - 1 for text in pending]
         start = min(first)
-        logits, hidden = passes.run(ids, layout, layers, self._arange(start, ids.shape[1]), span)
+        logits, hidden = passes.run(ids, layout, layers, self.layouts.arange(start, ids.shape[1]), span)
         if not span.head:
             return logits, hidden
-        return _rows_from(logits, [at - start for at in first], 1)[:, 0].float(), hidden
+        return rows_from(logits, [at - start for at in first], 1)[:, 0].float(), hidden
 
     def roll(
         self, run: Run, rows: list[int], bases: list[int], logits: Tensor, steps: int, pick: Pick
@@ -238,8 +216,8 @@ class ModelRunner:
         batch = len(rows)
         # One set of inputs for all steps, written in place: a step that made its own would take half as long as its pass.
         start, token_ids = torch.tensor(bases, device=self.device), torch.empty(batch, 1, dtype=torch.long, device=self.device)
-        layout = [start.unsqueeze(1), torch.tensor(rows, device=self.device), start, self._causal(batch, 1), self._arange(0, 1)]
-        inputs = [token_ids, *layout, self.cache.keys, self.cache.values]
+        row_ids, mask, place = torch.tensor(rows, device=self.device), self.layouts.causal(batch, 1), self.layouts.arange(0, 1)
+        inputs = [token_ids, start.unsqueeze(1), row_ids, start, mask, place, self.cache.keys, self.cache.values]
         logits = logits.unsqueeze(1)
         for step in range(steps - 1):
             token_ids.copy_(pick(logits, step))
@@ -263,8 +241,6 @@ class ModelRunner:
         states = first.complete(self, request_ids, tokens, wanted)
         return states, WHOLE if states is None else LayerSpan(first.depth)
 
-    # -- passes -------------------------------------------------------------------------------------------------------------
-
     def _prefill(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], rows: list[int], spare: int) -> None:
         """Reads long uncached text in chunks, all requests together, up to but excluding each one's last token."""
         lens = self.cache.cached_lens
@@ -281,49 +257,12 @@ class ModelRunner:
             todo = [(texts[b], rows[b]) for b in left]
             chunks = [list(text[lens[row] : min(len(text) - 1, lens[row] + self.config.prefill_chunk)]) for text, row in todo]
             self.cache.reserve(max(lens[row] for _, row in todo) + max(map(len, chunks)))
-            ids, layout = self.chain_layout(chunks, [row for _, row in todo], [lens[row] for _, row in todo])
+            ids, layout = self.layouts.chain(chunks, [row for _, row in todo], [lens[row] for _, row in todo])
             # one logit row, since there must be one: none is wanted
-            _, hidden = self.passes.run(ids, layout, self.needs_hidden, self._arange(0, 1))
+            _, hidden = self.passes.run(ids, layout, self.needs_hidden, self.layouts.arange(0, 1))
             self._read.add(hidden, [request_ids[b] for b in left], [len(chunk) for chunk in chunks])
             for chunk, (_, row) in zip(chunks, todo, strict=True):
                 lens[row] += len(chunk)
-
-    def chain_layout(
-        self, tokens: Sequence[list[int]], rows: list[int], bases: list[int], proposal: Proposal | None = None
-    ) -> tuple[Tensor, PassLayout]:
-        width = max(map(len, tokens))
-        ids = torch.tensor([text + [0] * (width - len(text)) for text in tokens], device=self.device)
-        start = torch.tensor(bases, device=self.device)
-        self.cache.reserve(max(bases) + width)
-        positions = (start[:, None] + self._arange(0, width)).clamp_(max=self.max_len - 1)
-        row_ids, visible = torch.tensor(rows, device=self.device), self._causal(len(rows), width)
-        return ids, PassLayout(self.cache.keys, self.cache.values, row_ids, start, positions, visible)
-
-    def _tree_layout(
-        self, tokens: Sequence[list[int]], rows: list[int], bases: list[int], proposal: Proposal
-    ) -> tuple[Tensor, PassLayout]:
-        assert proposal.parents is not None
-        ids, chain = self.chain_layout(tokens, rows, bases)
-        texts = [len(text) - proposal.num_nodes for text in tokens]
-        visible = tree_visibility(proposal.parents, texts, ids.shape[1])
-        positions = tree_positions(proposal.parents, texts, ids.shape[1]) + chain.bases.cpu()[:, None]
-        positions = positions.clamp_(max=self.max_len - 1).to(self.device)
-        return ids, PassLayout(chain.keys, chain.values, chain.cache_rows, chain.bases, positions, visible.to(self.device))
-
-    def _arange(self, start: int, stop: int) -> Tensor:
-        if stop > self._numbers.shape[0]:
-            self._numbers = torch.arange(2 * stop, device=self.device)
-        return self._numbers[start:stop]
-
-    def _causal(self, batch: int, width: int) -> Tensor:
-        """bool [B, W, W]: each token sees itself and those before it."""
-        key = (batch, width)
-        if key not in self._masks:
-            mask = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
-            if width > SHORT:  # prompts have any length: not worth keeping
-                return mask.expand(batch, -1, -1)
-            self._masks[key] = mask.repeat(batch, 1, 1)
-        return self._masks[key]
 
     def pass_cost(
         self, width: int, batch: int, cache_len: int, repeat: int = 3, span: LayerSpan = WHOLE, passes: PassRunner | None = None
@@ -346,10 +285,10 @@ class ModelRunner:
                 self.cache.values[:, row].normal_()
             times = []
             for _ in range(repeat + 1):
-                ids, layout = self.chain_layout([[0] * width] * batch, rows, [slots] * batch)
+                ids, layout = self.layouts.chain([[0] * width] * batch, rows, [slots] * batch)
                 self._synchronize()
                 start = time.perf_counter()
-                (passes or self.passes).run(ids, layout, layers, self._arange(0, width), span)
+                (passes or self.passes).run(ids, layout, layers, self.layouts.arange(0, width), span)
                 self._synchronize()
                 times.append(time.perf_counter() - start)
             return min(times[1:])
@@ -359,14 +298,3 @@ class ModelRunner:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def _rows_from(values: Tensor, first: list[int], count: int) -> Tensor:
-    """values [B, W, ...] -> [B, count, ...], from index first[b] on. Rows past the end repeat the last: they are undefined."""
-    if len(set(first)) == 1:
-        start = first[0]
-        if start + count == values.shape[1]:
-            return values[:, start:]
-    index = torch.tensor(first, device=values.device)[:, None] + torch.arange(count, device=values.device)
-    index = index.clamp_(max=values.shape[1] - 1)
-    return values[torch.arange(len(first), device=values.device)[:, None], index]

@@ -132,12 +132,10 @@ class PassRunner:
             self._runs[kind] = self._prepare(kind)
         return self._runs[kind]
 
-    def compile_now(self, layers: tuple[int, ...] = ()) -> None:
-        """Compiles the passes in use and the one with these hidden states (or loads them from the disk cache), not later when
-        it pays off.
-        """
+    def compile_now(self) -> None:
+        """Compiles the passes in use (or loads them from the disk cache) instead of waiting for it to pay off."""
         if self._compile != "never":
-            for kind in dict.fromkeys([*self._runs, (layers, WHOLE)]):
+            for kind in list(self._runs):
                 if kind not in self._compiled:
                     self._runs[kind] = self._prepare(kind, insist=True)
 

@@ -150,7 +150,7 @@ class SelfDraft:
         if self._depth is not None:
             self.passes.runner_of(self._layers, LayerSpan(0, self._depth, head=False))
             self.passes.runner_of(self._runner.needs_hidden, LayerSpan(self._depth))
-        self.passes.compile_now(self._runner.needs_hidden if self._depth is not None else ())
+        self.passes.compile_now()
 
 
 @torch.inference_mode()
@@ -161,7 +161,7 @@ def exit_logits(runner: ModelRunner, text: Sequence[int], depths: Sequence[int])
     """
     passes, name = PassRunner(runner.model, runner.cache, "never"), "exit-probe"
     try:
-        ids, layout = runner.chain_layout([list(text)], [runner.cache.row(name)], [0])
+        ids, layout = runner.layouts.chain([list(text)], [runner.cache.row(name)], [0])
         places = torch.arange(len(text), device=runner.device)
         logits, hidden = passes.run(ids, layout, tuple(map(behind, depths)), places)
         yield logits[0].float()
@@ -181,7 +181,7 @@ def check_layers(runner: ModelRunner, depth: int) -> None:
     text = [token % runner.vocab_size for token in (11, 7, 5, 3, 2)]
     try:
         rows, places = [runner.cache.row(name)], torch.arange(len(text), device=runner.device)
-        ids, layout = runner.chain_layout([text], rows, [0])
+        ids, layout = runner.layouts.chain([text], rows, [0])
         whole, _ = passes.run(ids, layout, (), places)
         _, hidden = passes.run(ids, layout, (behind(depth),), places, LayerSpan(0, depth, head=False))
         parts, _ = passes.run(hidden[behind(depth)], layout, (), places, LayerSpan(depth))

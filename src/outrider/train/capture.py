@@ -19,11 +19,10 @@ from torch import Tensor
 
 from outrider.runner import ModelRunner
 from outrider.runner.linear import weight_of
-from outrider.train.text import Report
+from outrider.train.text import Report, held_out, spread
 from outrider.types import Context, OutriderError, Proposal, Request, SamplingParams
 
 SHARD_ROWS = 64
-GOLDEN = 0.6180339887498949
 
 
 def fingerprint(runner: ModelRunner) -> str:
@@ -39,7 +38,7 @@ class FeatureCache:
 
     def __init__(self, folder: Path, layers: Sequence[int], num_rows: int, seq_len: int) -> None:
         self.layers, self.num_rows, self.seq_len = tuple(layers), num_rows, seq_len
-        self.num_held_out = max(1, min(num_rows // 20, 64))
+        self.num_held_out = held_out(num_rows)
         self._folder = folder
         self._open: dict[int, Any] = {}
 
@@ -128,7 +127,7 @@ def _captured(runner: ModelRunner, rows: Tensor) -> dict[str, Tensor]:
 
 
 class CachedRows:
-    """Numbers of training rows, spread evenly at every moment: the i-th is frac(i * golden ratio) of the way through."""
+    """Numbers of training rows, spread evenly at every moment."""
 
     def __init__(self, cache: FeatureCache) -> None:
         self._count = cache.num_training
@@ -138,4 +137,4 @@ class CachedRows:
         """int64 [rows]."""
         first = self.rows_drawn["rows"]
         self.rows_drawn["rows"] += rows
-        return torch.tensor([int((i * GOLDEN + 0.5) % 1.0 * self._count) for i in range(first, first + rows)])
+        return spread(first, rows, self._count)

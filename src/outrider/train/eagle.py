@@ -4,6 +4,9 @@ EAGLE-1 (arXiv 2401.15077, section 3.2): smooth L1 to the target's next feature 
 target's head makes of it, on features with noise. EAGLE-3 (arXiv 2503.01840, section 3): cross entropy alone, over several
 steps on the head's own outputs (training-time test), weighted 0.8 ** step. EAGLE-1 over several steps is HASS (arXiv
 2408.15766).
+
+Not in the paper: for the first half of its training an EAGLE-3 head is also drawn towards the target's last feature, with a
+weight that falls to zero. Its output layer begins as the target's, so that this leads to good logits soonest.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from outrider.train.capture import FeatureCache
 
 NOISE = 0.1  # EAGLE-1: features are off by as much when the head feeds itself
 CLASS_WEIGHT = 0.1  # EAGLE-1: of the cross entropy beside the regression
+GUIDED = 0.5  # EAGLE-3: share of the training in which the regression counts, at first as much as EAGLE-1's
 NUM_SIBLINGS = 6  # whose acceptance is measured
 
 
@@ -49,7 +53,7 @@ class EagleLoss:
         said = self._said(features[self.last])
         for depth, out in enumerate(self._rollout(ids, seen)):
             there = slice(1 + depth, 1 + depth + out.shape[1])
-            loss, hit = self._step_loss(out, said[:, there], features[self.last][:, there])
+            loss, hit = self._step_loss(out, said[:, there], features[self.last][:, there], progress)
             total, weights = total + self.decay**depth * loss, weights + self.decay**depth
             parts |= {f"step_{depth + 1}": loss.detach(), f"hit_{depth + 1}": hit}
         total = total / weights
@@ -77,7 +81,7 @@ class EagleLoss:
                 yield out
                 hidden = self.head.feedback(out)
 
-    def _step_loss(self, out: Tensor, said: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
+    def _step_loss(self, out: Tensor, said: Tensor, goal: Tensor, progress: float = 1.0) -> tuple[Tensor, Tensor]:
         """Loss of outputs [B, T, H] that should lead to logits [B, T, V], and how often both name the same likeliest token."""
         head, best = self.head, said.argmax(-1)
         wanted = (said if head.draft_ids is None else said[..., head.draft_ids]).softmax(-1)
@@ -87,6 +91,9 @@ class EagleLoss:
         hit = ((guess if head.draft_ids is None else head.draft_ids[guess]) == best).float().mean()
         if head.shape.generation == 1:
             return smooth_l1_loss(out, goal) + CLASS_WEIGHT * entropy, hit
+        guidance = max(0.0, 1 - progress / GUIDED) / CLASS_WEIGHT
+        if guidance and out.shape[-1] == goal.shape[-1]:
+            entropy = entropy + guidance * smooth_l1_loss(head.norm(out), goal)
         return entropy, hit
 
     @torch.no_grad()

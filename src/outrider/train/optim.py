@@ -79,18 +79,23 @@ class Muon(torch.optim.Optimizer):
 
 
 def build(model: nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
-    """The two optimizers of one model; `base_lr` in each group is what the schedule scales."""
+    """The optimizers of one model, none without parameters; `base_lr` in each group is what the schedule scales."""
     matrices: list[Tensor] = []
     others: list[Tensor] = []
     for name, param in model.named_parameters():
         if param.requires_grad:
             (matrices if param.ndim == 2 and "layers." in name else others).append(param)
-    muon = Muon(matrices, lr=plan.muon_lr, weight_decay=0.01)
-    adam = torch.optim.AdamW(others, lr=plan.adam_lr, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0, fused=True)
-    for optimizer in (muon, adam):
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices:
+        optimizers.append(Muon(matrices, lr=plan.muon_lr, weight_decay=0.01))
+    if others:
+        optimizers.append(
+            torch.optim.AdamW(others, lr=plan.adam_lr, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0, fused=True)
+        )
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["base_lr"] = group["lr"]
-    return [muon, adam]
+    return optimizers
 
 
 def lr_factor(progress: float, plan: Plan) -> float:

@@ -1,4 +1,4 @@
-"""Whole training runs: text to rows, rows to features, features to a head, the head to a checkpoint that can be served.
+"""Whole training runs of heads: text to rows, rows to features, features to a head, the head to a checkpoint to serve.
 
 Every stage goes on where it was interrupted.
 """
@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from outrider.train.medusa import MedusaLoss, measure_accuracies
 from outrider.train.plan import SEED, Plan
 from outrider.train.progress import Progress
 from outrider.train.text import regenerate, token_rows
-from outrider.train.trainer import Job, Trainer
+from outrider.train.trainer import Batches, Job, Loss, Trainer
 from outrider.types import OutriderError
 
 Evaluate = Callable[[bool], dict[str, Any]]
@@ -44,9 +44,19 @@ class Source:
     temperature: float = 0.0  # of what it writes
 
 
+class Rows(Protocol):
+    """How much there is to train on."""
+
+    @property
+    def num_training(self) -> int: ...
+
+    @property
+    def seq_len(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class HeadPlan:
-    """How long and how hard a head is trained."""
+    """How long and how hard a head, or a model, is trained."""
 
     minutes: float | None = None
     epochs: float = 4.0
@@ -55,12 +65,12 @@ class HeadPlan:
     adam_lr: float = 0.001
     seed: int = SEED
 
-    def plan(self, cache: FeatureCache) -> Plan:
+    def plan(self, rows: Rows) -> Plan:
         """The loop's plan. Batches are of whole rows."""
-        tokens = int(self.epochs * cache.num_training * cache.seq_len)
+        tokens = int(self.epochs * rows.num_training * rows.seq_len)
         if tokens < 1 or self.batch_tokens < 1:
             raise OutriderError("epochs and batch tokens must be above 0")
-        lengths = ((1.0, cache.seq_len),)
+        lengths = ((1.0, rows.seq_len),)
         rates = {"muon_lr": self.muon_lr, "adam_lr": self.adam_lr, "warmup": 0.02}
         return Plan(tokens, self.batch_tokens, lengths, minutes=self.minutes, seed=self.seed, **rates)  # type: ignore[arg-type]
 
@@ -111,11 +121,11 @@ def train_medusa(bench: Bench, out: Path, how: HeadPlan, num_heads: int = 4, num
         found = measure_accuracies(heads, output, cache, runner.num_layers)
         return {f"held_{head + 1}": row[0] for head, row in enumerate(found)}
 
-    if not _run(bench, "medusa", heads, loss, how.plan(cache), measure):
+    if not run_job(bench, "medusa", heads, CachedRows(cache), loss, how.plan(cache), measure):
         return False
     accuracies = measure_accuracies(heads, output, cache, runner.num_layers)
-    medusa_heads.export(heads.to(_dtype(runner)), out, runner.vocab_size, accuracies)
-    _finish(bench, "medusa", out, {"accuracies": accuracies})
+    medusa_heads.export(heads.to(checkpoint_dtype(runner)), out, runner.vocab_size, accuracies)
+    finish(bench, "medusa", out, {"accuracies": accuracies})
     return True
 
 
@@ -152,37 +162,38 @@ def train_eagle(bench: Bench, out: Path, how: HeadPlan, kind: EagleRun = EagleRu
     head = shapes.new_eagle(runner, kind.generation, layers, draft_ids).to(runner.device)
     name = f"eagle{kind.generation}"
     loss = EagleLoss(head, cache, runner.num_layers, steps, seed=how.seed)
-    if not _run(bench, name, head, loss, how.plan(cache), lambda final: loss.evaluate()):
+    if not run_job(bench, name, head, CachedRows(cache), loss, how.plan(cache), lambda final: loss.evaluate()):
         return False
     found = {"held_out": loss.evaluate(), "acceptance_by_rank": loss.sibling_acceptance()}
-    head = head.to(_dtype(runner))
+    head = head.to(checkpoint_dtype(runner))
     for index, form in enumerate(kind.formats):
         folder = out if index == 0 else out.with_name(f"{out.name}-{form}")
         eagle_formats.export(head, folder, form, runner.name, found["acceptance_by_rank"])  # type: ignore[arg-type]
-    _finish(bench, name, out, found)
+    finish(bench, name, out, found)
     return True
 
 
-def _run(bench: Bench, name: str, head: nn.Module, loss: Any, plan: Plan, evaluate: Evaluate) -> bool:
+def run_job(bench: Bench, name: str, model: nn.Module, batches: Batches, loss: Loss, plan: Plan, evaluate: Evaluate) -> bool:
+    """Trains ``model`` in the work folder's part of this name, from where it was interrupted. False if interrupted."""
     plan = replace(plan, eval_every_s=120.0, save_every_s=30.0)
     folder = bench.work / name
     try:
-        trainer = Trainer(Job(name, head, CachedRows(loss.cache), loss, plan, folder, evaluate))
+        trainer = Trainer(Job(name, model, batches, loss, plan, folder, evaluate))
     except (RuntimeError, KeyError, ValueError) as error:
-        raise OutriderError(f"the checkpoint in {folder} is not of this head, delete it to begin anew: {error}") from error
+        raise OutriderError(f"the checkpoint in {folder} is of something else, delete it to begin anew: {error}") from error
     finished = trainer.run()
-    head.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
     return finished
 
 
-def _dtype(runner: ModelRunner) -> torch.dtype:
+def checkpoint_dtype(runner: ModelRunner) -> torch.dtype:
     """That of the target's checkpoint."""
     named = getattr(runner.model.config, "dtype", None)
     return named if isinstance(named, torch.dtype) and named.is_floating_point else torch.float32
 
 
-def _finish(bench: Bench, name: str, out: Path, found: dict[str, Any]) -> None:
-    """The curve and what was measured, beside the head."""
+def finish(bench: Bench, name: str, out: Path, found: dict[str, Any]) -> None:
+    """The curve and what was measured, beside what was trained."""
     curve = json.loads((bench.work / name / "curve.json").read_text())
     plots.draw(name, curve, out)
     (out / "measured.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -27,6 +27,16 @@ def output_layer(runner: ModelRunner) -> nn.Linear:
     return layer
 
 
+def final_scale(runner: ModelRunner) -> Tensor:
+    """By how much the target's final norm scales each feature [H]; ones where it is no RMS norm, or has another name."""
+    ones = torch.ones(runner.hidden_size, device=runner.device)
+    norm = getattr(runner.model.base_model, "norm", None)
+    if norm is None or getattr(norm, "bias", None) is not None or "RMS" not in type(norm).__name__:
+        return ones
+    scale: Tensor = norm(ones[None])[0]  # applied and not read: some norms keep their weight less one
+    return scale.float()
+
+
 def new_medusa(runner: ModelRunner, num_heads: int, num_layers: int) -> MedusaHeads:
     """Heads that at first guess what the target's own head would: blocks are zero (Cai et al. 2024, section 2.1)."""
     if num_heads < 1 or num_layers < 1:
@@ -86,6 +96,7 @@ def new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ..
         if generation == 3:
             chosen = torch.arange(size) if draft_ids is None else draft_ids
             head.lm_head.weight.copy_(output.weight[chosen.to(output.weight.device)])
+            head.norm.weight.copy_(final_scale(runner))
             if head.draft_ids is not None:
                 head.draft_ids.copy_(chosen)
     return head

@@ -17,6 +17,7 @@ from outrider.runner import ModelRunner
 from outrider.types import OutriderError
 
 Report = Callable[[float, dict[str, Any]], None]  # how far, and what to show
+GOLDEN = 0.6180339887498949
 
 
 def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
@@ -79,6 +80,32 @@ def rows_of(ids: np.ndarray, seq_len: int) -> Tensor:
     if count < 2:
         raise OutriderError(f"the text has {len(ids)} tokens: training needs two rows of {seq_len} at least")
     return torch.from_numpy(np.ascontiguousarray(ids[: count * seq_len]).astype(np.int32)).view(count, seq_len)
+
+
+def held_out(num_rows: int) -> int:
+    """How many of so many rows, the last ones, are kept for measuring."""
+    return max(1, min(num_rows // 20, 64))
+
+
+def spread(first: int, count: int, total: int) -> Tensor:
+    """Which of ``total`` rows the next ``count`` draws take, int64 [count]: the i-th is frac(i * golden ratio) on."""
+    return torch.tensor([int((i * GOLDEN + 0.5) % 1.0 * total) for i in range(first, first + count)])
+
+
+class TextRows:
+    """Training rows [R, S] themselves, spread evenly at every moment; the last ones are held out."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.num_training, self.seq_len = len(rows) - held_out(len(rows)), rows.shape[1]
+        self.held_out = rows[self.num_training :].long()
+        self.rows_drawn = {"rows": 0}
+        self.whole = rows
+
+    def batch(self, step: int, rows: int, seq_len: int) -> Tensor:
+        """int64 [rows, S]."""
+        first = self.rows_drawn["rows"]
+        self.rows_drawn["rows"] += rows
+        return self.whole[spread(first, rows, self.num_training)].long()
 
 
 def regenerate(

@@ -33,7 +33,7 @@ class Batches(Protocol):
 class Loss(Protocol):
     """The loss of one batch, with the parts worth plotting (floats or 0-d tensors)."""
 
-    def __call__(self, ids: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
+    def __call__(self, ids: Tensor, step: int, progress: float, /) -> tuple[Tensor, dict[str, Any]]:
         """Loss of a batch."""
         ...
 

@@ -405,7 +405,7 @@ inline vec score_block(const float* query, const Cache* keys, int64_t dim) {
   const int64_t whole = chunks ? chunks : dim / kLanes;
   for (int i = 0; i < kLanes; ++i) {
     vec acc = vec{};
-    for (int64_t c = 0; c < whole; ++c) acc += load(query + c * kLanes) * load(keys + i * dim + c * kLanes);
+    for (int64_t c = 0; c < whole; ++c) acc = fused(load(query + c * kLanes), load(keys + i * dim + c * kLanes), acc);
     sums[i] = acc;
   }
   vec total = sum_each(sums);
@@ -421,80 +421,191 @@ inline vec score_block(const float* query, const Cache* keys, int64_t dim) {
   return score_block<Cache, 0>(query, keys, dim);
 }
 
-// out[0..16 * chunks) = sum over slots of weights[s] * values[s][...], in slot order; values are `stride` apart.
-template <typename Cache, int chunks>
-inline void mix(const float* weights, const Cache* values, int64_t count, int64_t stride, float* out) {
-  vec acc[chunks];
-  for (int c = 0; c < chunks; ++c) acc[c] = vec{};
-  for (int64_t s = 0; s < count; ++s) {
-    if (weights[s] == 0) continue;  // a masked slot may hold anything, NaN too
-    const vec weight = splat(weights[s]);
-    for (int c = 0; c < chunks; ++c) acc[c] += weight * load(values + s * stride + c * kLanes);
+// 16 keys [16, dim] -> [dim, 16] float32; dim is a multiple of 16.
+template <typename Cache>
+inline void turn_keys(const Cache* keys, int64_t dim, float* to) {
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    vec block[kLanes];
+    for (int i = 0; i < kLanes; ++i) block[i] = load(keys + i * dim + d);
+    transpose(block);
+    for (int i = 0; i < kLanes; ++i) store(to + (d + i) * kLanes, block[i]);
   }
-  for (int c = 0; c < chunks; ++c) store(out + c * kLanes, acc[c]);
 }
 
-// One query over the slots it sees: exact softmax in slot order. `scores` holds base + width + 2 * 16 floats.
-template <typename Cache>
-void attend_one(const Pass& pass, int64_t b, int64_t w, const float* query, const Cache* keys, const Cache* values, float* scores,
-                float* out) {
-  constexpr float kUnseen = -std::numeric_limits<float>::infinity();
-  const int64_t base = pass.bases[b], position = pass.positions[b * pass.width + w];
-  const int64_t open = base + pass.width - pass.reach;  // slots before it are seen by all
-  const bool* row = pass.visible + (b * pass.width + w) * pass.reach;
-  const int64_t begin = pass.window > 0 ? std::max<int64_t>(0, position - pass.window + 1) : 0;
-  int64_t last = base + pass.width;
-  while (last > open && !row[last - 1 - open]) --last;
-  const int64_t first = std::min(begin, open) / kLanes * kLanes;  // blocks start at the same slots whatever the pass
-  const int64_t count = last - first, padded = (count + kLanes - 1) / kLanes * kLanes;
-  vec peak = splat(kUnseen);
-  for (int64_t i = 0; i < padded; i += kLanes) {
-    const int64_t slot = first + i;
-    vec score;
-    if (slot + kLanes <= pass.capacity) {
-      score = score_block(query, keys + slot * pass.key_dim, pass.key_dim) * pass.scale;
-    } else {  // the cache ends within this block
-      for (int64_t j = 0; j < kLanes; ++j) {
-        score[j] = 0;
-        if (slot + j >= last) continue;
-        Cache block[kLanes * 1024];
-        TORCH_CHECK(pass.key_dim <= 1024, "attend: head size over 1024");
-        for (int64_t d = 0; d < pass.key_dim; ++d) block[d] = keys[(slot + j) * pass.key_dim + d];
-        for (int64_t d = pass.key_dim; d < kLanes * pass.key_dim; ++d) block[d] = static_cast<Cache>(0.0f);
-        score[j] = score_block(query, block, pass.key_dim)[0] * pass.scale;
+// What score_block says of `count` queries, `stride` apart, by the same additions in the same order: of each lane over the chunks,
+// then of the lanes by a tree. Turned keys need no exchange of lanes, and are loaded once for all.
+template <int count>
+inline void score_turned(const float* queries, int64_t stride, const float* turned, int64_t dim, float* scores,
+                         int64_t scores_stride) {
+  vec part[4][count];
+  for (int lane = 0; lane < 4; ++lane) {
+    vec acc[4][count];
+    for (int j = 0; j < 4; ++j) for (int i = 0; i < count; ++i) acc[j][i] = vec{};
+    for (int64_t c = lane; c < dim; c += kLanes)
+      for (int j = 0; j < 4; ++j) {
+        const vec key = load(turned + (c + 4 * j) * kLanes);
+        for (int i = 0; i < count; ++i) acc[j][i] = fused(splat(queries[i * stride + c + 4 * j]), key, acc[j][i]);
       }
-    }
-    if (pass.softcap > 0) for (int j = 0; j < kLanes; ++j) score[j] = pass.softcap * std::tanh(score[j] / pass.softcap);
-    if (slot < begin || slot + kLanes > open) {
-      for (int64_t j = 0; j < kLanes; ++j) {
-        const int64_t at = slot + j;
-        bool seen = at < last && (at < open || row[at - open]) && (at >= base || at >= begin);
-        if (seen && at >= base && pass.window > 0) seen = position - pass.positions[b * pass.width + at - base] < pass.window;
-        if (!seen) score[j] = kUnseen;
-      }
-    }
-    store(scores + i, score);
-    peak = score > peak ? score : peak;
+    for (int i = 0; i < count; ++i) part[lane][i] = (acc[0][i] + acc[2][i]) + (acc[1][i] + acc[3][i]);
   }
-  const vec top = splat(largest(peak));
-  vec total = vec{};
-  for (int64_t i = 0; i < padded; i += kLanes) {
-    const vec weight = exp_nonpositive(load(scores + i) - top);
-    store(scores + i, weight);
-    total += weight;
-  }
-  const float inverse = 1.0f / sum(total);
-  const Cache* from = values + first * pass.value_dim;
-  int64_t d = 0;
-  for (; d + 4 * kLanes <= pass.value_dim; d += 4 * kLanes) mix<Cache, 4>(scores, from + d, count, pass.value_dim, out + d);
-  for (; d + kLanes <= pass.value_dim; d += kLanes) mix<Cache, 1>(scores, from + d, count, pass.value_dim, out + d);
-  for (; d < pass.value_dim; ++d) {
-    out[d] = 0;
-    for (int64_t s = 0; s < count; ++s)
-      if (scores[s] != 0) out[d] += scores[s] * static_cast<float>(from[s * pass.value_dim + d]);
-  }
-  for (d = 0; d < pass.value_dim; ++d) out[d] *= inverse;
+  for (int i = 0; i < count; ++i)
+    store(scores + i * scores_stride, (part[0][i] + part[2][i]) + (part[1][i] + part[3][i]));
 }
+
+// out[i][0..16 * chunks) += sum over slots of weights[i][s] * values[s][...], in slot order, for `count` rows of weights. `masked`:
+// slots of weight 0 are passed over, for they may hold anything, NaN too.
+template <typename Cache, int count, int chunks, bool masked>
+inline void mix(const float* weights, int64_t weights_stride, const Cache* values, int64_t slots, int64_t dim, float* out,
+                int64_t out_stride) {
+  vec acc[count][chunks];
+  for (int i = 0; i < count; ++i) for (int c = 0; c < chunks; ++c) acc[i][c] = load(out + i * out_stride + c * kLanes);
+  for (int64_t s = 0; s < slots; ++s) {
+    if (masked && weights[s] == 0) continue;
+    vec value[chunks];
+    for (int c = 0; c < chunks; ++c) value[c] = load(values + s * dim + c * kLanes);
+    for (int i = 0; i < count; ++i) {
+      const vec weight = splat(weights[i * weights_stride + s]);
+      for (int c = 0; c < chunks; ++c) acc[i][c] = fused(weight, value[c], acc[i][c]);
+    }
+  }
+  for (int i = 0; i < count; ++i) for (int c = 0; c < chunks; ++c) store(out + i * out_stride + c * kLanes, acc[i][c]);
+}
+
+// Queries of one request that look at the same keys and values: those of `tokens` tokens from `token` on, of a group of heads. Row
+// w * group + g of `queries`, `scores` and `out`. Slots count from `first`, and `padded` of them are looked at.
+template <typename Cache>
+struct Attention {
+  static constexpr int64_t kTogether = 4;  // queries that share what is loaded
+  static constexpr int64_t kRows = 32;     // queries at once, about: their scores stay in the cache
+  static constexpr float kUnseen = -std::numeric_limits<float>::infinity();
+  const Pass& pass;
+  const int64_t b, token, tokens, group, base, open, first, count, padded;
+  const Cache *keys, *values;
+  float *queries, *scores, *out, *turned;
+
+  Attention(const Pass& of, int64_t row, int64_t from, const Cache* k_plane, const Cache* v_plane, float* buffer)
+      : pass(of), b(row), token(from), tokens(std::min(tokens_at_once(of), of.width - from)), group(of.heads / of.kv_heads),
+        base(of.bases[row]), open(base + of.width - of.reach),  // slots before it are seen by all, but for a window
+        first(std::min(begin(token), open) / kLanes * kLanes),  // blocks start at the same slots whatever the pass
+        count(end() - first), padded((count + kLanes - 1) / kLanes * kLanes), keys(k_plane), values(v_plane), queries(buffer),
+        scores(queries + rows() * of.key_dim), out(scores + rows() * padded), turned(out + rows() * of.value_dim) {}
+
+  static int64_t tokens_at_once(const Pass& pass) {
+    return std::clamp<int64_t>(kRows * pass.kv_heads / pass.heads, 1, pass.width);
+  }
+  static int64_t buffer_size(const Pass& pass, int64_t longest) {
+    const int64_t rows = tokens_at_once(pass) * pass.heads / pass.kv_heads;
+    return rows * (pass.key_dim + longest + kLanes + pass.value_dim) + kLanes * (pass.key_dim + kLanes);
+  }
+  int64_t rows() const { return tokens * group; }
+  int64_t position(int64_t w) const { return pass.positions[b * pass.width + w]; }
+  const bool* visible(int64_t w) const { return pass.visible + (b * pass.width + w) * pass.reach; }
+  // The first slot that token w sees of those committed before.
+  int64_t begin(int64_t w) const { return pass.window > 0 ? std::max<int64_t>(0, position(w) - pass.window + 1) : 0; }
+  // The slot behind the last that any of the tokens sees.
+  int64_t end() const {
+    int64_t last = open;
+    for (int64_t w = token; w < token + tokens; ++w)
+      for (int64_t slot = base + pass.width; slot > last; --slot)
+        if (visible(w)[slot - 1 - open]) last = slot;
+    return last;
+  }
+
+  void run() {
+    score();
+    std::fill_n(out, rows() * pass.value_dim, 0.0f);
+    std::vector<float> inverse(rows());
+    for (int64_t row = 0; row < rows(); ++row) inverse[row] = weigh(token + row / group, scores + row * padded);
+    const int64_t shared = pass.window > 0 ? 0 : std::max<int64_t>(0, open - first);
+    int64_t row = 0;
+    for (; row + kTogether <= rows(); row += kTogether) gather<kTogether, false>(row, 0, shared);
+    for (; row < rows(); ++row) gather<1, false>(row, 0, shared);
+    for (row = 0; row < rows(); ++row) gather<1, true>(row, shared, count);
+    for (row = 0; row < rows(); ++row)
+      for (int64_t d = 0; d < pass.value_dim; ++d) out[row * pass.value_dim + d] *= inverse[row];
+  }
+
+  // Products of all queries with all keys, 16 slots at a time.
+  void score() {
+    const int64_t dim = pass.key_dim;
+    const bool turn = rows() >= kTogether && dim % kLanes == 0;  // where turning the keys pays off; the bits are the same
+    for (int64_t i = 0; i < padded; i += kLanes) {
+      const int64_t slot = first + i;
+      const Cache* block = keys + slot * dim;
+      int64_t row = 0;
+      if (slot + kLanes > pass.capacity) {  // the cache ends within this block
+        for (; row < rows(); ++row) score_end(queries + row * dim, slot, scores + row * padded + i);
+      } else if (turn) {
+        turn_keys(block, dim, turned);
+        for (; row + kTogether <= rows(); row += kTogether)
+          score_turned<kTogether>(queries + row * dim, dim, turned, dim, scores + row * padded + i, padded);
+        for (; row < rows(); ++row) score_turned<1>(queries + row * dim, dim, turned, dim, scores + row * padded + i, padded);
+      } else {
+        for (; row < rows(); ++row) store(scores + row * padded + i, score_block(queries + row * dim, block, dim));
+      }
+    }
+  }
+
+  void score_end(const float* query, int64_t slot, float* to) {
+    TORCH_CHECK(pass.key_dim <= 1024, "attend: head size over 1024");
+    vec score = vec{};
+    for (int64_t j = 0; slot + j < first + count; ++j) {
+      Cache block[kLanes * 1024];
+      for (int64_t d = 0; d < pass.key_dim; ++d) block[d] = keys[(slot + j) * pass.key_dim + d];
+      for (int64_t d = pass.key_dim; d < kLanes * pass.key_dim; ++d) block[d] = static_cast<Cache>(0.0f);
+      score[j] = score_block(query, block, pass.key_dim)[0];
+    }
+    store(to, score);
+  }
+
+  // Products of token w -> weights that are yet to be divided by their sum. Returns one over it.
+  float weigh(int64_t w, float* from) {
+    vec peak = splat(kUnseen);
+    for (int64_t i = 0; i < padded; i += kLanes) {
+      const int64_t slot = first + i;
+      vec score = load(from + i) * pass.scale;
+      if (pass.softcap > 0) for (int j = 0; j < kLanes; ++j) score[j] = pass.softcap * std::tanh(score[j] / pass.softcap);
+      if (slot < begin(w) || slot + kLanes > open) {
+        for (int64_t j = 0; j < kLanes; ++j)
+          if (!sees(w, slot + j)) score[j] = kUnseen;
+      }
+      store(from + i, score);
+      peak = score > peak ? score : peak;
+    }
+    const vec top = splat(largest(peak));
+    vec total = vec{};
+    for (int64_t i = 0; i < padded; i += kLanes) {
+      const vec weight = exp_nonpositive(load(from + i) - top);
+      store(from + i, weight);
+      total += weight;
+    }
+    return 1.0f / sum(total);
+  }
+
+  bool sees(int64_t w, int64_t slot) const {
+    if (slot >= first + count || (slot >= open && !visible(w)[slot - open])) return false;
+    if (slot < base) return slot >= begin(w);
+    return pass.window <= 0 || position(w) - position(slot - base) < pass.window;
+  }
+
+  // Adds the values of the slots from..to, by weight, to what `together` rows put out.
+  template <int together, bool masked>
+  void gather(int64_t row, int64_t from, int64_t to) {
+    const int64_t dim = pass.value_dim, slots = to - from;
+    const float* weights = scores + row * padded + from;
+    const Cache* start = values + (first + from) * dim;
+    float* into = out + row * dim;
+    int64_t d = 0;
+    for (; d + 4 * kLanes <= dim; d += 4 * kLanes)
+      mix<Cache, together, 4, masked>(weights, padded, start + d, slots, dim, into + d, dim);
+    for (; d + kLanes <= dim; d += kLanes) mix<Cache, together, 1, masked>(weights, padded, start + d, slots, dim, into + d, dim);
+    for (; d < dim; ++d)
+      for (int i = 0; i < together; ++i)
+        for (int64_t s = 0; s < slots; ++s)
+          if (!masked || weights[i * padded + s] != 0)
+            into[i * dim + d] += weights[i * padded + s] * static_cast<float>(start[s * dim + d]);
+  }
+};
 
 template <typename Cache>
 void attend_all(const Pass& pass, const float* query, const float* key, const float* value, Cache* keys, Cache* values, float* out) {
@@ -503,25 +614,30 @@ void attend_all(const Pass& pass, const float* query, const float* key, const fl
   for (int64_t b = 0; b < pass.rows; ++b) longest = std::max(longest, pass.bases[b]);
   longest += pass.width;
   const int64_t work = pass.width * group * longest * (pass.key_dim + pass.value_dim);
-  at::parallel_for(0, pass.rows * pass.kv_heads, std::max<int64_t>(1, 100'000 / work), [&](int64_t begin, int64_t end) {
-    std::vector<float> scores(longest + 2 * kLanes);
-    for (int64_t task = begin; task < end; ++task) {
+  at::parallel_for(0, pass.rows * pass.kv_heads, std::max<int64_t>(1, 100'000 / work), [&](int64_t from, int64_t to) {
+    std::vector<float> buffer(Attention<Cache>::buffer_size(pass, longest));
+    for (int64_t task = from; task < to; ++task) {
       const int64_t b = task / pass.kv_heads, h = task % pass.kv_heads;
       const int64_t plane = (pass.cache_rows[b] * pass.kv_heads + h) * pass.capacity;
       Cache* k_plane = keys + plane * pass.key_dim;
       Cache* v_plane = values + plane * pass.value_dim;
       for (int64_t w = 0; w < pass.width; ++w) {  // this pass's keys and values go to the slots after the committed ones
-        const int64_t from = (b * pass.kv_heads + h) * pass.width + w, slot = pass.bases[b] + w;
-        for (int64_t d = 0; d < pass.key_dim; ++d) k_plane[slot * pass.key_dim + d] = static_cast<Cache>(key[from * pass.key_dim + d]);
+        const int64_t at = (b * pass.kv_heads + h) * pass.width + w, slot = pass.bases[b] + w;
+        for (int64_t d = 0; d < pass.key_dim; ++d) k_plane[slot * pass.key_dim + d] = static_cast<Cache>(key[at * pass.key_dim + d]);
         for (int64_t d = 0; d < pass.value_dim; ++d)
-          v_plane[slot * pass.value_dim + d] = static_cast<Cache>(value[from * pass.value_dim + d]);
+          v_plane[slot * pass.value_dim + d] = static_cast<Cache>(value[at * pass.value_dim + d]);
       }
-      for (int64_t w = 0; w < pass.width; ++w)
-        for (int64_t g = 0; g < group; ++g) {
-          const int64_t head = h * group + g;
-          attend_one(pass, b, w, query + ((b * pass.heads + head) * pass.width + w) * pass.key_dim, k_plane, v_plane, scores.data(),
-                     out + ((b * pass.width + w) * pass.heads + head) * pass.value_dim);
-        }
+      for (int64_t token = 0; token < pass.width; token += Attention<Cache>::tokens_at_once(pass)) {
+        Attention<Cache> attention(pass, b, token, k_plane, v_plane, buffer.data());
+        for (int64_t w = 0; w < attention.tokens; ++w)
+          for (int64_t g = 0; g < group; ++g)
+            std::copy_n(query + ((b * pass.heads + h * group + g) * pass.width + token + w) * pass.key_dim, pass.key_dim,
+                        attention.queries + (w * group + g) * pass.key_dim);
+        attention.run();
+        for (int64_t w = 0; w < attention.tokens; ++w)
+          std::copy_n(attention.out + w * group * pass.value_dim, group * pass.value_dim,
+                      out + ((b * pass.width + token + w) * pass.heads + h * group) * pass.value_dim);
+      }
     }
   });
 }

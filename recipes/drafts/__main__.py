@@ -1,0 +1,108 @@
+"""Command line of the recipe: `python -m recipes.drafts distilled` and `python -m recipes.drafts foreign`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider.runner import ModelRunner, RunnerConfig
+from outrider.train.distillation import DIVERGENCES, Distillation
+from outrider.train.draft_model import DraftShape
+from outrider.train.model_runs import DraftRun, train_draft
+from outrider.train.runs import Bench, HeadPlan
+from recipes.drafts import foreign as foreign_draft
+from recipes.family import model, report, tokenizer
+from recipes.family.config import PRESETS, SEED
+from recipes.heads.rows import training_rows
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+
+PACKAGE = Path(__file__).parents[2] / "src" / "outrider" / "family"
+FROM_LAYERS = PRESETS["cpu"].distillation.layers
+LEARNED = (0.006, 0.0015)  # Muon's and Adam's learning rates for weights that are good already
+FRESH = (0.01, 0.0025)
+
+Family = Annotated[Path, typer.Option("--family", help="folder of the family: target/ and draft/")]
+Tokens = Annotated[Path, typer.Option("--tokens", help="the family recipe's tokenised text")]
+Out = Annotated[Path, typer.Option("--out", help="folder for the finished draft")]
+Minutes = Annotated[float, typer.Option("--minutes", help="of training")]
+Rows = Annotated[int, typer.Option("--rows", help="rows of 256 tokens, half of them written by the target")]
+
+
+def rows_of(family: Path, tokens: Path, work: Path, count: int) -> Bench:
+    """The target, and rows of text shared with the recipe of the heads where ``work`` is that recipe's."""
+    if not (tokens / "tokens.json").exists():
+        sys.exit(f"no tokenised text in {tokens}: run `python -m recipes.family tokenizer` first")
+    work.mkdir(parents=True, exist_ok=True)
+    (work / ".gitignore").write_text("*\n")
+    runner = ModelRunner.load(family / "target", RunnerConfig(max_batch=32, compile="auto"))
+    return Bench(runner, tokenizer.load(family / "target"), work, rows=training_rows(runner, tokens, work, count))
+
+
+@app.command()
+def distilled(  # noqa: PLR0913 - one parameter an option
+    minutes: Minutes = 25.0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="begin as the target's layers, not as the family's draft")] = False,
+    loss: Annotated[str, typer.Option("--loss", help=" or ".join(DIVERGENCES))] = "kl",
+    rows: Rows = 4000,
+    family: Family = PACKAGE,
+    tokens: Tokens = Path("build/family/tokens"),
+    work: Annotated[Path, typer.Option("--work", help="rows and checkpoints; the heads' folder has rows")] = Path(
+        "build/heads"
+    ),
+    out: Out = Path("build/drafts/distilled"),
+) -> None:
+    """Distil a draft of the family draft's size for longer and compare the two; run again to resume."""
+    at = rows_of(family, tokens, work, rows)
+    shape = DraftShape(PRESETS["cpu"].draft.layers, PRESETS["cpu"].draft.hidden, FROM_LAYERS)
+    muon, adam = FRESH if fresh else LEARNED
+    kind = DraftRun(shape, None if fresh else str(family / "draft"), Distillation(loss=loss), compiled=True)
+    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED)
+    if not train_draft(at, out, how, kind):
+        sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
+    compare(family, out, tokens)
+
+
+def compare(family: Path, out: Path, tokens: Path) -> None:
+    """Mean acceptance length of both drafts on the target's own greedy text after held-out signatures, kept and printed."""
+    target, learned = model.load(family / "target"), tokenizer.load(family / "target")
+    found = {}
+    for name, folder in (("family", family / "draft"), ("distilled", out)):
+        found[name] = report.speculation(target, model.load(folder), learned, tokens)["mean_acceptance_length"]
+    found["ratio"] = {k: round(found["distilled"][k] / found["family"][k], 3) for k in found["family"]}
+    (out / "compared.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+
+
+@app.command()
+def foreign(  # noqa: PLR0913 - one parameter an option
+    minutes: Minutes = 8.0,
+    vocab: Annotated[int, typer.Option("--vocab", help="tokens of the draft's own tokenizer")] = 6144,
+    rows: Rows = 4000,
+    megabytes: Annotated[float, typer.Option("--megabytes", help="at most this much text of each source")] = 12.0,
+    corpus: Annotated[Path, typer.Option("--corpus", help="folder of the xz text files")] = Path("../shared/corpus"),
+    family: Family = PACKAGE,
+    tokens: Tokens = Path("build/family/tokens"),
+    rows_work: Annotated[Path, typer.Option("--rows-work", help="folder of the rows")] = Path("build/heads"),
+    work: Annotated[Path, typer.Option("--work", help="tokenizer, tokens and checkpoints")] = Path("build/drafts/foreign-work"),
+    out: Out = Path("build/drafts/foreign"),
+) -> None:
+    """Train a tokenizer of another size and a draft with it; run again to resume. --rows 0: on corpus text alone."""
+    for folder in (work, out):
+        folder.mkdir(parents=True, exist_ok=True)
+    (work / ".gitignore").write_text("*\n")
+    written: list[str] = []
+    if rows and not (work / "tokens" / "tokens.json").exists():
+        learned, at = tokenizer.load(family / "target"), rows_of(family, tokens, rows_work, rows)
+        written = [str(learned.decode(row)) for row in at.training_rows().tolist()]
+    foreign_draft.prepare(work, corpus, megabytes, vocab, written)
+    if not foreign_draft.train(work, family, minutes, out):
+        sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
+
+
+if __name__ == "__main__":
+    app()

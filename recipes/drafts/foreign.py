@@ -1,0 +1,99 @@
+"""A draft with a vocabulary of its own: a byte-level BPE of another size, and a small Llama trained on plain text with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from outrider.train import plots
+from outrider.train.distillation import next_token_loss
+from outrider.train.shrink import shrink
+from outrider.train.trainer import Job, Trainer
+from recipes.family import corpus, data, evaluate, model, tokenizer
+from recipes.family.config import PRESETS, SEED
+from recipes.family.export import export
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+WRITTEN_SHARE = 0.5  # of the rows that are the target's own text, where there is any
+FROM_LAYERS = (0, 2)
+SAMPLE = 12_000_000  # characters that the tokenizer is learned from
+
+
+def prepare(folder: Path, texts: Path, megabytes: float, vocab: int, written: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Learns the tokenizer and tokenises the family's text and the target's with it, unless that is done already."""
+    if not (folder / "tokens" / "tokens.json").exists():
+        splits = corpus.load(texts, megabytes)
+        learned = tokenizer.train(tokenizer.balanced_sample(splits, SAMPLE), vocab)
+        learned.save_pretrained(folder / "tokenizer")
+        data.encode_all(learned, splits, folder / "tokens")
+        documents = list(written)
+        if documents:
+            data.encode(learned, documents, folder / "tokens" / "train_written.bin")
+    return tokenizer.load(folder / "tokenizer")
+
+
+def mixture(tokens: Path) -> data.Mixture:
+    """The family's mix, and the target's own text beside it."""
+    mixed = data.training_mixture(tokens, SEED + 11)
+    own = tokens / "train_written.bin"
+    if not own.exists():
+        return mixed
+    weights = {name: (1 - WRITTEN_SHARE) * share for name, share in zip(mixed.names, mixed.shares.tolist(), strict=True)}
+    streams = dict(mixed.streams) | {"written": np.memmap(own, dtype=np.uint16, mode="r")}
+    return data.Mixture(streams, weights | {"written": WRITTEN_SHARE}, SEED + 11)
+
+
+def pieces(own: PreTrainedTokenizerFast, target: PreTrainedTokenizerFast) -> Tensor:
+    """[Vd, V]: each token of ``own`` as the mean of the target's tokens that spell it."""
+    table = torch.zeros(len(own), len(target))
+    for index, token in enumerate(own.convert_ids_to_tokens(list(range(len(own))))):
+        text = own.decode([index])
+        whole = token in own.all_special_tokens or BROKEN not in text
+        ids = target.encode(text) if whole else target.convert_tokens_to_ids(list(token))
+        for piece in ids:
+            table[index, piece] += 1 / len(ids)
+    return table
+
+
+def train(folder: Path, family: Path, minutes: float, out: Path) -> bool:
+    """Trains the draft on what ``prepare`` left in ``folder`` and writes it to ``out``. False if interrupted."""
+    learned, of_target = tokenizer.load(folder / "tokenizer"), tokenizer.load(family / "target")
+    preset = replace(PRESETS["cpu"], vocab=len(learned))
+    net = model.build(preset.draft, preset, SEED + 11)
+    shrink(model.load(family / "target"), net, FROM_LAYERS, pieces(learned, of_target))
+    plan = replace(preset.draft_plan, max_tokens=20_000_000, minutes=minutes, eval_every_s=120.0, seed=SEED + 11)
+    found = held_out(folder, learned)
+
+    def loss(ids: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
+        value = next_token_loss(net, ids)
+        return value, {"loss": value.detach()}
+
+    def measure(final: bool) -> dict[str, Any]:
+        return {"bpb": evaluate.bits_per_byte(net, found)}
+
+    if not Trainer(Job("foreign", net, mixture(folder / "tokens"), loss, plan, folder / "foreign", measure)).run():
+        return False
+    export(folder / "foreign" / "checkpoint.pt", preset.draft, preset, folder / "tokenizer", out)
+    plots.draw("foreign", json.loads((folder / "foreign" / "curve.json").read_text()), out)
+    with torch.no_grad():
+        bits = evaluate.bits_per_byte(net, found)["total"]
+    common = len(set(learned.get_vocab()) & set(of_target.get_vocab()))
+    measured = {"vocabulary": len(learned), "tokens_in_common": common, "bits_per_byte": bits}
+    (out / "measured.json").write_text(json.dumps(measured, indent=1) + "\n")
+    return True
+
+
+def held_out(folder: Path, learned: PreTrainedTokenizerFast) -> evaluate.HeldOut:
+    """Held-out rows in the draft's own tokens."""
+    names = [source.name for source in corpus.SOURCES]
+    rows = data.held_out_rows(folder / "tokens", names, 256, 4_096)
+    sizes = torch.tensor(tokenizer.token_bytes(learned), dtype=torch.float64)
+    return evaluate.HeldOut(rows, {source.name: source.weight for source in corpus.SOURCES}, sizes)

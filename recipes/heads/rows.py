@@ -1,0 +1,44 @@
+"""The rows that everything trained on the embedded target shares: half corpus text, half text of the target's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from outrider.runner import ModelRunner
+from outrider.train.progress import Progress
+from outrider.train.text import regenerate
+from recipes.family import data, prompts, tokenizer
+from recipes.family.config import SEED
+
+SEQ_LEN, PROMPT_LEN = 256, 96
+
+
+def training_rows(runner: ModelRunner, tokens: Path, work: Path, count: int) -> torch.Tensor:
+    """Half corpus text, half continuations the target wrote itself, greedily and at temperature 1, in turn: [R, 256]."""
+    path = work / "rows.pt"
+    if path.exists():
+        return torch.load(path, weights_only=True)
+    half = count // 2
+    mixture = data.training_mixture(tokens, SEED + 7)
+    plain = mixture.batch(0, half, SEQ_LEN)[:, :SEQ_LEN].int()
+    others = data.training_mixture(tokens, SEED + 8).batch(0, count - half, PROMPT_LEN)
+    learned = tokenizer.load(runner_folder(runner))
+    starts = prompts.mixed_prompts(tokens, learned, count - half, PROMPT_LEN, others)
+    filled = torch.zeros(len(starts), SEQ_LEN, dtype=torch.int32)
+    filled[:, :PROMPT_LEN] = starts.int()
+    written = []
+    for temperature, part in zip((0.0, 1.0), filled.chunk(2), strict=True):
+        with Progress(f"text at temperature {temperature:g}") as bar:
+            folder = work / f"text_{temperature:g}"
+            written.append(regenerate(runner, part, PROMPT_LEN, temperature, SEED, folder, bar.update))
+    rows = torch.cat([plain, *written])
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED))]
+    torch.save(rows, path)
+    return rows
+
+
+def runner_folder(runner: ModelRunner) -> Path:
+    """Where the target was loaded from: its tokenizer lies there too."""
+    return Path(runner.name)

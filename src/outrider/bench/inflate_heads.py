@@ -1,0 +1,208 @@
+"""Inflates heads together with their target: the same drafts, at the cost of a head of the large model's widths.
+
+What a head reads of the inflated target is the small one's hidden state, padded with zeros (see ``inflate``); what it puts out
+is padded in the same way. The hidden states that it reads are those that go into the same real layers, which stand further
+apart in the large model. The head's layers get the widths of the large target's. Norms are exact in bfloat16 where those of the
+target are; an EAGLE-1 head has no norm behind which a second copy of its features could hide, so where the target stores every
+feature twice the weights of its norm are rounded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from outrider.bench.shapes import Shape, head_dim, source_shape
+from outrider.bench.widening import Inflater, Noise
+from outrider.disk_cache import cache_dir
+from outrider.heads import eagle_formats, medusa
+from outrider.heads.checkpoint import MEDUSA, find_folder, kind_of
+from outrider.heads.eagle import EagleHead
+from outrider.types import OutriderError
+
+FORMAT = 1  # part of the cache key: raise it when the same head and target give other weights
+SEED = 1  # of the random weights: not the target's
+
+
+@dataclass(frozen=True)
+class InflatedTarget:
+    """What a head must know of the target that was inflated."""
+
+    small: Shape
+    large: Shape
+    head_dim: int
+    vocab_size: int
+    real_layers: tuple[int, ...]
+    copies: int  # of every feature in its hidden states, the last one aside
+    dtype: torch.dtype
+
+    @classmethod
+    def read(cls, folder: Path) -> InflatedTarget:
+        """Raises ``OutriderError`` for a folder that ``inflate`` has not made."""
+        config = json.loads((folder / "config.json").read_text())
+        note = config.get("outrider_inflated")
+        if note is None:
+            raise OutriderError(f"{folder} is not an inflated model: its heads cannot be inflated with it")
+        dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
+        layers, copies = tuple(note["real_layers"]), int(note["feature_copies"])
+        large, dim = source_shape(config), head_dim(config)
+        return cls(Shape(**note["source"]), large, dim, config["vocab_size"], layers, copies, dtype)
+
+    def hidden_state(self, index: int) -> int:
+        """Where the small target's hidden state of that index stands in the large one."""
+        return self.real_layers[index] if index < self.small.layers else self.large.layers
+
+
+class _Reader:
+    """Matrices that read what the inflated target, or a head on it, gives."""
+
+    def __init__(self, target: InflatedTarget, noise: Noise) -> None:
+        self.small, self.large, self.copies = target.small.hidden, target.large.hidden, target.copies
+        self.noise = noise
+
+    def __call__(self, weight: Tensor, num_rows: int, places: Sequence[Tensor], is_silent: bool = False) -> Tensor:
+        """[r, n * h] over n states -> [num_rows, n * H]: the rows of ``weight`` at each of ``places``, nothing read of second
+        copies, random elsewhere. Rows beyond give zero if ``is_silent``.
+        """
+        blocks = weight.split(self.small, 1)
+        wide = self.noise(num_rows, len(blocks) * self.large)
+        for block, part in zip(blocks, wide.split(self.large, 1), strict=True):
+            part[:, 0 if is_silent else self.small : self.copies * self.small] = 0
+            for rows in places:
+                part[rows, : self.small] = block.to(part.dtype)
+        return wide
+
+
+def wide_medusa(heads: medusa.MedusaHeads, target: InflatedTarget) -> medusa.MedusaHeads:
+    """Medusa heads for the inflated target."""
+    shape, hidden = heads.shape, target.large.hidden
+    read = _Reader(target, Noise(target.dtype, SEED))
+    features, tokens = [torch.arange(shape.hidden_size)], [torch.arange(shape.vocab_size)]
+    tensors = {}
+    for name, weight in heads.state_dict().items():
+        if name.startswith("lm_heads."):
+            tensors[name] = read(weight, shape.vocab_size, tokens)
+        elif name.endswith(".weight"):
+            tensors[name] = read(weight, hidden, features, is_silent=True)
+        elif name.endswith(".bias"):
+            tensors[name] = nn.functional.pad(weight, (0, hidden - shape.hidden_size)).to(target.dtype)
+        else:
+            tensors[name] = weight
+    made = medusa.MedusaHeads(replace(shape, hidden_size=hidden)).to(target.dtype)
+    made.load_state_dict(tensors, assign=True)
+    return made
+
+
+class _WideEagle:
+    """An EAGLE head for the inflated target, tensor by tensor.
+
+    Its own hidden state is stored as the target's is, twice where that is; an EAGLE-1 head's once, since the target's output
+    head reads it as it is.
+    """
+
+    def __init__(self, head: EagleHead, target: InflatedTarget) -> None:
+        self.head, self.shape, self.target = head, head.shape, target
+        llama, large, small = head.shape.llama, target.large, target.small
+        if llama.hidden_size != small.hidden or head.shape.target_hidden_size != small.hidden:
+            raise OutriderError(f"a head of width {llama.hidden_size} on a target of width {small.hidden} cannot be inflated")
+        reads_last = small.layers in head.shape.hidden_states
+        norms_features = head.shape.norm_before_fc or head.shape.fc_norm
+        lends_normed = head.shape.norm_output and not head.shape.own_output
+        if target.copies > 1 and ((norms_features and reads_last) or lends_normed):
+            raise OutriderError("this head cannot be inflated to this size: choose one of 4 or 16 times its target's width")
+        noise = Noise(target.dtype, SEED)
+        self.read = _Reader(target, noise)
+        copies = 1 if head.shape.generation == 1 else target.copies
+        shape = replace(large, ffn=max(large.ffn, llama.intermediate_size), layers=max(large.layers, llama.num_hidden_layers))
+        self.wide = Inflater(llama.to_dict(), shape, noise, target.dtype, copies)
+        self.features = [torch.arange(small.hidden) + nth * small.hidden for nth in range(copies)]
+
+    def made(self) -> EagleHead:
+        """The head itself."""
+        states = tuple(map(self.target.hidden_state, self.shape.hidden_states))
+        shape = replace(self.shape, llama=self._config(), target_hidden_size=self.target.large.hidden, hidden_states=states)
+        made = EagleHead(shape).to(self.target.dtype)
+        made.load_state_dict({name: self._tensor(name, weight) for name, weight in self.head.state_dict().items()}, assign=True)
+        return made
+
+    def _config(self) -> LlamaConfig:
+        config, large = deepcopy(self.shape.llama), self.wide.large
+        config.hidden_size, config.intermediate_size = large.hidden, large.ffn
+        config.num_attention_heads, config.num_key_value_heads = large.heads, large.kv_heads
+        config.head_dim = self.wide.dim
+        config.rms_norm_eps *= self.wide.norm_scale**2
+        return config
+
+    def _tensor(self, name: str, weight: Tensor) -> Tensor:
+        """A tensor of the head's own, or of one of its layers."""
+        wide, shape = self.wide, self.shape
+        makers: dict[str, Callable[[], Tensor]] = {
+            "draft_ids": lambda: weight,
+            "embed_tokens.weight": lambda: wide.embedding(weight),
+            "fc.weight": lambda: self.read(weight, wide.large.hidden, self.features, is_silent=True),
+            "fc.bias": lambda: wide.embedding(weight[None])[0],
+            "lm_head.weight": lambda: self.read(weight, len(weight), [torch.arange(len(weight))]),
+            "input_norm.weight": lambda: torch.cat([wide.norm(part) for part in weight.split(wide.small.hidden)]),
+            "norm.weight": lambda: self._norm(weight, shape.norm_output),
+            "layers.0.hidden_norm.weight": lambda: self._norm(weight, shape.norm_before_residual),
+        }
+        if name in makers:
+            return makers[name]()
+        if name.startswith("fc_norm."):
+            return wide.norm(weight)
+        module = name.rsplit(".", 2)[-2]
+        if shape.generation == 3 and name.startswith("layers.0.") and module in ("q_proj", "k_proj", "v_proj"):
+            total, places, source = wide.attention_rows(module)  # reads the embedding and the feature, side by side
+            return self.read(weight[source], total, [places])
+        return wide.layer_tensor(name, weight, real=True)
+
+    def _norm(self, weight: Tensor, goes_on: bool) -> Tensor:
+        """``goes_on``: what it gives is stored as the hidden state is, not only read."""
+        normed = self.wide.norm(weight)
+        return self.wide.embedding(normed[None, : len(weight)])[0] if goes_on else normed
+
+
+def inflate_head(source: str | Path, target: Path, out: Path) -> Path:
+    """Writes the head in ``source`` for the inflated ``target`` into the new folder ``out``, in the format others load too.
+
+    Raises ``OutriderError`` for a head that does not fit the small target, or cannot be inflated.
+    """
+    facts, folder = InflatedTarget.read(target), find_folder(source)
+    part = out.with_name(f"{out.name}.part-{os.getpid()}")
+    try:
+        if kind_of(folder) == MEDUSA:
+            heads, accuracies = medusa.load(folder, facts.vocab_size)
+            if heads.shape.hidden_size != facts.small.hidden:
+                raise OutriderError(f"{source} was made for hidden size {heads.shape.hidden_size}, not {facts.small.hidden}")
+            medusa.export(wide_medusa(heads, facts), part, facts.vocab_size, accuracies)
+        else:
+            head = eagle_formats.load(folder, facts.small.layers, facts.vocab_size, facts.small.hidden)
+            acceptance = eagle_formats.measured_acceptance(folder)
+            made = _WideEagle(head, facts).made()
+            eagle_formats.export(made, part, verifier=str(target), acceptance=list(acceptance) if acceptance else None)
+        part.rename(out)
+    except OSError as error:
+        raise OutriderError(f"cannot write {out}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return out
+
+
+def inflated_head(source: str | Path, target: Path) -> Path:
+    """The cached folder of a head inflated with ``target``, built where it is missing: keyed by content, target and format."""
+    folder = find_folder(source)
+    digest = hashlib.sha256(f"{FORMAT}/".encode() + (target / "config.json").read_bytes())
+    for file in sorted(file for file in folder.iterdir() if file.is_file()):
+        digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
+    out = cache_dir("inflated") / f"{folder.resolve().name}-{target.name[:40]}-{digest.hexdigest()[:12]}"
+    return out if out.is_dir() else inflate_head(folder, target, out)

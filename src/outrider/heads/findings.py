@@ -1,0 +1,159 @@
+"""What a head's files say of whether it fits a target, in plain words, before a draft is made with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.heads import eagle, eagle_formats, medusa
+from outrider.heads.checkpoint import read_folder
+from outrider.heads.eagle import EagleHead
+from outrider.runner import ModelRunner
+from outrider.runner.linear import weight_of
+from outrider.runner.loading import text_config
+from outrider.types import Finding
+
+ENOUGH, FEW = 0.95, 0.85  # share of a text's tokens that a reduced vocabulary should hold, and below which it costs much
+LARGE = 0.25  # of the target's weights, for what drafts
+SAME = 0.1  # relative distance of two embeddings that are copies, rounding included
+
+
+def of_eagle(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterator[Finding]:
+    """Of an EAGLE head. ``sample``: token ids of some text. Raises ``OutriderError`` for files that cannot be read or used."""
+    config, tensors = read_folder(folder)
+    head = eagle_formats.load(folder, target.num_layers, target.vocab_size, target.hidden_size)
+    eagle.check_fit(head, target)
+    yield Finding("ok", "hidden size", f"both have {target.hidden_size} features")
+    layer = config.get("transformer_layer_config") or config
+    yield from _vocabulary(layer.get("vocab_size"), target)
+    if head.draft_ids is not None:
+        yield _coverage(head.draft_ids, target.vocab_size, sample)
+        yield from _known_tokens(head.draft_ids, tensors.get("t2d"))
+    if head.shape.generation == 3:
+        yield from _layers(config, head.shape.hidden_states, target.num_layers)
+    yield from _norms(head, target)
+    yield from _rope(head, target)
+    yield from _dtype(tensors, target)
+    if head.shape.own_embedding:
+        yield from _embedding(head, target)
+    yield _size(head, target, "a level of its tree")
+
+
+def of_medusa(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterator[Finding]:
+    """Of Medusa heads, in the same way."""
+    config, tensors = read_folder(folder)
+    heads, accuracies = medusa.load(folder, target.vocab_size)
+    medusa.check_fit(heads, target)
+    yield Finding("ok", "hidden size", f"both have {target.hidden_size} features")
+    yield from _vocabulary(config.get("vocab_size"), target)
+    if heads.token_map is not None:
+        yield _coverage(heads.token_map, target.vocab_size, sample)
+    said, held = config.get("num_heads", config.get("medusa_num_heads")), heads.shape.num_heads
+    if said is not None and said != held:
+        yield Finding("note", "heads", f"the config says {said} heads, the file holds {held}: these are used")
+    else:
+        yield Finding("ok", "heads", f"{held} heads of {heads.shape.num_layers} blocks")
+    if accuracies is None:
+        text = "their accuracies were never measured: the tree is shaped by usual ones; set accuracies where they are known"
+        yield Finding("note", "tree", text)
+    yield from _dtype(tensors, target)
+    yield _size(heads, target, "a round")
+
+
+def _vocabulary(said: int | None, target: ModelRunner) -> Iterator[Finding]:
+    if said is not None and said != target.vocab_size:
+        text = f"made for a vocabulary of {said:,} tokens, the target has {target.vocab_size:,}: its ids mean other tokens"
+        yield Finding("wrong", "vocabulary", text)
+    else:
+        yield Finding("ok", "vocabulary", f"{target.vocab_size:,} tokens, as the target's")
+
+
+def _coverage(ids: Tensor, vocab_size: int, sample: Sequence[int]) -> Finding:
+    """What a reduced vocabulary costs."""
+    known = set(ids.tolist())
+    said = f"it drafts {len(known):,} of {vocab_size:,} tokens"
+    if not sample:
+        return Finding("note", "draft vocabulary", said)
+    share = sum(token in known for token in sample) / len(sample)
+    said += f", which are {share:.0%} of a sample text: no more of its drafts can be accepted"
+    return Finding("ok" if share >= ENOUGH else "note" if share >= FEW else "suspicious", "draft vocabulary", said)
+
+
+def _known_tokens(ids: Tensor, marked: Tensor | None) -> Iterator[Finding]:
+    """Whether t2d marks the tokens that d2t names."""
+    if len(set(ids.tolist())) < len(ids):
+        yield Finding("suspicious", "draft vocabulary", "d2t names a token twice: a part of the output head is never used")
+    if marked is not None and not torch.equal(marked.nonzero().flatten(), ids.unique()):
+        yield Finding("suspicious", "draft vocabulary", "t2d marks other tokens than d2t names; d2t is what counts")
+
+
+def _layers(config: Mapping[str, Any], states: tuple[int, ...], num_layers: int) -> Iterator[Finding]:
+    """Which hidden states are read, and whether the config says so clearly."""
+    outer = config.get("eagle_aux_hidden_state_layer_ids")
+    inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    said = f"it reads the hidden states {', '.join(map(str, states))} of {num_layers}"
+    if not outer and not inner:
+        yield Finding("suspicious", "layers", f"{said}, which is a guess: its config does not say")
+    elif outer and inner and [index + 1 for index in inner] != list(outer):
+        text = f"{said}, as the top of its config says; eagle_config says {', '.join(str(index + 1) for index in inner)}"
+        yield Finding("suspicious", "layers", text)
+    elif list(states) != sorted(set(states)):
+        yield Finding("suspicious", "layers", f"{said}, which are not in order")
+    else:
+        yield Finding("ok", "layers", said)
+
+
+def _norms(head: EagleHead, target: ModelRunner) -> Iterator[Finding]:
+    empty = [name for name, weight in head.named_parameters() if "norm" in name and not bool(weight.any())]
+    if empty:
+        yield Finding("suspicious", "norms", f"the weights of {empty[0]} are all zero")
+    own, other = float(head.shape.llama.rms_norm_eps), getattr(text_config(target.model), "rms_norm_eps", None)
+    if other is not None and own != float(other):
+        yield Finding("note", "norms", f"their epsilon is {own:g}, the target's {float(other):g}; each uses its own")
+    elif not empty:
+        yield Finding("ok", "norms", f"their epsilon is {own:g}")
+
+
+def _rope(head: EagleHead, target: ModelRunner) -> Iterator[Finding]:
+    ropes = [dict(getattr(config, "rope_parameters", None) or {}) for config in (head.shape.llama, text_config(target.model))]
+    thetas = [rope.get("rope_theta") for rope in ropes]
+    if thetas[0] != thetas[1]:
+        yield Finding("note", "RoPE", f"its theta is {thetas[0]:g}, the target's {thetas[1]}; each uses its own")
+    reach = int(head.shape.llama.max_position_embeddings or target.max_len)
+    if reach < target.max_len:
+        said = f"it was made for texts of {reach} tokens, the target's window is {target.max_len}: beyond, it may draft worse"
+        yield Finding("note", "context", said)
+
+
+def _dtype(tensors: Mapping[str, Tensor], target: ModelRunner) -> Iterator[Finding]:
+    kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values() if tensor.is_floating_point()}
+    wanted = str(getattr(text_config(target.model), "dtype", None) or "").removeprefix("torch.")
+    if wanted and kinds != {wanted}:
+        yield Finding("note", "dtype", f"its weights are {', '.join(sorted(kinds))}; they are run in the target's {wanted}")
+
+
+def _embedding(head: EagleHead, target: ModelRunner) -> Iterator[Finding]:
+    """A head that brings an embedding brings a copy of its target's."""
+    own, other = head.embed_tokens.weight, weight_of(target.model.get_input_embeddings())
+    rows = min(len(own), len(other))
+    if own.shape[1] != other.shape[1]:
+        return
+    own, other = own[:rows].float(), other[:rows].float().cpu()
+    distance = float((own - other).norm() / other.norm().clamp_min(1e-12))
+    if distance > SAME:
+        said = f"its embedding is {distance:.0%} away from the target's: it was made for another target, or trained on"
+        yield Finding("suspicious", "embedding", said)
+    else:
+        yield Finding("ok", "embedding", "it is the target's")
+
+
+def _size(head: nn.Module, target: ModelRunner, what: str) -> Finding:
+    """What drafting reads, beside what a pass of the target reads."""
+    own = sum(weight.numel() for name, weight in head.named_parameters() if "embed_tokens" not in name)
+    whole = sum(tensor.numel() for tensor in {*target.model.parameters(), *target.model.buffers()})
+    said = f"{what} reads {own / 1e6:.1f} M weights, {own / max(whole, 1):.0%} of the target's"
+    return Finding("suspicious", "size", f"{said}: it costs much") if own > LARGE * whole else Finding("ok", "size", said)

@@ -1,0 +1,28 @@
+"""What a user may choose about how a model is run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.types import OutriderError
+
+
+@dataclass(frozen=True)
+class RunnerConfig:
+    """How a model is executed."""
+
+    dtype: str = "auto"  # auto: as in the checkpoint, arithmetic in float32 where 16 bit is slow; or a torch dtype's name
+    device: str = "auto"  # auto: cuda where there is one, else cpu
+    max_len: int | None = None  # context window; None: the model's own
+    max_batch: int = 8
+    compile: str = "auto"  # auto: where a compiled pass is at hand or pays off; always; never
+    prefill_chunk: int = 256  # tokens of a request per pass while its prompt is read
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.compile not in ("auto", "always", "never"):
+            raise OutriderError(f"compile must be auto, always or never, not {self.compile!r}")
+        if self.max_batch < 1 or self.prefill_chunk < 1 or (self.max_len is not None and self.max_len < 1):
+            raise OutriderError("max_batch, prefill_chunk and max_len must be at least 1")
+        if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
+            raise OutriderError(f"unknown dtype {self.dtype!r}; use auto, bfloat16, float16 or float32")

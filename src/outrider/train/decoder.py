@@ -1,0 +1,142 @@
+"""A causal language model whose layers are seen and left out one by one, with gradients. The model code is transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+from outrider.runner.loading import decoder_layers, text_config
+from outrider.types import OutriderError
+
+TOLERANCE = 1e-3  # of the largest logit: float32 rounds alike in both ways of running a model
+
+
+class Decoder:
+    """The layers of one model, for passes that see every layer's output and choose which rows go through which layer."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raises ``OutriderError`` for a model without a list of decoder layers."""
+        self.model = model
+        self.layers = decoder_layers(model)
+
+    def hidden_states(self, ids: Tensor, runs: Tensor | None = None) -> list[Tensor]:
+        """Hidden states after each layer, before the final norm: L tensors [B, S, H].
+
+        ``runs``: bool [L, B], which rows each layer is run for; the others keep what they had. None: all.
+        """
+        seen: list[Tensor] = []
+        own = [_Seen(layer, None if runs is None else runs[index], seen) for index, layer in enumerate(self.layers)]
+        with self._replaced(own):
+            self.model.base_model(input_ids=ids, use_cache=False)
+        return seen
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What the model's own norm and head make of any layer's hidden state: [B, S, H] -> [B, S, V]."""
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        with self._replaced([_Given(layer, hidden) for layer in self.layers]):
+            out: Tensor = self.model(input_ids=ids, use_cache=False).logits
+        return out
+
+    def token_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Mean cross entropy of hidden states [B, S, H] against labels [B, S]."""
+        return cross_entropy(self.logits(hidden).flatten(0, 1).float(), labels.flatten())
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Raises ``OutriderError`` unless the layers, seen and left out one by one, are all that the model is."""
+        kind = type(self.model).__name__
+        ids = torch.tensor([[11, 7, 5, 3, 2], [2, 3, 5, 7, 11]], device=self.model.device)
+        ids = ids % int(text_config(self.model).vocab_size)
+        without = torch.ones(len(self.layers), 2, dtype=torch.bool)
+        without[-1, 0] = False
+        was_training = self.model.training
+        try:
+            self.model.eval()
+            whole = self.model(input_ids=ids, use_cache=False).logits
+            states = self.hidden_states(ids)
+            parts, left = self.logits(states[-1]), self.hidden_states(ids, without)[-1]
+            close = TOLERANCE * whole.abs().max().clamp(min=1.0)
+            is_same = bool((whole - parts).abs().max() <= close) and torch.equal(left[0], states[-2][0])
+            is_same = is_same and torch.allclose(left[1], states[-1][1], rtol=TOLERANCE, atol=TOLERANCE)
+        except (RuntimeError, TypeError, IndexError, AttributeError) as failure:  # of code that is given what it does not know
+            said = (str(failure).splitlines() or [type(failure).__name__])[0]
+            raise OutriderError(f"the layers of {kind} cannot be left out one by one: {said}") from failure
+        finally:
+            self.model.train(was_training)
+        if not is_same:
+            raise OutriderError(f"{kind} is more than its layers, one after another, on one hidden state: none can be left out")
+
+    @contextmanager
+    def _replaced(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        originals = list(self.layers)
+        try:
+            for index, module in enumerate(modules):
+                self.layers[index] = module
+            yield
+        finally:
+            for index, layer in enumerate(originals):
+                self.layers[index] = layer
+
+
+class _InPlaceOf(nn.Module):
+    """Answers what a model asks its layers (as their kind of attention) with what the layer would say."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+
+class _Given(_InPlaceOf):
+    """Gives on a hidden state, whatever it is given."""
+
+    def __init__(self, layer: nn.Module, hidden: Tensor) -> None:
+        super().__init__(layer)
+        self._hidden = hidden
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return self._hidden
+
+
+class _Seen(_InPlaceOf):
+    """Runs the layer for some rows [B], gives on the others as they are, and remembers what came out."""
+
+    def __init__(self, layer: nn.Module, rows: Tensor | None, seen: list[Tensor]) -> None:
+        super().__init__(layer)
+        self._rows, self._seen = rows, seen
+
+    def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
+        rows, out = self._rows, hidden_states
+        if rows is None or bool(rows.all()):
+            out = self.layer(hidden_states, *args, **options)
+        elif bool(rows.any()):
+            kept = rows.nonzero()[:, 0].to(hidden_states.device)
+            size = len(hidden_states)
+            some = self.layer(hidden_states[kept], *_of_rows(args, kept, size), **_of_rows(options, kept, size))
+            out = hidden_states.index_copy(0, kept, some.to(hidden_states.dtype))
+        if not isinstance(out, Tensor):
+            raise TypeError("a layer hands on more than a hidden state")
+        self._seen.append(out)
+        return out
+
+
+def _of_rows(value: Any, rows: Tensor, size: int) -> Any:
+    """The part of a layer's arguments that belongs to these rows: of every tensor with one entry a row."""
+    if isinstance(value, Tensor):
+        return value[rows] if value.ndim > 1 and len(value) == size else value
+    if isinstance(value, tuple):
+        return tuple(_of_rows(each, rows, size) for each in value)
+    if isinstance(value, dict):
+        return {name: _of_rows(each, rows, size) for name, each in value.items()}
+    return value

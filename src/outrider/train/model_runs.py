@@ -1,0 +1,206 @@
+"""Whole training runs of models: a target that learns to be left early, and a draft that learns from its target.
+
+Rows, checkpoints and curves are kept as for heads (``runs``); what comes out is an ordinary Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from outrider.runner import ModelRunner
+from outrider.runner.loading import decoder_layers
+from outrider.runner.tokenizers import check_same_vocabulary
+from outrider.train.acceptance import acceptance, summary
+from outrider.train.capture import fingerprint
+from outrider.train.decoder import Decoder
+from outrider.train.distillation import DIVERGENCES, Distillation, DistillationLoss
+from outrider.train.draft_model import DraftShape, new_draft
+from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
+from outrider.train.precision import autocast_dtype
+from outrider.train.runs import Bench, HeadPlan, checkpoint_dtype, finish, run_job
+from outrider.train.text import TextRows
+from outrider.types import OutriderError
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
+ROWS = 2  # of held-out text in a pass: the logits of a large vocabulary are wide
+
+
+def train_early_exit(bench: Bench, out: Path, how: HeadPlan, skip: LayerSkip) -> bool:
+    """Continues the target so that its first layers can draft for it, and writes it whole. False if interrupted.
+
+    Raises ``OutriderError`` for a target of fewer than three layers, or one whose layers do not run one by one.
+    """
+    runner = bench.runner
+    if runner.num_layers < 3:
+        raise OutriderError(f"training early exits needs a target of three layers or more, this one has {runner.num_layers}")
+    rows = TextRows(bench.training_rows())
+    _claim(bench, "early-exit", rows, {"skip": asdict(skip)})
+    model = trainable(runner)
+    decoder = Decoder(model)
+    decoder.check()
+
+    def measure(final: bool) -> dict[str, Any]:
+        exits = measure_exits(decoder, rows.held_out if final else rows.held_out[:ROWS])["exits"]
+        return {f"held_exit_{depth}": found["greedy"]["acceptance"] for depth, found in exits.items()}
+
+    before = _once(bench.work / "early-exit" / "before.json", lambda: measure_exits(decoder, rows.held_out))
+    loss = EarlyExitLoss(decoder, skip, autocast_dtype(runner.device), how.seed)
+    if not run_job(bench, "early-exit", model, rows, loss, how.plan(rows), measure):
+        return False
+    found = {"before": before, "after": measure_exits(decoder, rows.held_out)}
+    _save(bench, model, out)
+    finish(bench, "early-exit", out, found)
+    return True
+
+
+@torch.no_grad()
+def measure_exits(decoder: Decoder, rows: Tensor) -> dict[str, Any]:
+    """Loss of the model on rows [R, S], and how much of what each early exit drafts it would accept, by layers run."""
+    pairs: dict[int, list[tuple[Tensor, Tensor]]] = {depth: [] for depth in range(1, len(decoder.layers))}
+    losses = []
+    decoder.model.eval()
+    for ids in rows.to(decoder.model.device).split(ROWS):
+        states = decoder.hidden_states(ids[:, :-1])
+        end = decoder.logits(states[-1])
+        losses.append(float(torch.nn.functional.cross_entropy(end.flatten(0, 1).float(), ids[:, 1:].flatten())))
+        for depth, found in pairs.items():
+            found.append(acceptance(end, decoder.logits(states[depth - 1])))
+    return {"loss": round(sum(losses) / len(losses), 4), "exits": {str(depth): summary(each) for depth, each in pairs.items()}}
+
+
+@dataclass(frozen=True)
+class DraftRun:
+    """Which draft is trained, and how it learns."""
+
+    shape: DraftShape = field(default_factory=DraftShape)
+    start: str | None = None  # folder or hub id of a draft to go on from, in place of a shape
+    teaching: Distillation = field(default_factory=Distillation)
+    compiled: bool = False  # layers and loss: a minute that pays on longer runs
+
+
+def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRun()) -> bool:
+    """Trains a small model on the target's logits and writes it. False if interrupted.
+
+    Raises ``OutriderError`` for sizes that the target does not allow and for a draft of another vocabulary.
+    """
+    runner, teaching = bench.runner, kind.teaching
+    if teaching.loss not in DIVERGENCES:
+        raise OutriderError(f"no loss {teaching.loss!r} to train a draft with: {' or '.join(DIVERGENCES)}")
+    if not (0 <= teaching.on_policy <= 1 and teaching.prompt_len >= 1):
+        raise OutriderError(f"on-policy rows are a share between 0 and 1 behind prompts of a token or more, not {teaching}")
+    rows = TextRows(bench.training_rows())
+    if teaching.on_policy and teaching.prompt_len >= rows.seq_len:
+        raise OutriderError(f"rows of {rows.seq_len} tokens leave nothing to write after prompts of {teaching.prompt_len}")
+    _claim(bench, "draft", rows, {"shape": asdict(kind.shape), "start": kind.start, "teaching": asdict(teaching)})
+    target = trainable(runner).requires_grad_(False).eval()
+    torch.manual_seed(how.seed)
+    if kind.start is None:
+        draft, said = new_draft(target, kind.shape)
+    else:
+        draft, said = _existing(kind.start, bench), f"it begins as {kind.start}"
+    share = draft.num_parameters() / target.num_parameters()
+    logger.info("a draft of %.1fM parameters, %.0f%% of the target's; %s", draft.num_parameters() / 1e6, 100 * share, said)
+
+    def measure(final: bool) -> dict[str, Any]:
+        found = measure_draft(draft, target, rows.held_out if final else rows.held_out[: 4 * ROWS])
+        return {f"held_{name}": found[name]["acceptance"] for name in ("greedy", "sampled")}
+
+    before = _once(bench.work / "draft" / "before.json", lambda: measure_draft(draft, target, rows.held_out))
+    loss = DistillationLoss(draft, target, teaching, autocast_dtype(runner.device), how.seed)
+    if kind.compiled:
+        for layer in (*decoder_layers(draft), *decoder_layers(target)):
+            layer.compile(dynamic=False)
+        loss.divergence = torch.compile(loss.divergence, dynamic=False)
+    if not run_job(bench, "draft", draft, rows, loss, how.plan(rows), measure):
+        return False
+    found = {"parameters": draft.num_parameters(), "before": before, "after": measure_draft(draft, target, rows.held_out)}
+    _save(bench, draft, out)
+    finish(bench, "draft", out, found)
+    return True
+
+
+@torch.no_grad()
+def measure_draft(draft: PreTrainedModel, target: PreTrainedModel, rows: Tensor) -> dict[str, Any]:
+    """How much of what the draft says the target would accept, on rows [R, S]."""
+    was_training = draft.training
+    draft.eval()
+
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        for ids in rows.to(target.device).split(ROWS):
+            yield acceptance(target(input_ids=ids, use_cache=False).logits, draft(input_ids=ids, use_cache=False).logits)
+
+    with torch.compiler.set_stance("force_eager"):  # other shapes than training's
+        found = summary(pairs())
+    draft.train(was_training)
+    return found
+
+
+def trainable(runner: ModelRunner, source: str | None = None) -> PreTrainedModel:
+    """The runner's model, or another one, as transformers has it: float32, where the runner is."""
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source or runner.name, dtype=torch.float32, attn_implementation="sdpa"
+        )
+    except (OSError, ValueError) as error:
+        raise OutriderError(f"cannot load {source or runner.name} to train it: {str(error).strip().splitlines()[0]}") from error
+    found: PreTrainedModel = model.to(runner.device)
+    return found
+
+
+def _existing(source: str, bench: Bench) -> PreTrainedModel:
+    """A draft that was trained before. Raises ``OutriderError`` where its ids mean other tokens than the target's."""
+    if bench.tokenizer is not None:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+        except (OSError, ValueError, KeyError) as error:
+            raise OutriderError(f"no tokenizer in {source}: {str(error).strip().splitlines()[0]}") from error
+        check_same_vocabulary(bench.tokenizer, tokenizer)
+    return trainable(bench.runner, source)
+
+
+def _claim(bench: Bench, name: str, rows: TextRows, options: dict[str, Any]) -> None:
+    """Makes the run's part of the work folder. Raises ``OutriderError`` where it holds another run."""
+    folder = bench.work / name
+    folder.mkdir(parents=True, exist_ok=True)
+    text = hashlib.sha256(rows.whole.int().contiguous().numpy().tobytes()).hexdigest()[:16]
+    about = json.loads(json.dumps({"target": fingerprint(bench.runner), "text": text, **options}))
+    known = _once(folder / "run.json", lambda: about)
+    odd = [key for key in about if known.get(key) != about[key]]
+    if odd:
+        raise OutriderError(f"{folder} holds a run with another {' and '.join(odd)}: name another folder or delete it")
+
+
+def _once(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What the file holds; it is made first where it is not there."""
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(make(), indent=1) + "\n")
+        partial.replace(path)
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def _save(bench: Bench, model: Any, out: Path) -> None:
+    """The model in the target's dtype, with the target's tokenizer: its files as they are, where it has any."""
+    model.generation_config = bench.runner.model.generation_config
+    model.to(checkpoint_dtype(bench.runner)).save_pretrained(out)
+    source = Path(bench.runner.name)
+    files = [path for pattern in TOKENIZER_FILES for path in source.glob(pattern)] if source.is_dir() else []
+    for path in files:
+        if path.is_file():
+            shutil.copyfile(path, out / path.name)
+    if not files and bench.tokenizer is not None:
+        bench.tokenizer.save_pretrained(out)

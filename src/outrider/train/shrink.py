@@ -1,0 +1,99 @@
+"""A draft's first weights, cut out of its target: a better start than noise when there is little time to distil."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from outrider.runner.loading import decoder_layers, text_config
+
+NORMS = ("input_layernorm", "post_attention_layernorm")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def can_shrink(model: PreTrainedModel) -> bool:
+    """Whether the model's layers are Llama's: two norms, four projections, a gated feed-forward part."""
+    for layer in decoder_layers(model):
+        attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+        parts = [hasattr(layer, norm) for norm in NORMS] + [hasattr(attention, each) for each in PROJECTIONS]
+        parts += [hasattr(mlp, each) for each in ("gate_proj", "up_proj", "down_proj")]
+        if not all(parts) or hasattr(layer, "pre_feedforward_layernorm"):
+            return False
+    return hasattr(model.base_model, "embed_tokens") and hasattr(model.base_model, "norm")
+
+
+def principal_basis(embeddings: Tensor, width: int) -> Tensor:
+    """Orthonormal directions that hold most of the embeddings [V, H]: [H, width]."""
+    _, vectors = torch.linalg.eigh((embeddings.mT @ embeddings).double())
+    basis: Tensor = vectors[:, -width:].to(embeddings.dtype)
+    return basis
+
+
+def strongest_neurons(gate: Tensor, down: Tensor, count: int) -> Tensor:
+    """Indices of the feed-forward neurons that can move the residual stream most."""
+    strongest: Tensor = (gate.norm(dim=1) * down.norm(dim=0)).topk(count).indices.sort().values
+    return strongest
+
+
+@torch.no_grad()
+def shrink(target: PreTrainedModel, draft: PreTrainedModel, layers: Sequence[int], pieces: Tensor | None = None) -> None:
+    """Fill ``draft`` with ``target`` seen through its embeddings' principal directions; both have Llama's layers.
+
+    Draft layer i is target layer ``layers[i]``: its first heads, its strongest neurons, the norms' gains folded in. ``pieces``
+    [Vd, V]: of which of the target's tokens each of the draft's is made, where the draft has a vocabulary of its own.
+    """
+    large: Any = target
+    small: Any = draft
+    embeddings, norm = large.get_input_embeddings().weight, large.base_model.norm.weight
+    basis = principal_basis(embeddings, small.config.hidden_size)  # [H, width]
+    kept = (embeddings @ basis).square().sum() / embeddings.square().sum()
+    gain = float((kept * basis.shape[0] / basis.shape[1]).sqrt())  # RMSNorm now averages over fewer, larger entries
+
+    def put(module: Any, table: Tensor) -> None:
+        module.weight.copy_(table if pieces is None else pieces @ table)
+
+    put(small.get_input_embeddings(), embeddings @ basis)
+    if small.config.tie_word_embeddings:
+        small.base_model.norm.weight.fill_(gain * float(norm.mean()))
+    else:
+        put(small.get_output_embeddings(), large.get_output_embeddings().weight * norm @ basis)
+        small.base_model.norm.weight.fill_(gain)
+    for layer, index in zip(decoder_layers(draft), layers, strict=True):
+        _cut(decoder_layers(target)[index], layer, basis, gain, text_config(draft))
+
+
+def _cut(large: Any, small: Any, basis: Tensor, gain: float, config: Any) -> None:
+    """One layer [H wide] into a narrower one. What has the same shape in both (norms within a head) is taken as it is."""
+    own = small.state_dict()
+    for name, tensor in large.state_dict().items():
+        if name in own and own[name].shape == tensor.shape:
+            own[name].copy_(tensor)
+    small.input_layernorm.weight.fill_(gain)
+    small.post_attention_layernorm.weight.fill_(gain)
+    attention, mlp = large.self_attn, large.mlp
+    before = large.input_layernorm.weight[:, None] * basis
+    for name in ("q_proj", "k_proj", "v_proj"):
+        _copy(
+            getattr(small.self_attn, name), getattr(attention, name), slice(getattr(small.self_attn, name).out_features), before
+        )
+    queries = small.self_attn.o_proj.in_features
+    small.self_attn.o_proj.weight.copy_(basis.mT @ attention.o_proj.weight[:, :queries])
+    chosen = strongest_neurons(mlp.gate_proj.weight, mlp.down_proj.weight, config.intermediate_size)
+    before = large.post_attention_layernorm.weight[:, None] * basis
+    for name in ("gate_proj", "up_proj"):
+        _copy(getattr(small.mlp, name), getattr(mlp, name), chosen, before)
+    small.mlp.down_proj.weight.copy_(basis.mT @ mlp.down_proj.weight[:, chosen])
+    for narrow, wide in ((small.self_attn.o_proj, attention.o_proj), (small.mlp.down_proj, mlp.down_proj)):
+        if wide.bias is not None:
+            narrow.bias.copy_(basis.mT @ wide.bias)
+
+
+def _copy(small: Any, large: Any, outputs: slice | Tensor, before: Tensor) -> None:
+    """A layer that reads the residual stream: some of its outputs, on the stream seen through ``before`` [H, width]."""
+    small.weight.copy_(large.weight[outputs] @ before)
+    if large.bias is not None:
+        small.bias.copy_(large.bias[outputs])

@@ -1,0 +1,137 @@
+"""A head inflated with its target drafts what the small one drafts for the small target."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from heads.writers import FFN, HIDDEN, write_eagle1, write_eagle3, write_medusa, write_speculators, write_vllm_medusa
+from safetensors.torch import load_file
+from tiny_folder import make_folder
+
+from outrider import LLM, SamplingParams
+from outrider.bench.inflate import inflate
+from outrider.bench.inflate_heads import inflate_head, inflated_head
+from outrider.bench.shapes import Shape
+from outrider.heads.checkpoint import EAGLE, MEDUSA, MODEL, kind_of
+from outrider.types import OutriderError
+
+VOCAB, DRAFT_VOCAB, LAYERS = 320, 90, 4
+PROMPTS = [list(range(5, 40)), [7, 8, 9] * 4]
+SHAPES = {
+    "four times as wide": Shape(hidden=4 * HIDDEN, layers=7, heads=16, kv_heads=4, ffn=2 * FFN),
+    "twice as wide": Shape(hidden=2 * HIDDEN, layers=6, heads=8, kv_heads=2, ffn=FFN + 8),
+}
+KINDS = ["medusa", "medusa of two layers", "vllm", "eagle1", "eagle1 of two layers"]
+KINDS += ["eagle3", "norm_before_fc", "fc_norm", "3.1"]
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    """A small target and its inflated forms, by name."""
+    folder = tmp_path_factory.mktemp("family")
+    small = make_folder(
+        folder / "small", hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS, tie_word_embeddings=False,
+        rms_norm_eps=1e-5, max_position_embeddings=2048,
+    )  # fmt: skip
+    return {"small": small} | {name: inflate(small, folder / name, shape, progress=False) for name, shape in SHAPES.items()}
+
+
+def write(kind: str, folder: Path) -> None:
+    if kind.startswith("medusa"):
+        write_medusa(folder, VOCAB, 3, layers=2 if "two" in kind else 1)
+    elif kind == "vllm":
+        write_vllm_medusa(folder, VOCAB, 3, map_to=DRAFT_VOCAB)
+    elif kind.startswith("eagle1"):
+        write_eagle1(folder, VOCAB, layers=2 if "two" in kind else 1)
+    elif kind == "eagle3":
+        write_eagle3(folder, VOCAB, DRAFT_VOCAB)
+    else:
+        write_speculators(folder, VOCAB, DRAFT_VOCAB, extra=kind if kind != "3.1" else "", norm_output=kind == "3.1")
+
+
+def drafted(target: Path, head: Path, temperature: float) -> list[object]:
+    """Every proposal of a generation, and its text."""
+    method = "medusa" if kind_of(head) == MEDUSA else "eagle"
+    llm = LLM(str(target), draft=str(head), method=method, num_draft_tokens=4, compile="never", device="cpu")
+    seen: list[object] = []
+    propose = llm.proposer.propose
+
+    def spy(context, k):
+        proposal = propose(context, k)
+        parents = None if proposal.parents is None else proposal.parents.tolist()
+        seen.append((proposal.lens.tolist(), proposal.token_ids.tolist(), parents))
+        return proposal
+
+    llm.proposer.propose = spy  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=temperature, seed=3)
+    texts = [completion.token_ids for completion in llm.generate(PROMPTS, params)]
+    assert llm.stats.faults == 0 and any(any(lens) for lens, _, _ in seen)
+    return [*seen, texts]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_large_head_drafts_what_the_small_one_does(kind, shape, family, tmp_path):
+    write(kind, tmp_path / "head")
+    large = inflate_head(tmp_path / "head", family[shape], tmp_path / "large")
+    for temperature in (0.0, 1.0):
+        small = drafted(family["small"], tmp_path / "head", temperature)
+        assert drafted(family[shape], large, temperature) == small
+
+
+def test_a_large_head_has_the_targets_widths_and_reads_the_same_layers(family, tmp_path):
+    write_eagle3(tmp_path / "head", VOCAB, DRAFT_VOCAB)
+    out = inflate_head(tmp_path / "head", family["four times as wide"], tmp_path / "out")
+    config = json.loads((out / "config.json").read_text())
+    large = SHAPES["four times as wide"]
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "target_hidden_size")
+    assert [config[name] for name in names] == [large.hidden, large.ffn, large.heads, large.kv_heads, large.hidden]
+    real = json.loads((family["four times as wide"] / "config.json").read_text())["outrider_inflated"]["real_layers"]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [real[1], real[2], real[3]]
+    tensors = load_file(out / "model.safetensors")
+    for name in ("fc.weight", "midlayer.mlp.up_proj.weight", "lm_head.weight"):
+        assert 0.01 < tensors[name][:, HIDDEN : 4 * HIDDEN].std() < 0.03, f"{name} is not dense"
+
+
+def test_a_head_is_inflated_once_for_each_target(family, tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    write_medusa(tmp_path / "head", VOCAB, 2)
+    first = inflated_head(tmp_path / "head", family["four times as wide"])
+    assert inflated_head(tmp_path / "head", family["four times as wide"]) == first
+    assert inflated_head(tmp_path / "head", family["twice as wide"]) != first
+    write_medusa(tmp_path / "head", VOCAB, 2, seed=1)
+    assert inflated_head(tmp_path / "head", family["four times as wide"]) != first
+
+
+def test_what_cannot_be_inflated_is_refused_in_one_line(family, tmp_path):
+    write_medusa(tmp_path / "head", VOCAB, 2)
+    with pytest.raises(OutriderError, match="not an inflated model"):
+        inflate_head(tmp_path / "head", family["small"], tmp_path / "out")
+    write_speculators(tmp_path / "last", VOCAB, DRAFT_VOCAB, extra="fc_norm")
+    path = tmp_path / "last" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eagle_aux_hidden_state_layer_ids": [1, 2, LAYERS]}))
+    with pytest.raises(OutriderError, match="cannot be inflated to this size"):
+        inflate_head(tmp_path / "last", family["twice as wide"], tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob("*.part-*"))
+
+
+def test_bench_inflates_the_heads_of_its_methods(family, tmp_path, monkeypatch, capsys):
+    from outrider.bench.shapes import SIZES
+    from outrider.cli import main
+
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(SIZES, "1b", 3_000_000)
+    write_medusa(tmp_path / "medusa", VOCAB, 2)
+    write_eagle1(tmp_path / "eagle", VOCAB)
+    methods = f"draft,medusa:draft={tmp_path / 'medusa'},eagle:draft={tmp_path / 'eagle'}:max_nodes=4"
+    given = ["--target", family["small"], "--draft", family["small"], "--inflate", "1b", "--methods", methods, "--k", "2"]
+    measured = ["--workloads", "code", "--num-prompts", "1", "--max-tokens", "4", "--repeat", "1", "--compile", "never"]
+    monkeypatch.setattr(sys, "argv", ["outrider", "bench", *map(str, given), *measured])
+    assert main() == 0
+    document = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert {cell["method"].split(":")[0] for cell in document["cells"]} >= {"draft", "medusa", "eagle"}
+    built = {kind_of(folder) for folder in (tmp_path / "cache" / "inflated").iterdir()}
+    assert built == {MODEL, MEDUSA, EAGLE}

@@ -1,0 +1,179 @@
+"""What the doctor says of heads: what fits, what does not and why; and that a wrong head never makes wrong text."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_folder import make_folder
+
+from outrider import LLM, SamplingParams
+from outrider.doctor import Patient, check_up
+from outrider.types import OutriderError
+
+from .writers import DIM, FFN, HEADS, HIDDEN, KV_HEADS, write_eagle1, write_eagle3, write_medusa, write_vllm_medusa
+
+VOCAB, LAYERS = 320, 4
+SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
+OPTIONS = {"compile": "never", "device": "cpu"}
+
+
+def follower(tokens: torch.Tensor) -> torch.Tensor:
+    """The token that the target says after each."""
+    return (tokens * 7 + 3) % VOCAB  # 7 and 320 have no common factor: every token has one predecessor
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """What it says depends on the last token alone; between its layers the hidden state is far away from where it began."""
+    folder = make_folder(
+        tmp_path_factory.mktemp("target"), hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS, mlp_bias=True,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=DIM, tie_word_embeddings=False,
+    )  # fmt: skip
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    for name in weights:
+        if "o_proj" in name or "down_proj" in name:
+            weights[name] = torch.zeros_like(weights[name])
+    steps = 5 * torch.randn(LAYERS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    steps[-1] = -steps[:-1].sum(0)
+    for layer in range(LAYERS):
+        weights[f"model.layers.{layer}.mlp.down_proj.bias"] = steps[layer].contiguous()
+    table = torch.nn.functional.normalize(torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(2)), dim=-1)
+    weights["model.embed_tokens.weight"] = table
+    output = torch.empty_like(table)
+    output[follower(torch.arange(VOCAB))] = table
+    weights["lm_head.weight"] = output
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+def write_reading(folder, target, first_layer, **config):
+    """An EAGLE-3 head that undoes what the target's first layer adds, and says what follows what follows."""
+    table = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    tensors = write_eagle3(folder, VOCAB, VOCAB)
+    for name in tensors:
+        if "o_proj" in name or "down_proj" in name:
+            tensors[name] = torch.zeros_like(tensors[name])
+    tensors["fc.weight"] = torch.cat((torch.eye(HIDDEN), torch.zeros(HIDDEN, 2 * HIDDEN)), 1)
+    tensors["fc.bias"] = -load_file(target / "model.safetensors")["model.layers.0.mlp.down_proj.bias"]
+    tensors["norm.weight"] = torch.ones(HIDDEN)
+    tensors["lm_head.weight"] = torch.empty_like(table)
+    tensors["lm_head.weight"][follower(follower(torch.arange(VOCAB)))] = table
+    save_file(tensors, folder / "model.safetensors")
+    states = [first_layer, first_layer + 1, first_layer + 2]
+    change(folder, eagle_config=None, eagle_aux_hidden_state_layer_ids=states, **config)
+    return folder
+
+
+def change(folder, **config):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+
+
+def examined(target, method, draft):
+    return check_up(Patient(str(target), method, OPTIONS | {"draft": str(draft)}, SHORT))
+
+
+def level_of(found, topic):
+    return {finding.topic: finding.level for finding in found.findings}.get(topic)
+
+
+def text_of(found, topic):
+    return " ".join(finding.text for finding in found.findings if finding.topic == topic)
+
+
+def test_a_head_that_reads_the_right_layers_fits(target, tmp_path):
+    found = examined(target, "eagle", write_reading(tmp_path, target, 1))
+    assert found.acceptance.by_position[0] > 0.9
+    for topic in ("hidden size", "vocabulary", "layers", "draft vocabulary", "text"):
+        assert level_of(found, topic) == "ok", (topic, found.findings)
+    assert found.fits
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_layers_that_are_off_by_one_are_found_by_trying_the_neighbours(target, tmp_path, first):
+    head = write_reading(tmp_path, target, first)
+    found = examined(target, "eagle:top_k=3", head)
+    assert not found.fits and level_of(found, "acceptance") == "wrong"
+    assert "eagle:top_k=3:hidden_states=1,2,3 fits better" in text_of(found, "options")
+    plain = LLM(str(target), method="plain", **OPTIONS).generate([[5, 6, 7]], SHORT)[0]
+    llm = LLM(str(target), method="eagle", draft=str(head), num_draft_tokens=4, **OPTIONS)
+    assert llm.generate([[5, 6, 7]], SHORT)[0].token_ids == plain.token_ids and llm.stats.faults == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "write"),
+    [
+        ("eagle", lambda folder: write_eagle1(folder, VOCAB)),
+        ("eagle", lambda folder: write_eagle3(folder, VOCAB, 200)),
+        ("medusa", lambda folder: write_medusa(folder, VOCAB, 2)),
+    ],
+)
+def test_a_head_for_another_target_of_the_same_sizes_does_not_fit(target, tmp_path, method, write):
+    write(tmp_path)
+    found = examined(target, method, tmp_path)
+    assert not found.fits and level_of(found, "acceptance") == "wrong"
+    assert level_of(found, "embedding") in (None, "suspicious")
+
+
+def test_a_small_draft_vocabulary_says_what_it_costs(target, tmp_path):
+    write_eagle3(tmp_path / "eagle", VOCAB, 8)
+    found = examined(target, "eagle", tmp_path / "eagle")
+    assert level_of(found, "draft vocabulary") == "suspicious" and "8 of 320 tokens" in text_of(found, "draft vocabulary")
+    write_vllm_medusa(tmp_path / "medusa", VOCAB, 2, map_to=8)
+    assert level_of(examined(target, "medusa", tmp_path / "medusa"), "draft vocabulary") == "suspicious"
+
+
+def test_t2d_that_disagrees_with_d2t_is_told(target, tmp_path):
+    tensors = write_eagle3(tmp_path, VOCAB, 200)
+    tensors["t2d"] = ~tensors["t2d"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert "t2d marks other tokens" in text_of(examined(target, "eagle", tmp_path), "draft vocabulary")
+
+
+def test_layers_that_nobody_names_or_two_places_name_differently_are_told(target, tmp_path):
+    write_eagle3(tmp_path, VOCAB, 200, config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
+    assert "eagle_config says 1, 2, 3" in text_of(examined(target, "eagle", tmp_path), "layers")
+
+
+def spoil(folder, what):
+    file = folder / "model.safetensors"
+    if what == "vocabulary":
+        change(folder, vocab_size=VOCAB + 80)
+    elif what == "hidden size":
+        change(folder, target_hidden_size=2 * HIDDEN)
+        tensors = load_file(file)
+        save_file(tensors | {"fc.weight": torch.randn(HIDDEN, 6 * HIDDEN)}, file)
+    elif what == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+    else:
+        tensors = load_file(file)
+        tensors["midlayer.mlp.up_proj.weight"][0, 0] = float("nan")
+        save_file(tensors, file)
+
+
+@pytest.mark.parametrize(
+    ("what", "said", "refuses"),
+    [
+        ("vocabulary", "made for a vocabulary of 400 tokens, the target has 320", False),
+        ("hidden size", "made for hidden size 64", True),
+        ("truncated", "cannot be read, download or copy it again", True),
+        ("nan", "midlayer.mlp.up_proj.weight hold NaN", True),
+    ],
+)
+def test_what_cannot_fit_is_said_before_anything_is_drafted(target, tmp_path, what, said, refuses):
+    write_eagle3(tmp_path, VOCAB, 200)
+    spoil(tmp_path, what)
+    found = examined(target, "eagle", tmp_path)
+    last = found.findings[-1]
+    assert found.acceptance is None and last.level == "wrong" and said in last.text and "\n" not in last.text
+    options = {"method": "eagle", "draft": str(tmp_path), "num_draft_tokens": 3, **OPTIONS}
+    if refuses:
+        with pytest.raises(OutriderError, match=said):
+            LLM(str(target), **options)
+        return
+    plain = LLM(str(target), method="plain", **OPTIONS).generate([[5, 6, 7]], SHORT)[0]
+    assert LLM(str(target), **options).generate([[5, 6, 7]], SHORT)[0].token_ids == plain.token_ids

@@ -1,0 +1,38 @@
+"""Run by vLLM's Python: loads a draft with vLLM's own code and prints the weights it holds as JSON, without running a model.
+
+python vllm_load.py TARGET HEAD METHOD OUT.safetensors
+"""
+
+import sys
+
+
+def main() -> None:
+    import torch
+    from safetensors.torch import save_file
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model
+
+    target, head, method, out = sys.argv[1:]
+    speculative = {"method": method, "model": head, "num_speculative_tokens": 2}
+    args = EngineArgs(
+        model=target,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=64,
+        skip_tokenizer_init=True,
+        speculative_config=speculative,
+    )
+    config = args.create_engine_config()
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, "gloo")
+        initialize_model_parallel(1, 1)
+        model = get_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
+    held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.named_parameters()}
+    held["tag"] = torch.tensor(list(type(model).__name__.encode()))
+    save_file(held, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Which draft a method uses: the one named for it, the general one, or the one that comes with the target; and its options."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from heads.writers import HIDDEN, write_eagle1, write_eagle3, write_medusa
+from tiny_folder import make_folder
+
+from outrider import LLM, SamplingParams, family
+from outrider.heads.checkpoint import EAGLE, MEDUSA, MODEL, kind_of
+from outrider.proposers.base import Setting, chosen_draft
+from outrider.proposers.draft_model import DraftModelProposer
+from outrider.proposers.eagle import EagleConfig, EagleProposer
+from outrider.proposers.medusa import MedusaConfig, MedusaProposer
+from outrider.registry import PROPOSERS, join_method, split_method, split_methods
+from outrider.types import OutriderError
+
+VOCAB, LAYERS = 320, 4
+OPTIONS = {"compile": "never", "device": "cpu"}
+SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A family: a target, and beside it a model and heads."""
+    folder = tmp_path_factory.mktemp("family")
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": LAYERS, "max_position_embeddings": 2048}
+    make_folder(folder / "target", **sizes)
+    make_folder(folder / "draft", seed=1, max_position_embeddings=2048)
+    write_medusa(folder / "medusa", VOCAB, 3)
+    write_eagle1(folder / "eagle1", VOCAB)
+    write_eagle3(folder / "eagle3", VOCAB, 100)
+    return folder
+
+
+@pytest.fixture
+def embedded(home, monkeypatch):
+    monkeypatch.setattr(family, "FOLDER", home)
+    monkeypatch.setattr(family, "TARGET", home / "target")
+    return home
+
+
+def setting(**given):
+    return Setting(None, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("eagle:hidden_states=2,4,6", {"hidden_states": (2, 4, 6)}),
+        ("eagle:hidden_states=5", {"hidden_states": (5,)}),
+        ("eagle:max_nodes=24:acceptance=0.5,0.25", {"max_nodes": 24, "acceptance": (0.5, 0.25)}),
+        ("eagle:max_nodes=auto:hidden_states=none", {"max_nodes": None, "hidden_states": None}),
+    ],
+)
+def test_options_are_read_as_their_types_say(text, wanted):
+    assert setting(options=split_method(text)[1]).config(EagleConfig) == EagleConfig(**wanted)
+
+
+def test_rows_of_numbers_are_parted_by_slashes():
+    options = split_method("medusa:accuracies=0.6,0.2/0.5,0.1")[1]
+    assert setting(options=options).config(MedusaConfig).accuracies == ((0.6, 0.2), (0.5, 0.1))
+    assert setting(options={"accuracies": [[0.5], [0.25]]}).config(MedusaConfig).accuracies == ((0.5,), (0.25,))
+
+
+def test_what_was_measured_is_a_default_and_no_more():
+    assert setting().config(EagleConfig, acceptance=(0.9, 0.1)).acceptance == (0.9, 0.1)
+    assert setting(options={"acceptance": "0.5"}).config(EagleConfig, acceptance=(0.9, 0.1)).acceptance == (0.5,)
+    assert setting(options={"top_k": "3"}).config(EagleConfig, acceptance=None) == EagleConfig(top_k=3)
+
+
+@pytest.mark.parametrize("text", ["eagle:hidden_states=2,x", "eagle:nodes=3", "eagle:max_nodes=0"])
+def test_a_wrong_option_is_refused(text):
+    with pytest.raises(OutriderError):
+        setting(options=split_method(text)[1]).config(EagleConfig)
+
+
+def test_a_list_of_methods_keeps_their_numbers():
+    found = split_methods("draft,eagle:hidden_states=2,4,6:top_k=3, medusa:accuracies=0.5,.2/0.4,-1,suffix+draft")
+    assert found == ["draft", "eagle:hidden_states=2,4,6:top_k=3", " medusa:accuracies=0.5,.2/0.4,-1", "suffix+draft"]
+    assert join_method(*split_method(found[1])) == found[1]
+
+
+def test_a_folder_says_what_it_holds(home):
+    held = {path.name: kind_of(path) for path in home.iterdir()}
+    assert held == {"target": MODEL, "draft": MODEL, "medusa": MEDUSA, "eagle1": EAGLE, "eagle3": EAGLE}
+    assert kind_of(home / "nowhere") is None
+
+
+def test_the_draft_named_for_a_method_comes_before_the_general_one_and_that_before_its_own(embedded):
+    drafts = family.drafts()
+    assert set(drafts) == {"draft", "medusa", "eagle1", "eagle3"}
+    assert chosen_draft(EagleProposer, None, None, drafts) == embedded / "eagle3"
+    assert chosen_draft(MedusaProposer, None, None, drafts) == embedded / "medusa"
+    assert chosen_draft(DraftModelProposer, None, None, drafts) == embedded / "draft"
+    assert chosen_draft(EagleProposer, "eagle1", str(embedded / "eagle3"), drafts) == embedded / "eagle1"
+    assert chosen_draft(EagleProposer, None, str(embedded / "eagle1"), drafts) == str(embedded / "eagle1")
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "said"),
+    [
+        ("eagle", "draft", "holds a draft model, and method 'eagle' needs an EAGLE head: use method 'draft' with it"),
+        ("draft", "medusa", "holds Medusa heads, and method 'draft' needs a draft model: use method 'medusa' with it"),
+        ("medusa", "eagle1", "holds an EAGLE head, and method 'medusa' needs Medusa heads: use method 'eagle' with it"),
+        ("suffix+medusa", "draft", "use method 'draft' with it"),
+    ],
+)
+def test_a_draft_of_another_kind_says_which_method_uses_it(method, name, said, home):
+    kind = PROPOSERS.get(method)
+    with pytest.raises(OutriderError, match=said):
+        kind.build(setting(draft=str(home / name)))
+    with pytest.raises(OutriderError, match=said):
+        kind.drafts_in({}, home / name, {})
+
+
+def test_a_target_that_comes_without_heads_says_so(home):
+    with pytest.raises(OutriderError, match="'eagle3' is not among those that come with this target: give eagle:draft="):
+        chosen_draft(EagleProposer, None, None, {"draft": home / "draft"})
+
+
+@pytest.mark.parametrize(
+    "method", ["draft", "medusa", "eagle", "eagle:draft=eagle1:top_k=2", "suffix+eagle:eagle.draft=eagle1"]
+)
+def test_each_method_finds_its_own_among_the_embedded(method, embedded):
+    llm = LLM(method=method, num_draft_tokens=3, **OPTIONS)
+    plain = LLM(method="plain", **OPTIONS)
+    assert llm.generate([[5, 6, 7, 8]], SHORT)[0].token_ids == plain.generate([[5, 6, 7, 8]], SHORT)[0].token_ids
+    assert llm.stats.faults == 0
+    if "eagle" in method and "suffix" not in method:
+        assert llm.proposer.head.head.shape.generation == (1 if "eagle1" in method else 3)
+
+
+def test_without_a_method_the_embedded_draft_model_drafts(embedded):
+    assert LLM(**OPTIONS).proposer.name == "draft"
+
+
+def test_options_reach_the_proposer(home):
+    llm = LLM(home / "target", method=f"eagle:draft={home / 'eagle3'}:hidden_states=0,1,2:max_nodes=5", **OPTIONS)
+    assert llm.proposer.needs_hidden == (0, 1, 2) and llm.proposer.num_nodes(8) == 5
+    given = {"draft": home / "medusa", "max_nodes": 3}
+    assert LLM(home / "target", method="medusa", method_options=given, **OPTIONS).proposer.num_nodes(3) == 3
+
+
+def test_bench_compares_methods_with_a_draft_each(embedded, capsys, monkeypatch):
+    from outrider.cli import main
+
+    methods = "draft,medusa,eagle:draft=eagle1:top_k=2"
+    small = ["--workloads", "code", "--num-prompts", "1", "--max-tokens", "4", "--repeat", "1", "--compile", "never"]
+    monkeypatch.setattr(sys, "argv", ["outrider", "bench", "--methods", methods, "--k", "2", *small])
+    assert main() == 0
+    document = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert {"draft", "medusa", "eagle:draft=eagle1:top_k=2"} <= {cell["method"] for cell in document["cells"]}
+
+
+def test_the_command_line_refuses_a_wrong_draft_before_it_loads_anything(home, capsys, monkeypatch):
+    from outrider.cli import main
+
+    given = ["--target", str(home / "target"), "--draft", str(home / "draft"), "--method", "eagle", "hi"]
+    monkeypatch.setattr(sys, "argv", ["outrider", "generate", *given])
+    assert main() == 2
+    assert "use method 'draft' with it" in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,324 @@
+"""Training whole models on tiny ones: LayerSkip's formulas, distillation, resuming, and folders that anyone can load."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_folder import make_folder, make_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, GPT2Config, LlamaConfig
+
+from outrider import LLM, SamplingParams
+from outrider.runner import ModelRunner, RunnerConfig
+from outrider.train import model_runs
+from outrider.train.acceptance import acceptance, expected_tau
+from outrider.train.continuation import continue_rows
+from outrider.train.decoder import Decoder
+from outrider.train.distillation import Distillation, DistillationLoss, divergence
+from outrider.train.draft_model import DraftShape, chosen_layers, draft_config, new_draft, spaced
+from outrider.train.layer_skip import EarlyExitLoss, LayerSkip, drop_rates, exit_weights
+from outrider.train.model_runs import DraftRun, train_draft, train_early_exit
+from outrider.train.runs import Bench, HeadPlan
+from outrider.train.trainer import Trainer
+from outrider.types import OutriderError
+
+LAYERS, SEQ = 5, 24
+FAST = HeadPlan(epochs=2.0, batch_tokens=6 * SEQ, muon_lr=0.02, adam_lr=0.004)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("target"), num_hidden_layers=LAYERS, hidden_size=32, initializer_range=0.5)
+
+
+@pytest.fixture(scope="module")
+def runner(folder):
+    return ModelRunner.load(str(folder), RunnerConfig(compile="never"))
+
+
+@pytest.fixture(scope="module")
+def rows():
+    pattern = torch.arange(8, 8 + 2 * SEQ)  # what comes next can be learned
+    return torch.stack([pattern.roll(shift)[:SEQ] for shift in range(60)]).int()
+
+
+@pytest.fixture
+def bench(runner, rows, tmp_path):
+    return Bench(runner, None, tmp_path / "work", rows=rows)
+
+
+def tiny(kind):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = {
+        "llama": lambda: LlamaConfig(**sizes, intermediate_size=48, num_key_value_heads=2, initializer_range=0.3),
+        "gemma2": lambda: Gemma2Config(
+            **sizes, intermediate_size=48, num_key_value_heads=2, head_dim=8, sliding_window=4, pad_token_id=0
+        ),
+        "gpt2": lambda: GPT2Config(vocab_size=64, n_embd=32, n_layer=4, n_head=4, bos_token_id=1, eos_token_id=1),
+    }[kind]()
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager" if kind == "gemma2" else "sdpa").eval()
+
+
+# -- LayerSkip ---------------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_and_exit_weights_are_the_papers_formulas():
+    count = 6
+    for depth, rate in enumerate(drop_rates(count, 0.1)):  # a model that was trained before: S(t) = 1
+        assert rate == pytest.approx((math.exp(depth * math.log(2) / (count - 1)) - 1) * 0.1)
+    for depth, rate in enumerate(drop_rates(count, 0.1, 0.25)):  # from scratch: S(t) = exp(t ln 2 / (T - 1)) - 1
+        assert rate == pytest.approx((2**0.25 - 1) * (2 ** (depth / (count - 1)) - 1) * 0.1)
+    weights = exit_weights(count, 0.2)
+    assert weights[:-1] == pytest.approx([0.2 * sum(range(depth + 1)) for depth in range(count - 1)])
+    assert weights[-1] == pytest.approx(count - 1 + 0.2 * sum(range(count - 1)))
+
+
+def test_layers_are_dropped_row_by_row_as_often_as_the_rates_say():
+    loss = EarlyExitLoss(Decoder(tiny("llama")), LayerSkip(max_drop=0.5))
+    drawn = torch.stack([loss.runs(16, step, 0.3) for step in range(400)])  # [steps, L, B]
+    assert drawn.float().mean((0, 2)) == pytest.approx([1 - rate for rate in drop_rates(4, 0.5)], abs=0.02)
+    assert not torch.equal(drawn[:, -1, 0], drawn[:, -1, 1])
+    whole = replace(loss, how=LayerSkip(max_drop=0.5, whole_steps=True))
+    drawn = torch.stack([whole.runs(16, step, 0.3) for step in range(50)])
+    assert torch.equal(drawn, drawn[:, :, :1].expand_as(drawn)) and not drawn.all()
+    growing = replace(loss, how=LayerSkip(max_drop=0.5, from_scratch=True, grow_at=0.4))
+    assert growing.runs(4, 7, 0.0).tolist() == [[True] * 4, [False] * 4] * 2  # nothing is dropped yet, half is not there yet
+    assert growing.runs(4, 7, 0.9)[1].any()
+
+
+def test_exits_rotate_so_that_all_are_trained():
+    loss = EarlyExitLoss(Decoder(tiny("llama")), LayerSkip())
+    loss.decoder.layers.extend(tiny("llama").model.layers)  # 8 layers
+    assert [loss.exits(step, 0.5) for step in range(7)] == [[1], [2], [3], [4], [5], [6], [1]]
+    loss.how = LayerSkip(rotation=3)
+    assert [loss.exits(step, 0.5) for step in range(4)] == [[1, 4], [2, 5], [3, 6], [1, 4]]
+    loss.how = LayerSkip(rotation=1)
+    assert loss.exits(5, 0.5) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_loss_weighs_active_exits_to_one():
+    decoder, how = Decoder(tiny("llama")), LayerSkip(max_drop=0.0, exit_scale=0.7, rotation=1)
+    ids = torch.randint(0, 64, (3, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        loss, parts = EarlyExitLoss(decoder, how)(ids, 0, 0.5)
+        states, weights = decoder.hidden_states(ids[:, :-1]), exit_weights(4, 0.7)
+        losses = [float(decoder.token_loss(state, ids[:, 1:])) for state in states]
+    wanted = sum(weights[depth] * losses[depth] for depth in (1, 2, 3)) / sum(weights[1:])
+    assert float(loss) == pytest.approx(wanted, rel=1e-5)
+    assert float(parts["loss"]) == pytest.approx(losses[3], rel=1e-5) and set(parts) == {"loss", "exit_2", "exit_3"}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
+def test_layers_are_seen_and_left_out_in_the_models_own_forward(kind):
+    model = tiny(kind)
+    decoder = Decoder(model)
+    decoder.check()
+    ids = torch.randint(0, 64, (3, 7), generator=torch.Generator().manual_seed(2))
+    said = model(ids, output_hidden_states=True)
+    states = decoder.hidden_states(ids)
+    for mine, theirs in zip(states[:-1], said.hidden_states[1:-1], strict=True):
+        torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(decoder.logits(states[-1]), said.logits)
+    runs = torch.ones(4, 3, dtype=torch.bool)
+    runs[2, 1] = runs[3] = False
+    partly = decoder.hidden_states(ids, runs)
+    torch.testing.assert_close(partly[2][[0, 2]], states[2][[0, 2]])
+    assert torch.equal(partly[2][1], partly[1][1]) and torch.equal(partly[3], partly[2])
+    torch.testing.assert_close(model(ids).logits, said.logits)  # nothing of it stays
+
+
+def test_a_model_whose_layers_hand_on_more_is_refused_in_one_line():
+    model = tiny("llama")
+    forward = model.model.layers[1].forward
+    Decoder(model).check()
+    model.model.layers[1].forward = lambda hidden, **options: (forward(hidden, **options),)
+    with pytest.raises(OutriderError, match="the layers of LlamaForCausalLM cannot be left out") as error:
+        Decoder(model).check()
+    assert "\n" not in str(error.value)
+
+
+def test_a_target_learns_to_be_left_early_and_is_an_ordinary_folder(bench, rows, tmp_path):
+    out = tmp_path / "out"
+    assert train_early_exit(bench, out, replace(FAST, epochs=6.0), LayerSkip(exit_scale=3.0, rotation=1))
+    measured = json.loads((out / "measured.json").read_text())
+    before, after = measured["before"], measured["after"]
+    assert after["loss"] < 0.5 * before["loss"]
+    for depth in ("3", "4"):  # before them there is too little of so small a model
+        for how in ("greedy", "sampled"):
+            assert after["exits"][depth][how]["acceptance"] > before["exits"][depth][how]["acceptance"]
+        assert after["exits"][depth]["greedy"]["expected_tau"]["4"] > 2
+    assert (out / "early-exit_curve.png").exists() and json.loads((out / "early-exit_curve.json").read_text())[-1]["final"]
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == torch.float32 and model.config.num_hidden_layers == LAYERS
+    assert AutoTokenizer.from_pretrained(out).get_vocab() == make_tokenizer().get_vocab()
+    prompt, params = rows[3, :10].tolist(), SamplingParams(max_tokens=12, ignore_eos=True)
+    plain = LLM(str(out), method="plain", compile="never").generate([prompt], params)[0]
+    early = LLM(str(out), method="early-exit:layers=3", num_draft_tokens=3, compile="never")
+    assert early.generate([prompt], params)[0].token_ids == plain.token_ids
+    assert early.stats.acceptance_rate > 0.5
+
+
+# -- distillation ------------------------------------------------------------------------------------------------------------
+
+
+def test_divergences_and_acceptance_are_their_formulas():
+    generator = torch.Generator().manual_seed(3)
+    draft, target = (2 * torch.randn(2, 5, 11, generator=generator) for _ in range(2))
+    padded = torch.cat((draft, torch.full((2, 5, 3), 9.0)), -1)  # what the target has no logits for does not count
+    draft_probs, target_probs = draft.softmax(-1), target.softmax(-1)
+    kl, hit = divergence(padded, target, "kl")
+    assert float(kl) == pytest.approx(float((target_probs * (target_probs / draft_probs).log()).sum(-1).mean()), rel=1e-5)
+    tv, _ = divergence(padded, target, "tv")
+    greedy, sampled = acceptance(target, padded)
+    assert float(tv) == pytest.approx(1 - float(sampled.mean()), rel=1e-5)
+    assert float(hit) == pytest.approx(float(greedy.mean()))
+    torch.testing.assert_close(sampled, torch.minimum(draft_probs, target_probs).sum(-1))
+
+
+def test_the_expected_tau_counts_runs_and_not_averages():
+    assert expected_tau(torch.full((2, 30), 0.8), 4) == pytest.approx((1 - 0.8**5) / 0.2, rel=1e-5)
+    stretches = torch.tensor([[1.0] * 12 + [0.0] * 12])  # half accepted, in one run
+    assert expected_tau(stretches, 1) == pytest.approx(1.5)
+    assert expected_tau(stretches, 4) == pytest.approx(1 + (12 + 11 + 10 + 9) / 21)
+
+
+def test_a_draft_begins_as_layers_of_its_target(runner):
+    target = model_runs.trainable(runner)
+    assert spaced(2, 8) == (0, 4) and spaced(3, 8) == (0, 2, 5)
+    assert [chosen_layers(DraftShape(), total) for total in (2, 5, 32)] == [(0,), (0, 2), (0, 8, 16, 24)]
+    draft, said = new_draft(target, DraftShape(from_layers=(0, 4)))
+    assert "layers 0, 4" in said and draft.config.num_hidden_layers == 2
+    ids = torch.arange(8, 20)[None]
+    runs = torch.tensor([[True], [False], [False], [False], [True]])
+    with torch.no_grad():
+        mine, theirs = Decoder(draft), Decoder(target)
+        wanted = theirs.logits(theirs.hidden_states(ids, runs)[-1])
+        torch.testing.assert_close(mine.logits(mine.hidden_states(ids)[-1]), wanted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_narrower_draft_says_the_same_where_the_directions_kept_hold_everything(tied, tmp_path):
+    made = make_folder(tmp_path, num_hidden_layers=2, hidden_size=64, tie_word_embeddings=tied, attention_bias=True)
+    target = AutoModelForCausalLM.from_pretrained(made).eval()
+    subspace = torch.linalg.qr(torch.randn(64, 48, generator=torch.Generator().manual_seed(0)))[0]
+    for table in {target.get_input_embeddings().weight, target.get_output_embeddings().weight}:
+        table.copy_(table @ subspace @ subspace.mT)
+    for layer in target.model.layers:  # heads and neurons are lost for good, so they may not matter
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    draft, said = new_draft(target, DraftShape(layers=1, width=48))
+    assert "48 principal directions" in said
+    config = draft.config
+    assert (config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (48, 3, 1, 8)
+    ids = torch.randint(0, 320, (4, 20), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(draft(ids).logits, target(ids).logits, rtol=1e-3, atol=1e-3)
+    assert torch.equal(draft.model.layers[0].self_attn.q_proj.bias, target.model.layers[0].self_attn.q_proj.bias[:24])
+
+
+def test_a_config_said_layer_by_layer_keeps_the_chosen_layers():
+    config = Gemma2Config(num_hidden_layers=4, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    assert draft_config(config, (1, 3), 32).layer_types == [config.layer_types[1], config.layer_types[3]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "teaching"),
+    [
+        (DraftShape(), Distillation()),
+        (DraftShape(width=24), Distillation(loss="tv")),
+        (DraftShape(layers=1), Distillation(on_policy=0.5, prompt_len=6)),
+    ],
+)
+def test_a_draft_learns_from_its_target(shape, teaching, folder, bench, rows, tmp_path):
+    out = tmp_path / "out"
+    assert train_draft(bench, out, replace(FAST, epochs=6.0), DraftRun(shape, teaching=teaching))
+    losses = [point[teaching.loss] for point in json.loads((out / "draft_curve.json").read_text())]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5]) and (out / "draft_curve.png").exists()
+    measured = json.loads((out / "measured.json").read_text())
+    for how in ("greedy", "sampled"):
+        assert measured["after"][how]["acceptance"] > measured["before"][how]["acceptance"]
+    prompt, params = rows[3, :10].tolist(), SamplingParams(max_tokens=12, ignore_eos=True)
+    drafted = LLM(str(folder), draft=str(out), num_draft_tokens=2, compile="never")
+    wanted = LLM(str(folder), method="plain", compile="never").generate([prompt], params)[0].token_ids
+    assert drafted.generate([prompt], params)[0].token_ids == wanted and drafted.stats.num_drafts > 0
+
+
+def test_a_draft_that_exists_goes_on_learning(bench, tmp_path):
+    start = make_folder(tmp_path / "start", seed=4, num_hidden_layers=1, hidden_size=32)
+    assert train_draft(bench, tmp_path / "out", FAST, DraftRun(start=str(start)))
+    measured = json.loads((tmp_path / "out" / "measured.json").read_text())
+    assert measured["after"]["sampled"]["acceptance"] > measured["before"]["sampled"]["acceptance"]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_hidden_layers == 1
+
+
+def test_the_draft_writes_its_own_rows_by_the_steps_noise():
+    draft, target = tiny("llama"), tiny("llama")
+    ids = torch.randint(0, 64, (4, 10), generator=torch.Generator().manual_seed(5))
+    loss = DistillationLoss(draft, target, Distillation(on_policy=0.5, prompt_len=4))
+    written = loss.written(ids, 3)
+    assert torch.equal(written[:, :4], ids[:, :4]) and torch.equal(written[2:], ids[2:])
+    assert torch.equal(written, loss.written(ids, 3)) and not torch.equal(written, loss.written(ids, 4))
+    greedy = continue_rows(draft, ids[:, :4], 6, torch.zeros(4), torch.Generator())
+    wanted = draft.generate(ids[:, :4], attention_mask=torch.ones(4, 4), max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert torch.equal(greedy, wanted)
+
+
+# -- both --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["early-exit", "draft"])
+def test_a_run_that_is_interrupted_ends_with_the_same_weights(kind, runner, rows, tmp_path, monkeypatch):
+    def train(name):
+        at = Bench(runner, None, tmp_path / f"{name}-work", rows=rows)
+        if kind == "draft":
+            return train_draft(at, tmp_path / name, FAST, DraftRun(teaching=Distillation(on_policy=0.4, prompt_len=5)))
+        return train_early_exit(at, tmp_path / name, FAST, LayerSkip(max_drop=0.4))
+
+    assert train("whole")
+    whole = Trainer.run
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "run", lambda self: whole(self, max_steps=3))
+        assert not train("cut")
+    assert not (tmp_path / "cut").exists()
+    assert train("cut")
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    measured = [json.loads((tmp_path / name / "measured.json").read_text()) for name in ("whole", "cut")]
+    assert measured[0] == measured[1]
+
+
+def test_what_cannot_be_trained_is_said_in_one_line(runner, rows, bench, tmp_path):
+    make_folder(tmp_path / "flat", num_hidden_layers=2)
+    flat = Bench(ModelRunner.load(str(tmp_path / "flat"), RunnerConfig(compile="never")), None, tmp_path / "w", rows=rows)
+    make_folder(tmp_path / "foreign", tokenizer=make_tokenizer(300))
+    spoken = Bench(runner, make_tokenizer(), tmp_path / "spoken", rows=rows)
+    assert train_draft(bench, tmp_path / "out", replace(FAST, epochs=0.1))
+
+    def draft(at=bench, start=None, **options):
+        names = DraftShape.__dataclass_fields__
+        shape = DraftShape(**{name: value for name, value in options.items() if name in names})
+        teaching = Distillation(**{name: value for name, value in options.items() if name not in names})
+        return lambda: train_draft(at, tmp_path / "out", FAST, DraftRun(shape, start, teaching))
+
+    cases = [
+        (lambda: train_early_exit(flat, tmp_path / "out", FAST, LayerSkip()), "three layers or more, this one has 2"),
+        (draft(layers=5), "another shape: name another folder"),
+        (draft(loss="mse"), "kl or tv"),
+        (draft(on_policy=2.0), "a share between 0 and 1"),
+        (draft(on_policy=0.5, prompt_len=SEQ), "nothing to write after prompts"),
+        (draft(spoken, start=str(tmp_path / "foreign")), "different vocabularies"),
+        (lambda: new_draft(model_runs.trainable(runner), DraftShape(layers=5)), "5 layers for a target of 5: give 1 to 4"),
+        (lambda: new_draft(model_runs.trainable(runner), DraftShape(from_layers=(0, 9))), "layers 0 to 4"),
+        (lambda: new_draft(model_runs.trainable(runner), DraftShape(width=64)), "give 1 to 32"),
+        (lambda: new_draft(tiny("gpt2"), DraftShape(width=16)), "leave the width at 32"),
+    ]
+    for run, message in cases:
+        with pytest.raises(OutriderError, match=message) as error:
+            run()
+        assert "\n" not in str(error.value)
