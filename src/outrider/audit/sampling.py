@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -166,15 +167,15 @@ def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> Plan:
         for control in CONTROLS
     }
     samples = {AS_IS: samples_for_tv(rig, question), STRESSED: max(caught.values())}
-    for part, number in samples.items():
-        if number > question.max_samples:
-            told = f"more than {question.max_samples:,}" if math.isinf(number) else f"{number:,.0f}"
+    for part, needed in samples.items():
+        if needed > question.max_samples:
+            told = f"more than {question.max_samples:,}" if math.isinf(needed) else f"{needed:,.0f}"
             raise OutriderError(
                 f"what is asked would take {told} samples ({part}): ask for less --power, a larger --tv, or allow more with"
                 " --max-samples"
             )
     return Plan(
-        {part: _whole(number, len(question.prompts)) for part, number in samples.items()},
+        {part: _whole(needed, len(question.prompts)) for part, needed in samples.items()},
         caught,
         gauges[AS_IS].mean_distance,
         gauges[STRESSED].mean_distance,
@@ -184,10 +185,10 @@ def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> Plan:
 
 def samples_for_tv(rig: Rig, question: Question) -> float:
     """Samples, over all prompts, after which the G-test of the first token catches the asked total variation distance."""
-    laws: list[np.ndarray] = []  # type: ignore[type-arg]
+    laws: list[np.ndarray[Any, Any]] = []
     for prompt in question.prompts:
         rig.follow(prompt, [(0,)], question.params, lambda _, probs: laws.append(probs[0].double().cpu().numpy()))
-    each = 2 * MIN_EXPECTED
+    each: float = 2 * MIN_EXPECTED
     while each * len(laws) <= question.max_samples:
         kept = [law[law * each >= MIN_EXPECTED] for law in laws]
         freedom = sum(max(0, len(likely) - ((1 - likely.sum()) * each < MIN_EXPECTED)) for likely in kept)

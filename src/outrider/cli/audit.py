@@ -37,7 +37,7 @@ outrider audit --target ./my-model --draft ./my-draft --prompts mine.jsonl
 
 outrider audit --same-text --methods all --k 1,3,5,8 --batch 1,4 --prompts HumanEval.jsonl.gz --out same-text.json
 """
-EXIT_NOT_CERTIFIED = 1
+EXIT_NOT_CERTIFIED = 3
 
 
 @dataclass(frozen=True)
@@ -95,20 +95,20 @@ class OutputOptions:
 
 @with_groups
 def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions, sampling: SamplingOptions) -> int:
-    """Certify that sampled and greedy text is plain decoding's; exit code 0 only if so, 1 if not.
+    """Certify that sampled and greedy text is plain decoding's; exit code 0 only if so, 3 if not.
 
     Wrong verifiers run in the same way and must be caught, else the certificate is void. With --same-text: every method, draft
     length and batch says the same tokens.
     """
     from outrider.audit.methods import ALL, chosen_methods, load_methods
-    from outrider.cli.bench import check_writable
+    from outrider.cli.bench_documents import check_writable
     from outrider.cli.session import load, resolve
     from outrider.engine.config import build_verifiers, default_method
     from outrider.registry import split_methods
     from outrider.types import OutriderError
 
-    for path in (output.out, output.html):
-        check_writable(path)
+    check_writable("--out", output.out)
+    check_writable("--html", output.html)
     lengths = parse_list("--k", asked.k or ("1,3,5,8" if models.same_text else "4"), _parse_length)
     batches = parse_list("--batch", asked.batch or ("1,4" if models.same_text else "32"), int)
     if min(batches) < 1:
@@ -172,7 +172,7 @@ class Run:
                 for name, proposer in self.proposers.items():
                     k = min(self.lengths[0], proposer.max_drafts)
                     sure = {"alpha": alpha, "power": asked.power, "tv": asked.tv}
-                    question = Question(self.prompts, self.params, k, **sure, seed=seed, max_samples=asked.max_samples)
+                    question = Question(self.prompts, self.params, k, **sure, seed=seed or 0, max_samples=asked.max_samples)
                     way = Way(proposer, self.verifier, k)
                     try:
                         found.append(document(audit(Rig(self.llm.runner), name, way, question, report(name))))
