@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options import MethodOptions, ModelOptions, parse_list, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, with_groups
 
 if TYPE_CHECKING:
     from outrider.server.demo.track import Track
@@ -79,28 +79,19 @@ def load_track(models: ModelOptions, methods: str | None) -> Track:
     """The target, once, and every method that is offered."""
     from outrider.cli.console import waiting
     from outrider.cli.session import load, resolve
-    from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, PROPOSERS, split_method
+    from outrider.engine.config import default_method
+    from outrider.registry import DEFAULT_METHOD, PROPOSERS, split_methods
     from outrider.server.demo.track import Track
-    from outrider.types import OutriderError
 
-    draft = resolve(models, MethodOptions()).get("draft")
-    wanted = parse_list("--methods", methods, str) if methods else ()
-    for method in wanted:
-        if PROPOSERS.get(split_method(method)[0]).takes_draft and draft is None:
-            raise OutriderError(f"the method {method!r} needs --draft, a small model or heads that draft for the target")
+    wanted = [method.strip() for method in split_methods(methods)] if methods else []
+    for method in wanted:  # what is wrong with them shows before the seconds that loading takes
+        resolve(models, MethodOptions(method=method))
     plain: Any = PROPOSERS.get("plain")
     llm = load(models, MethodOptions(method=plain.name), max_batch=2, compile=models.compile or "always")
+    offered = wanted
     if not wanted:
-        usual = (DEFAULT_METHOD_WITH_DRAFT, DEFAULT_METHOD) if draft is not None else (DEFAULT_METHOD,)
         is_small = sum(weight.numel() for weight in llm.runner.model.parameters()) < LARGE
-        wanted = tuple(name for name in PROPOSERS if name != plain.name) if is_small else usual
+        usual = dict.fromkeys((default_method(models.draft, llm.speculation.drafts), DEFAULT_METHOD))
+        offered = [name for name in PROPOSERS if name != plain.name] if is_small else list(usual)
     with waiting("preparing the methods"):
-        return Track(llm, [method for method in wanted if draft is not None or not takes_draft(method)], draft)
-
-
-def takes_draft(method: str) -> bool:
-    """Whether the method looks at the draft that the user names."""
-    from outrider.registry import PROPOSERS, split_method
-
-    found: Any = PROPOSERS.get(split_method(method)[0])
-    return bool(found.takes_draft)
+        return Track(llm, offered, models.draft, must_fit=bool(wanted))

@@ -192,13 +192,15 @@ class Engine:
         if not is_prefill:
             prices = self.costs.behind(round_.first_layer)
             prices.observe(1 + max(round_.lens), len(entries), cache_len, round_.times.score)
-        plain_pass = self.costs.seconds(1, len(entries), cache_len)
+            if not any(round_.lens):
+                self.costs.observe_outside(len(entries), round_.times.verify + round_.times.host)
+        plain = self.costs.plain_round(len(entries), cache_len)
         emitted = 0
         for entry, emission in zip(entries, emissions, strict=True):
             entry.is_cached = True
             emitted += len(emission.token_ids)
-            entry.stats.clock(round_, is_prefill, len(emission.token_ids), plain_pass)
-        self.stats.clock(round_, is_prefill, emitted / len(entries), plain_pass)
+            entry.stats.clock(round_, is_prefill, len(emission.token_ids), plain)
+        self.stats.clock(round_, is_prefill, emitted / len(entries), plain)
         self.policy.observe(context, round_, is_prefill)
 
     # --- requests come and go -----------------------------------------------------------------------------------------------

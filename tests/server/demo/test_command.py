@@ -39,4 +39,4 @@ def test_methods_that_do_not_exist_or_have_no_draft_are_refused(capsys: pytest.C
     (tmp_path / "config.json").write_text("{}")
     assert "unknown method 'magic'" in refusal(capsys, "--port", "0", "--methods", "magic")
     told = refusal(capsys, "--port", "0", "--methods", "draft", "--target", str(tmp_path))
-    assert "'draft' needs --draft" in told
+    assert "'draft' needs a draft model" in told

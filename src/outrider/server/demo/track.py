@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from outrider.engine import Engine, FixedLength, Scheduler
 from outrider.engine.config import build_policy, build_proposer, build_verifiers, eos_token_ids
 from outrider.proposers.degraded import Degraded
-from outrider.registry import PROPOSERS, split_method
 from outrider.server.demo.race import PLAIN, SPECULATIVE, Race
 from outrider.server.demo.race_request import MAX_DRAFTS, Event, Limits, RaceRequest
 from outrider.server.demo.token_texts import TokenTexts
@@ -32,9 +31,17 @@ class Track:
     """Engines over one loaded target: plain decoding, and one for each method offered."""
 
     def __init__(
-        self, llm: LLM, methods: Sequence[str], draft: ModelSource | None = None, limits: Limits | None = None
+        self,
+        llm: LLM,
+        methods: Sequence[str],
+        draft: ModelSource | None = None,
+        limits: Limits | None = None,
+        must_fit: bool = False,
     ) -> None:
-        """``llm`` with room for two requests. Raises ``OutriderError`` where it has no tokenizer or no method fits."""
+        """``llm`` with room for two requests; ``draft`` for the methods that take one and have none of their own.
+
+        Raises ``OutriderError`` where there is no tokenizer, where no method fits, and with ``must_fit`` where one does not.
+        """
         if llm.tokenizer is None:
             raise OutriderError("the demo shows text, and this target has no tokenizer")
         self.llm, self.limits = llm, limits or Limits()
@@ -45,6 +52,8 @@ class Track:
             try:
                 self._engines[method] = self._engine(method)
             except OutriderError as misfit:
+                if must_fit:
+                    raise
                 logger.info("not offered: %s (%s)", method, misfit)
         if not self._engines:
             raise OutriderError(f"none of the methods {', '.join(methods)} fits this target")
@@ -100,8 +109,7 @@ class Track:
     def _engine(self, method: str) -> Engine:
         """An engine of its own for the method, over the target that all share."""
         llm = self.llm
-        draft = self._draft if PROPOSERS.get(split_method(method)[0]).takes_draft else None
-        speculation = replace(llm.speculation, method=method, draft=draft, proposer=None)
+        speculation = replace(llm.speculation, method=method, draft=self._draft, proposer=None)
         proposer = build_proposer(speculation, llm.runner, llm.tokenizer)
         scheduler = Scheduler(1, llm.runner.max_len, sorted(eos_token_ids(llm.runner, llm.tokenizer)))
         worn = Degraded(proposer) if proposer.max_drafts else proposer
