@@ -11,6 +11,7 @@ import typer
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train.runs import Bench, EagleRun, HeadPlan, train_eagle, train_medusa
 from recipes.family.config import SEED
+from recipes.heads.card import publish
 from recipes.heads.rows import SEQ_LEN, training_rows
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
@@ -45,13 +46,17 @@ def train(name: str, at: Bench, package: Path, minutes: float) -> bool:
     """One head; False if interrupted."""
     layers = hidden_states(at.runner.num_layers)
     at.features([*layers, at.runner.num_layers])  # what all three read, captured once
-    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=0.015, adam_lr=0.001, seed=SEED)
+    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=0.01, adam_lr=0.001, seed=SEED)
     out = package / name
     if name == "medusa":
-        return train_medusa(at, out, how, num_heads=4)
-    if name == "eagle1":
-        return train_eagle(at, out, how, EagleRun(generation=1, steps=2))
-    return train_eagle(at, out, how, EagleRun(generation=3, steps=4, layers=layers, draft_vocab=2048))
+        finished = train_medusa(at, out, how, num_heads=4)
+    elif name == "eagle1":
+        finished = train_eagle(at, out, how, EagleRun(generation=1, steps=2))
+    else:
+        finished = train_eagle(at, out, how, EagleRun(generation=3, steps=3, layers=layers, draft_vocab=2048))
+    if finished:
+        publish(name, out, len(at.training_rows()))
+    return finished
 
 
 @app.command()

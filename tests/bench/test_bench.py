@@ -1,20 +1,20 @@
-"""Workloads, the grid's order, and the figures made of runs."""
+"""The grid's order, and the figures made of runs."""
 
 from __future__ import annotations
 
-import gzip
-import json
+import os
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from tiny_folder import make_folder
 
-from outrider import LLM, OutriderError
-from outrider.bench import grid, report, workloads
+from outrider import LLM
+from outrider.bench import cells, grid, workloads
+from outrider.bench.breakdown import PARTS, Rounds, main_part
 from outrider.bench.contenders import Contender, Contenders
 from outrider.bench.grid import PLAIN_CONTENDER, Group, Plan
-from outrider.bench.measure import Run, generate
+from outrider.bench.measure import Batch, Run, generate
+from outrider.bench.memory import PeakMemory
 from outrider.engine import PhaseTimes, Round
 
 NGRAM = Contender("ngram", 3)
@@ -23,44 +23,6 @@ NGRAM = Contender("ngram", 3)
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(make_folder(tmp_path_factory.mktemp("bench") / "model"), method="plain", compile="never", max_batch=2)
-
-
-def test_every_workload_has_eight_different_prompts_or_more() -> None:
-    for name in workloads.WORKLOADS:
-        texts = [prompt.text for prompt in workloads.builtin(name)]
-        assert len(set(texts)) == len(texts) >= 8
-        assert not any("%%" in text or text != text.rstrip("\n") for text in texts)
-    assert len(workloads.builtin("code", 3)) == 3
-    with pytest.raises(OutriderError, match="known: code, edit"):
-        workloads.builtin("poems")
-
-
-def test_humaneval_mt_bench_and_gsm8k_lines_are_understood(tmp_path: Path) -> None:
-    file = tmp_path / "Human.jsonl.gz"
-    lines = [{"task_id": "x/0", "prompt": "def f():\n"}, {"turns": ["Hello", "again"]}, {"question": "2 + 2?", "answer": "4"}]
-    with gzip.open(file, "wt") as stream:
-        stream.write("\n".join(map(json.dumps, lines)) + "\n")
-    prompts = workloads.from_file(file)
-    assert [(p.workload, p.text, p.is_chat) for p in prompts] == [
-        ("Human", "def f():\n", False),
-        ("Human", "Hello", True),
-        ("Human", "2 + 2?", True),
-    ]
-    assert len(workloads.from_file(file, 2)) == 2
-
-
-@pytest.mark.parametrize("line", ["[]", "3", '{"text": "x"}', '{"prompt": ""}', '{"turns": []}', '{"prompt": "x"', "null"])
-def test_a_line_that_is_no_prompt_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
-    file = tmp_path / "x.jsonl"
-    file.write_text('{"prompt": "fine"}\n' + line + "\n")
-    with pytest.raises(OutriderError, match="line 2"):
-        workloads.from_file(file)
-
-
-def test_chat_goes_through_the_template_where_there_is_one(llm: LLM) -> None:
-    prompt = workloads.Prompt("chat", "Hi", is_chat=True)
-    text = llm.tokenizer.decode(workloads.encode(llm.tokenizer, prompt))
-    assert text == "<|user|>Hi\n<|assistant|>"
 
 
 def test_contenders_share_the_target_and_leave_no_trace(llm: LLM) -> None:
@@ -79,7 +41,7 @@ def test_plain_and_contenders_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPat
 
     def note(contenders: object, contender: Contender, prompts: list[list[int]], params: object, batch: int) -> Run:
         order.append(contender.label)
-        return Run(token_ids=[[1]], seconds=1.0)
+        return Run(token_ids=[[1]], batches=[Batch(1, 1.0)])
 
     monkeypatch.setattr(grid, "generate", note)
     monkeypatch.setattr(grid, "warm_up", lambda *args: None)
@@ -103,7 +65,7 @@ def rounds(*accepted: int, lens: int = 4) -> list[Round]:
 
 
 def test_rates_are_those_of_the_glossary() -> None:
-    run = Run(token_ids=[[1] * 11], seconds=3.0, first_seconds=1.0, first_tokens=1)
+    run = Run(token_ids=[[1] * 11], batches=[Batch(11, 3.0, 1, 1.0)])
     run.add_rounds(rounds(4, 0, 2), decode_seconds=2.0)
     assert run.histogram == Counter({4: 1, 0: 1, 2: 1})
     assert run.mean_acceptance_length == 1 + 6 / 3
@@ -115,14 +77,93 @@ def test_rates_are_those_of_the_glossary() -> None:
 
 def test_cells_are_medians_of_ratios_within_a_repeat() -> None:
     def run(tokens: int, seconds: float, ids: int) -> Run:
-        return Run(token_ids=[[ids] * tokens], seconds=seconds)
+        return Run(token_ids=[[ids] * tokens], batches=[Batch(tokens, seconds)])
 
     speeds = [(10.0, 5.0), (10.0, 2.0), (20.0, 5.0)]  # seconds of plain, of the other; the machine was slow in the last one
     repeats = [{NGRAM: run(10, fast, 1), PLAIN_CONTENDER: run(10, slow, 1)} for slow, fast in speeds]
     repeats[2][NGRAM].token_ids = [[2] * 10]
-    cells = report.cells([Group(0.0, 1, "x", repeats)])
-    assert [cell["method"] for cell in cells] == ["plain", "ngram"]
-    assert cells[1]["speedup"] == 4.0 and cells[1]["speedup_range"] == [2.0, 5.0]
-    assert cells[1]["same_text"] == pytest.approx(2 / 3, abs=1e-3)
-    assert report.cells([Group(0.8, 1, "x", repeats)])[1]["same_text"] is None
-    assert report.cells([Group(0.8, 1, "x", repeats)], same_text_when_sampled=True)[1]["same_text"] is not None
+    found = cells.cells([Group(0.0, 1, "x", repeats)])
+    assert [cell["method"] for cell in found] == ["plain", "ngram"]
+    assert found[1]["speedup"] == 4.0 and found[1]["speedup_range"] == [2.0, 5.0]
+    assert found[1]["same_text"] == pytest.approx(2 / 3, abs=1e-3)
+    assert cells.cells([Group(0.8, 1, "x", repeats)])[1]["same_text"] is None
+    assert cells.cells([Group(0.8, 1, "x", repeats)], same_text_when_sampled=True)[1]["same_text"] is not None
+    assert found[1]["repeat_speedup"] == [2.0, 5.0, 4.0] and found[0]["speedup_interval"] == [1.0, 1.0]
+    low, high = found[1]["speedup_interval"]
+    assert 2.0 <= low < 4.0 < high <= 5.0
+
+
+def test_a_run_keeps_latencies_memory_and_the_prediction_of_plain_decoding(llm: LLM) -> None:
+    prompts = [
+        workloads.encode(llm.tokenizer, workloads.Prompt("x", text)) for text in ("for i in range(10):", "def add(", "The")
+    ]
+    run = generate(Contenders(llm), PLAIN_CONTENDER, prompts, Plan((), {}, max_tokens=8).params(0, 0), 2)
+    assert [batch.num_tokens for batch in run.batches] == [16, 8]
+    assert len(run.pauses) == 3 * 7 and all(seconds > 0 and tokens == 1 for seconds, tokens in run.pauses)
+    # What plain decoding predicts of itself is what its rounds took: all but the caller's loop.
+    assert all(0 < (batch.plain_seconds or 0) <= 1.05 * batch.seconds for batch in run.batches)
+    assert run.predicted_plain_tok_s == pytest.approx(24 / sum(batch.plain_seconds or 0 for batch in run.batches))
+    assert run.peak_bytes is None or run.peak_bytes > 50e6
+    cell = cells.cells([Group(0.0, 2, "x", [{PLAIN_CONTENDER: run}])])[0]
+    assert set(cell["inter_token_ms"]) == {"p50", "p95"} and cell["prediction_error_percent"] > -5
+    assert cell["expected_speedup"] is None and cell["cost_ratio"] is None
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="this system does not tell the peak")
+def test_the_peak_of_memory_is_that_since_the_watch_began() -> None:
+    import torch
+
+    def peak(num_bytes: int) -> int:
+        memory = PeakMemory(torch.device("cpu"))
+        del_me = bytearray(num_bytes)
+        del_me[::4096] = b"x" * len(del_me[::4096])
+        return memory.read() or 0
+
+    large, small = peak(200_000_000), peak(1_000)
+    assert large - small > 150_000_000
+
+
+PLAIN_MS = {"draft": 0.0, "score": 10.0, "verify": 0.0, "host": 0.0}
+
+
+def test_a_machine_that_is_the_formulas_leaves_no_difference() -> None:
+    alpha, k, tau = 0.5, 2.0, 1 + 0.5 + 0.25
+    found = Rounds({"draft": 2.0, "score": 10.0, "verify": 0.0, "host": 0.0}, PLAIN_MS, tau, alpha, k, step_ms=1.0)
+    assert found.cost_ratio == 0.1 and found.expected == pytest.approx(tau / 1.2)
+    parts = found.difference(tau * 10 / 12)
+    assert parts is not None and all(part == pytest.approx(0) for part in parts.values())
+
+
+@pytest.mark.parametrize(
+    ("part", "ms", "tau"),
+    [
+        ("score", {"draft": 2.0, "score": 20.0, "verify": 0.0, "host": 0.0}, 1.75),
+        ("draft", {"draft": 9.0, "score": 10.0, "verify": 0.0, "host": 0.0}, 1.75),
+        ("verify", {"draft": 2.0, "score": 10.0, "verify": 5.0, "host": 0.0}, 1.75),
+        ("host", {"draft": 2.0, "score": 10.0, "verify": 0.0, "host": 5.0}, 1.75),
+        ("acceptance", {"draft": 2.0, "score": 10.0, "verify": 0.0, "host": 0.0}, 1.2),
+    ],
+)
+def test_the_part_that_costs_more_than_the_formula_thinks_is_named(part: str, ms: dict[str, float], tau: float) -> None:
+    rounds_ = Rounds(ms, PLAIN_MS, tau, 0.5, 2.0, step_ms=1.0)
+    measured = tau * 10 / sum(ms.values())
+    parts = rounds_.difference(measured)
+    assert parts is not None and list(parts) == list(PARTS) and main_part(parts) == part
+    assert sum(parts.values()) == pytest.approx(measured - (rounds_.expected or 0))
+    assert all(value == pytest.approx(0) for name, value in parts.items() if name != part)
+
+
+def test_acceptance_by_position_is_told_of_rounds_and_of_drafts_reached() -> None:
+    run = Run(batches=[Batch(10, 1.0)], token_ids=[[1] * 10])
+    run.add_rounds(rounds(4, 0, 2, lens=4), decode_seconds=1.0)
+    cell = cells.cells([Group(0.0, 1, "x", [{PLAIN_CONTENDER: run, NGRAM: run}])])[1]
+    assert cell["acceptance_by_position"] == pytest.approx([2 / 3, 2 / 3, 1 / 3, 1 / 3], abs=1e-4)
+    assert cell["conditional_acceptance"] == pytest.approx([2 / 3, 1, 0.5, 1], abs=1e-4)
+    assert cell["mean_k"] == 4 and cell["draft_acceptance_rate"] == 0.5
+
+
+def test_a_tree_is_reached_by_depth_not_by_its_number_of_drafts() -> None:
+    run = Run()
+    run.add_rounds([Round(3, [9], [3], [3], PhaseTimes(0.3, 0.2, 0.0, 0.0))], decode_seconds=1.0)
+    assert run.num_drafts == 9 and run.num_judged == 3 and run.acceptance_rate == 1.0
+    assert run.step_seconds == [pytest.approx(0.1)]

@@ -56,7 +56,8 @@ def test_generate_json_is_one_document(outrider: Run, target: Path, draft: Path)
     assert set(document["origins"]) <= {"accepted", "corrected", "bonus", "plain"}
     assert document["finish_reason"] == "length"
     assert document["stats"]["mean_acceptance_length"] > 3
-    assert set(document["stats"]["ms"]) == {"draft", "score", "verify", "host"}
+    assert set(document["stats"]["ms"]) == set(document["stats"]["seconds"]) == {"draft", "score", "verify", "host"}
+    assert document["stats"]["plain_tok_s"] > 0 and document["stats"]["expected_speedup"] > 0
 
 
 def test_generate_obeys_stop_and_seed(outrider: Run, target: Path) -> None:
@@ -173,10 +174,10 @@ def test_a_difference_is_located_and_explained() -> None:
 def test_bench_prints_a_table_and_one_json_line(outrider: Run, target: Path, draft: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "mine.jsonl"
     prompts.write_text('{"prompt": "def f("}\n{"turns": ["Why?", "And?"]}\n{"question": "What?", "workload": "quiz"}\n')
-    out_file = tmp_path / "results" / "x.json"
+    out_file, page = tmp_path / "results" / "x.json", tmp_path / "results" / "x.html"
     code, out, err = outrider(
         "bench", *models(target, draft), "--methods", "draft,ngram", "--k", "2,auto", "--temperature", "0,0.8",
-        "--batch", "1,2", "--prompts", prompts, "--max-tokens", 6, "--repeat", 2, "--out", out_file,
+        "--batch", "1,2", "--prompts", prompts, "--max-tokens", 6, "--repeat", 2, "--out", out_file, "--html", page,
     )  # fmt: skip
     assert code == 0, err
     result = json.loads(out.splitlines()[-1])
@@ -189,7 +190,9 @@ def test_bench_prints_a_table_and_one_json_line(outrider: Run, target: Path, dra
     for cell in cells:
         assert {
             "method", "k", "temperature", "batch", "workload", "tok_s", "plain_tok_s", "speedup", "mean_acceptance_length",
-            "acceptance_rate", "acceptance_histogram", "same_text", "ms",
+            "acceptance_rate", "acceptance_histogram", "same_text", "ms", "speedup_interval", "acceptance_by_position",
+            "cost_ratio", "expected_speedup", "difference", "inter_token_ms", "time_to_first_token_ms", "peak_memory_mb",
+            "predicted_plain_tok_s", "prediction_error_percent",
         } <= set(cell)  # fmt: skip
         assert set(cell["ms"]) == {"draft", "score", "verify", "host"}
         assert cell["same_text"] == (1.0 if cell["temperature"] == 0 else None)
@@ -197,7 +200,14 @@ def test_bench_prints_a_table_and_one_json_line(outrider: Run, target: Path, dra
         assert cell["tok_s"] > 0 and cell["plain_tok_s"] > 0
     drafted = [cell for cell in cells if cell["method"] == "draft" and cell["k"] == 2 and cell["temperature"] == 0]
     assert all(cell["acceptance_rate"] == 1.0 for cell in drafted)
-    assert "speedup" in err and "warming up" in err
+    for cell in cells:
+        assert cell["predicted_plain_tok_s"] > 0
+        if cell["difference"] is not None:
+            assert sum(cell["difference"].values()) == pytest.approx(
+                cell["decode_speedup"] - cell["expected_speedup"], abs=0.05
+            )
+    assert "speedup" in err and "warming up" in err and "formula" in err
+    assert page.read_text().count("<figure>") == 2 * 6  # two temperatures
 
 
 def test_bench_keeps_what_is_done_when_interrupted(

@@ -91,13 +91,13 @@ def test_the_steps_of_training_are_those_of_drafting(generation, runner, cache):
     for parameter in head.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))
     loss = EagleLoss(head, cache, LAYERS, steps=3)
-    ids, features = loss._read([5])
-    outs = list(loss._rollout(ids, features))
+    ids, features, _ = loss._read([5])
+    outs = loss._rollout(ids, features, loss.steps)
     head.shape.llama._attn_implementation = "outrider"
     drafting = HeadRunner(head, runner)
     for length in (1, 4, 12):
         name = f"text-{length}"
-        seen = [features[layer][0, :length] for layer in head.shape.hidden_states]
+        seen = [feature[0, :length] for feature in features]
         out = drafting.extend([name], [ids[0, 1 : 1 + length].tolist()], [seen])
         torch.testing.assert_close(out[0], outs[0][0, length - 1], rtol=2e-3, atol=2e-3)
         for depth in (1, 2):

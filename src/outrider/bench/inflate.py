@@ -19,6 +19,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,7 @@ def inflate(
     large = params if isinstance(params, Shape) else shape_for(config, params)
     dtype = weights["model.embed_tokens.weight"].dtype
     inflater = Inflater(config, large, Noise(dtype, seed), dtype)
-    part = out.with_name(f"{out.name}.part-{os.getpid()}")
-    try:
+    with new_folder(out) as part:
         part.mkdir(parents=True)
         total = count_params(config, large)
         free = shutil.disk_usage(part).free
@@ -83,12 +83,20 @@ def inflate(
         _copy_tokenizer(source, part)
         written = _write_shards(inflater.tensors(weights), part, total if progress else 0)
         _write_config(part, config, inflater, written, seed)
+    return out
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Where to write what will be ``out`` once it is whole: nothing is left of a failure, which is an ``OutriderError``."""
+    part = out.with_name(f"{out.name}.part-{os.getpid()}")
+    try:
+        yield part
         part.rename(out)
     except OSError as error:
         raise OutriderError(f"cannot write {out}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    return out
 
 
 def _copy_tokenizer(source: Path, out: Path) -> None:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from outrider.bench.inflate import new_folder
 from outrider.bench.shapes import Shape, head_dim, source_shape
 from outrider.bench.widening import Inflater, Noise
 from outrider.disk_cache import cache_dir
@@ -178,8 +177,7 @@ def inflate_head(source: str | Path, target: Path, out: Path) -> Path:
     Raises ``OutriderError`` for a head that does not fit the small target, or cannot be inflated.
     """
     facts, folder = InflatedTarget.read(target), find_folder(source)
-    part = out.with_name(f"{out.name}.part-{os.getpid()}")
-    try:
+    with new_folder(out) as part:
         if kind_of(folder) == MEDUSA:
             heads, accuracies = medusa.load(folder, facts.vocab_size)
             if heads.shape.hidden_size != facts.small.hidden:
@@ -190,11 +188,6 @@ def inflate_head(source: str | Path, target: Path, out: Path) -> Path:
             acceptance = eagle_formats.measured_acceptance(folder)
             made = _WideEagle(head, facts).made()
             eagle_formats.export(made, part, verifier=str(target), acceptance=list(acceptance) if acceptance else None)
-        part.rename(out)
-    except OSError as error:
-        raise OutriderError(f"cannot write {out}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return out
 
 

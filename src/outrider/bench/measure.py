@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from outrider.bench.memory import PeakMemory
 from outrider.engine import Round
 from outrider.types import SamplingParams
 
@@ -18,26 +19,49 @@ if TYPE_CHECKING:
 PHASES = ("draft", "score", "verify", "host")
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Prompts generated together, from the first one's start to the last one's end."""
+
+    num_tokens: int
+    seconds: float  # the prompts' pass included
+    first_tokens: int = 0  # what came with that pass
+    first_seconds: float = 0.0  # until then
+    plain_seconds: float | None = None  # what the engine says plain decoding would have taken
+
+
 @dataclass
 class Run:
     """A contender's generations over a list of prompts, added up."""
 
     token_ids: list[list[int]] = field(default_factory=list)  # of each prompt
-    seconds: float = 0.0  # prompts included
-    first_seconds: float = 0.0  # until the first tokens of each batch
-    first_tokens: int = 0  # that came with them
+    batches: list[Batch] = field(default_factory=list)
     histogram: Counter[int] = field(default_factory=Counter)  # {num_accepted: rounds}, of each request
     reached: Counter[int] = field(default_factory=Counter)  # {place: drafts that were reached there}, from 0
     kept: Counter[int] = field(default_factory=Counter)  # {place: drafts that were accepted there}
     num_drafts: int = 0
     num_judged: int = 0  # drafts that were reached
     num_steps: int = 0  # rounds of the whole batch
+    num_draft_steps: int = 0  # the longest path of each of them, summed
+    step_seconds: list[float] = field(default_factory=list)  # of a draft's step, in each round with drafts
+    pauses: list[tuple[float, int]] = field(default_factory=list)  # seconds before tokens came, and how many came together
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    peak_bytes: int | None = None  # of memory, while it ran
     faults: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(ids) for ids in self.token_ids)
+        return sum(batch.num_tokens for batch in self.batches)
+
+    @property
+    def seconds(self) -> float:
+        """Prompts included."""
+        return sum(batch.seconds for batch in self.batches)
+
+    @property
+    def first_seconds(self) -> float:
+        """Until the first tokens of each batch."""
+        return sum(batch.first_seconds for batch in self.batches)
 
     @property
     def tok_s(self) -> float:
@@ -48,7 +72,14 @@ class Run:
     def decode_tok_s(self) -> float:
         """Tokens after the first ones over the time after them. 0 where there were none."""
         seconds = self.seconds - self.first_seconds
-        return (self.num_tokens - self.first_tokens) / seconds if seconds > 0 else 0.0
+        return (self.num_tokens - sum(batch.first_tokens for batch in self.batches)) / seconds if seconds > 0 else 0.0
+
+    @property
+    def predicted_plain_tok_s(self) -> float | None:
+        """The speed that plain decoding would have had, by the engine's own prices. None where it has none."""
+        seconds = [batch.plain_seconds for batch in self.batches]
+        known = [each for each in seconds if each]
+        return self.num_tokens / sum(known) if known and len(known) == len(seconds) else None
 
     @property
     def num_accepted(self) -> int:
@@ -59,8 +90,8 @@ class Run:
         """tau = 1 + accepted / rounds, over decoding rounds."""
         return 1 + self.num_accepted / max(sum(self.histogram.values()), 1)
 
-    def acceptance_by_position(self, num_places: int) -> list[float]:
-        """Conditional: the part of the drafts reached in each place that were accepted."""
+    def conditional_acceptance(self, num_places: int) -> list[float]:
+        """The part of the drafts reached in each place that were accepted."""
         return [self.kept[place] / self.reached[place] if self.reached[place] else 0.0 for place in range(num_places)]
 
     @property
@@ -76,12 +107,16 @@ class Run:
     def add_rounds(self, rounds: Sequence[Round], decode_seconds: float) -> None:
         """Adds decoding rounds that together took ``decode_seconds`` on the wall clock."""
         for round_ in rounds:
-            for drafted, accepted in zip(round_.lens, round_.num_accepted, strict=True):
+            self.num_drafts += sum(round_.lens)
+            for depth, accepted in zip(round_.depths, round_.num_accepted, strict=True):
                 self.histogram[accepted] += 1
-                self.reached.update(range(min(accepted + 1, drafted)))
+                self.reached.update(range(min(accepted + 1, depth)))
                 self.kept.update(range(accepted))
-                self.num_drafts += drafted
-                self.num_judged += accepted + 1 if accepted < drafted else drafted
+                self.num_judged += min(accepted + 1, depth)
+            depth = max(round_.depths, default=0)
+            self.num_draft_steps += depth
+            if depth:
+                self.step_seconds.append(round_.times.draft / depth)
             for name in ("draft", "score", "verify"):
                 self.phase_seconds[name] += getattr(round_.times, name)
                 decode_seconds -= getattr(round_.times, name)
@@ -98,13 +133,14 @@ def generate(
     show: Callable[[str], None] | None = None,
 ) -> Run:
     """Generates for every prompt, ``batch`` at a time, and times it. ``show`` is given the text as it comes."""
-    run = Run()
+    run, memory = Run(), PeakMemory(contenders.llm.runner.device)
     with contenders.active(contender) as recorder:
         faults = contenders.llm.stats.faults
         for at in range(0, len(prompts), batch):
             part = list(prompts[at : at + batch])
             _generate_batch(contenders.llm.stream(part, params), len(part), run, recorder.rounds, show)
         run.faults = contenders.llm.stats.faults - faults
+    run.peak_bytes = memory.read()
     return run
 
 
@@ -113,17 +149,27 @@ def _generate_batch(
 ) -> None:
     """Reads one batch to its end. Its prompts are read in one step, and what that step takes and brings counts as first."""
     outputs: list[list[int]] = [[] for _ in range(num_prompts)]
+    arrivals = [0.0] * num_prompts
+    plain: list[float | None] = []
+    first_tokens = 0
     rounds.clear()
     started = first = perf_counter()
     for chunk in chunks:
-        if not outputs[chunk.prompt_index]:
-            first = perf_counter()
-            run.first_tokens += len(chunk.token_ids)
-        outputs[chunk.prompt_index] += chunk.token_ids
+        now, index, num_new = perf_counter(), chunk.prompt_index, len(chunk.token_ids)
+        if not outputs[index]:
+            first = now
+            first_tokens += num_new
+        elif num_new:
+            run.pauses.append((now - arrivals[index], num_new))
+        arrivals[index] = now
+        outputs[index] += chunk.token_ids
+        if chunk.stats is not None:
+            plain.append(chunk.stats.plain_seconds)
         if show is not None:
             show(chunk.text)
     ended = perf_counter()
+    # A batch lasts as long as its longest request, plain or not.
+    plain_seconds = max((each for each in plain if each is not None), default=None) if None not in plain else None
     run.token_ids += outputs
-    run.seconds += ended - started
-    run.first_seconds += first - started
+    run.batches.append(Batch(sum(map(len, outputs)), ended - started, first_tokens, first - started, plain_seconds))
     run.add_rounds(rounds, ended - first)

@@ -1,14 +1,14 @@
 """What a benchmark generates from: built-in prompts by kind of text, or the user's file.
 
 The built-in prompts were written for Outrider. They are text to be continued, so that a model without instruction training can
-be measured too; those of the kind ``chat`` go through the tokenizer's chat template where it has one.
+be measured too; those of the kind ``chat`` are messages and go through the tokenizer's chat template where it has one.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -27,49 +27,65 @@ WORKLOADS = {
     "story": "go on with a story",
 }
 CHAT = "chat"
+SPEC_BENCH_TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # beside MT-bench's questions
+Message = Mapping[str, str]  # {"role", "content"}
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One text to continue, or one user turn to answer (``is_chat``)."""
+    """One text to continue, or a conversation to answer."""
 
     workload: str
-    text: str
-    is_chat: bool = False
+    text: str = ""
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def is_chat(self) -> bool:
+        return bool(self.messages)
 
 
 def builtin(workload: str, num_prompts: int | None = None) -> list[Prompt]:
     """The first ``num_prompts`` (all by default) built-in prompts of a kind. Raises ``OutriderError`` for an unknown kind."""
     if workload not in WORKLOADS:
         raise OutriderError(f"unknown workload {workload!r}; known: {', '.join(WORKLOADS)}")
-    text = files("outrider.bench").joinpath("prompts", f"{workload}.txt").read_text(encoding="utf-8")
-    return [Prompt(workload, item.rstrip("\n"), workload == CHAT) for item in text.split(SEPARATOR)][:num_prompts]
+    folder = files("outrider.bench").joinpath("prompts")
+    if workload == CHAT:
+        lines = folder.joinpath(f"{CHAT}.jsonl").read_text(encoding="utf-8").splitlines()
+        return [Prompt(CHAT, messages=tuple(json.loads(line)["messages"])) for line in lines][:num_prompts]
+    text = folder.joinpath(f"{workload}.txt").read_text(encoding="utf-8")
+    return [Prompt(workload, item.rstrip("\n")) for item in text.split(SEPARATOR)][:num_prompts]
 
 
 def from_file(path: str | Path, num_prompts: int | None = None) -> list[Prompt]:
-    """Prompts of a JSONL file, plain or gzipped, in order.
+    """Prompts of a JSONL file, plain or gzipped, in order; what each line is shows in its fields.
 
-    Each line is an object with ``prompt`` (text to continue; HumanEval's files are like this), or with ``turns`` or
-    ``question`` (a user's turn, the first of ``turns``, as in MT-Bench and GSM8K). An optional ``workload`` names its group in
-    the results. Raises ``OutriderError`` with the line's number where a line is none of these.
+    - ``task_id`` and ``prompt``: HumanEval, code to continue
+    - ``question`` and ``answer``: GSM8K, a question to answer
+    - ``turns`` and ``category``: MT-bench, or one of Spec-Bench's tasks; the first turn is asked
+    - ``messages``, ``turns`` or ``question``: a conversation, the first of the turns, a question
+    - ``prompt``: a text to continue
+
+    The first three are workloads of those names, the others of the file's; ``workload`` in a line names another. Raises
+    ``OutriderError`` with the line's number where a line is none of these.
     """
     path = Path(path)
     name = path.name.split(".")[0]
-    prompts = []
+    prompts: list[Prompt] = []
     for number, line in _lines(path):
-        if not line.strip():
-            continue
-        try:
-            prompts.append(_prompt(json.loads(line), name))
-        except (json.JSONDecodeError, KeyError, TypeError, IndexError):
-            raise OutriderError(
-                f'{path}, line {number}: not a JSON object with a text under "prompt", "question" or "turns"'
-            ) from None
         if len(prompts) == num_prompts:
             break
+        if line.strip():
+            try:
+                prompts.append(_prompt(_object(line.strip()), name))
+            except _Refused as refused:
+                raise OutriderError(f"{path}, line {number}: {refused}") from None
     if not prompts:
         raise OutriderError(f"{path} holds no prompts")
     return prompts
+
+
+class _Refused(Exception):
+    """Why a line is no prompt."""
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -80,17 +96,79 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise OutriderError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _prompt(item: Mapping[str, Any], default_workload: str) -> Prompt:
-    workload = item.get("workload", default_workload) if isinstance(item, dict) else default_workload
-    if "prompt" in item:
-        text, is_chat = item["prompt"], False
-    elif "turns" in item:
-        text, is_chat = item["turns"][0], True
-    else:
-        text, is_chat = item["question"], True
-    if not isinstance(text, str) or not text or not isinstance(workload, str):
-        raise TypeError
-    return Prompt(workload, text, is_chat)
+def _object(line: str) -> dict[str, Any]:
+    try:
+        item = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise _Refused(f"not JSON: {error.msg} at character {error.pos + 1}") from None
+    if not isinstance(item, dict):
+        raise _Refused("not a JSON object")
+    return item
+
+
+def _prompt(item: Mapping[str, Any], file_name: str) -> Prompt:
+    for needed, workload_of, read in FORMATS:
+        if needed <= item.keys():
+            workload = item.get("workload", workload_of(item) or file_name)
+            if not isinstance(workload, str):
+                raise _Refused('"workload" is not a text')
+            return read(item, workload)
+    fields = ", ".join(map(json.dumps, item)) or "nothing"
+    raise _Refused(f'no "prompt", "turns", "messages" or "question" in it, but {fields}')
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise _Refused(f"{name} is not a text, or empty")
+    return value
+
+
+def _continued(item: Mapping[str, Any], workload: str) -> Prompt:
+    return Prompt(workload, _text(item["prompt"], '"prompt"'))
+
+
+def _asked(item: Mapping[str, Any], workload: str) -> Prompt:
+    return Prompt(workload, messages=({"role": "user", "content": _text(item["question"], '"question"')},))
+
+
+def _first_turn(item: Mapping[str, Any], workload: str) -> Prompt:
+    turns = item["turns"]
+    if not isinstance(turns, list) or not turns:
+        raise _Refused('"turns" is not a list of texts, or empty')
+    return Prompt(workload, messages=({"role": "user", "content": _text(turns[0], 'the first of "turns"')},))
+
+
+def _conversation(item: Mapping[str, Any], workload: str) -> Prompt:
+    messages = item["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise _Refused('"messages" is not a list of messages, or empty')
+    if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages):
+        raise _Refused('each of "messages" needs "role" and "content"')
+    return Prompt(
+        workload,
+        messages=tuple(
+            {name: _text(message[name], f'"{name}" of a message') for name in ("role", "content")} for message in messages
+        ),
+    )
+
+
+def _task(item: Mapping[str, Any]) -> str:
+    """MT-bench's eight categories are one task, as in Spec-Bench's own evaluation."""
+    category = item["category"]
+    return category if category in SPEC_BENCH_TASKS else "mt-bench"
+
+
+# The fields that tell a format, the name of its workload ("": the file's), and how to read it; the first that fits counts.
+Format = tuple[frozenset[str], Callable[[Mapping[str, Any]], str], Callable[[Mapping[str, Any], str], Prompt]]
+FORMATS: tuple[Format, ...] = (
+    (frozenset({"task_id", "prompt"}), lambda item: "humaneval", _continued),
+    (frozenset({"question", "answer"}), lambda item: "gsm8k", _asked),
+    (frozenset({"turns", "category"}), _task, _first_turn),
+    (frozenset({"messages"}), lambda item: "", _conversation),
+    (frozenset({"turns"}), lambda item: "", _first_turn),
+    (frozenset({"prompt"}), lambda item: "", _continued),
+    (frozenset({"question"}), lambda item: "", _asked),
+)
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
@@ -98,7 +176,9 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
     if not prompt.is_chat:
         return list(tokenizer(prompt.text)["input_ids"])
     if getattr(tokenizer, "chat_template", None):
-        messages = [{"role": "user", "content": prompt.text}]
+        messages = [dict(message) for message in prompt.messages]
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return list(tokenizer(f"Question: {prompt.text}\n\nAnswer:")["input_ids"])
+    said = {"user": "Question: ", "assistant": "Answer: "}
+    turns = [said.get(message["role"], "") + message["content"] for message in prompt.messages]
+    return list(tokenizer("\n\n".join([*turns, "Answer:"]))["input_ids"])

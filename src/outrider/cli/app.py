@@ -1,7 +1,7 @@
 """The command table and the one place where an error becomes a line on stderr and an exit code.
 
-Exit codes: 0 done; 1 an error inside Outrider or the machine (memory, disk); 2 a mistake in what was asked; 3 ``doctor``
-found what does not fit; 130 Ctrl-C.
+Exit codes: 0 done; 1 an error inside Outrider or the machine (memory, disk); 2 a mistake in what was asked; 3 a check found
+something: ``doctor`` what does not fit, ``bench compare`` what became worse, ``audit`` no reason to certify; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Annotated, Any
 
 import typer
 
-# Each is outrider.cli.<name>:command, or, where there are several of a kind, the functions in its COMMANDS.
-COMMANDS = ("generate", "chat", "compare", "bench", "doctor", "train", "serve")
+# Each is outrider.cli.<name>:command, or, where there are several of a kind, the functions in its COMMANDS; with both, the
+# command is what runs where none of the kinds is named.
+COMMANDS = ("generate", "chat", "compare", "bench", "audit", "doctor", "train", "demo", "serve")
 EXIT_INTERNAL, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -46,7 +47,11 @@ def build_app() -> typer.Typer:
         if not hasattr(module, "COMMANDS"):
             app.command(name, epilog=module.EXAMPLES)(module.command)
             continue
-        group = typer.Typer(help=module.HELP, epilog=module.EXAMPLES, no_args_is_help=True, add_completion=False)
+        if hasattr(module, "command"):
+            group = typer.Typer(epilog=module.EXAMPLES, add_completion=False)
+            group.callback(invoke_without_command=True)(module.command)
+        else:
+            group = typer.Typer(help=module.HELP, epilog=module.EXAMPLES, no_args_is_help=True, add_completion=False)
         for kind, command in module.COMMANDS.items():
             group.command(kind)(command)
         app.add_typer(group, name=name)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.bench_documents import COMMANDS, check_writable, write_page
 from outrider.cli.options import MethodOptions, ModelOptions, parse_k, parse_list, with_groups
 
 if TYPE_CHECKING:
@@ -30,8 +31,11 @@ outrider bench --methods draft,ngram --k 2,4,8,auto --temperature 0,0.8 --worklo
 
 outrider bench --inflate 1b --methods draft --k 5 --prompts HumanEval.jsonl.gz --num-prompts 10 --out results/1b.json
 
-outrider bench --target ./my-model --draft ./my-draft --batch 1,4,8 --repeat 5
+outrider bench --target ./my-model --draft ./my-draft --batch 1,4,8 --repeat 5 --out new.json --html new.html
+
+outrider bench compare old.json new.json
 """
+__all__ = ["COMMANDS", "EXAMPLES", "command"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class GridOptions:
         typer.Option(help="Built-in prompts: code,edit,json,summary,math,chat,story (default: all).", rich_help_panel=GRID),
     ] = None
     prompts: Annotated[
-        Path | None, typer.Option(help="A JSONL file (or .gz) of prompts instead of the built-in ones.", rich_help_panel=GRID)
+        Path | None,
+        typer.Option(help="HumanEval, GSM8K, MT-bench, Spec-Bench or your own, as JSONL (.gz).", rich_help_panel=GRID),
     ] = None
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.", rich_help_panel=GRID)] = 4
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens for each prompt.", rich_help_panel=GRID)] = 64
@@ -61,19 +66,39 @@ class GridOptions:
     ] = None
 
 
+@dataclass(frozen=True)
+class OutputOptions:
+    """Where the results go, beside the screen."""
+
+    out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file too.", rich_help_panel=OUTPUT)] = None
+    html: Annotated[Path | None, typer.Option(help="Write a report with plots, one HTML file.", rich_help_panel=OUTPUT)] = None
+
+    def check(self) -> None:
+        """Refuses now what would lose the results of minutes later."""
+        check_writable("--out", self.out)
+        check_writable("--html", self.html)
+        if self.html is not None:
+            from outrider.bench.html import check_installed
+
+            check_installed()
+
+
 @with_groups
 def command(
     *,
+    context: typer.Context,
     grid: GridOptions,
-    out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file too.", rich_help_panel=OUTPUT)] = None,
+    outputs: OutputOptions,
     models: ModelOptions,
 ) -> None:
     """Measure methods x draft lengths, each in turn with plain decoding; the last line printed is one JSON document."""
+    if context.invoked_subcommand is not None:
+        return
     from outrider.bench.contenders import PLAIN, Contenders
     from outrider.bench.grid import Plan, run_grid
     from outrider.cli.session import load, resolve
 
-    check_writable(out)
+    outputs.check()
     given = resolve(models, MethodOptions())
     chosen = parse_contenders(grid, given.get("draft"), given.get("drafts", {}))
     temperatures = parse_list("--temperature", grid.temperature, float)
@@ -100,43 +125,29 @@ def command(
     except KeyboardInterrupt:
         interrupted = True
     extra |= {"interrupted": interrupted} if interrupted else {}
-    finish(plan, groups, llm, extra | {"same_text_mode": models.same_text, "name": models.target or "embedded"}, out)
+    finish(plan, groups, llm, extra | {"same_text_mode": models.same_text, "name": models.target or "embedded"}, outputs)
     if interrupted:
         raise KeyboardInterrupt
 
 
-def finish(plan: Plan, groups: Sequence[Group], llm: LLM, extra: dict[str, Any], out: Path | None) -> None:
-    """The table to stderr, the document to ``out`` and, on one line, to stdout."""
-    from outrider.bench.report import document, table
+def finish(plan: Plan, groups: Sequence[Group], llm: LLM, extra: dict[str, Any], outputs: OutputOptions) -> None:
+    """The tables to stderr, the document and the report to their files, the document to stdout on one line."""
+    from outrider.bench.report import document
+    from outrider.bench.tables import tables
     from outrider.cli.console import err
 
     result = document(plan, groups, llm.runner, extra.pop("name"), extra)
     if result["cells"]:
-        err.print(table(result))
-    line = json.dumps(result)
-    if out is not None:
+        for table in tables(result):
+            err.print(table)
+    if outputs.out is not None:
         try:
-            out.write_text(json.dumps(result, indent=1) + "\n")
+            outputs.out.write_text(json.dumps(result, indent=1) + "\n")
         except OSError as error:
-            err.print(f"[red]error:[/] cannot write {out}: {error.strerror}; the document follows on standard output")
-    print(line, flush=True)
-
-
-def check_writable(out: Path | None) -> None:
-    """Refuses now what would lose the results of minutes later."""
-    from outrider.types import OutriderError
-
-    if out is None:
-        return
-    existed = out.exists()
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("a"):
-            pass
-        if not existed:
-            out.unlink()
-    except OSError as error:
-        raise OutriderError(f"cannot write --out {out}: {error.strerror}") from None
+            err.print(f"[red]error:[/] cannot write {outputs.out}: {error.strerror}; the document follows on standard output")
+    print(json.dumps(result), flush=True)
+    if outputs.html is not None and result["cells"]:
+        write_page(outputs.html, result)
 
 
 def parse_contenders(grid: GridOptions, draft: object, drafts: Mapping[str, object]) -> tuple[Contender, ...]:

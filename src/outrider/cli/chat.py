@@ -37,13 +37,13 @@ def command(
     sampling: SamplingOptions,
 ) -> None:
     """Talk with a model; the conversation is kept."""
-    from outrider.cli.session import compile_if_asked, load, read_prompt
+    from outrider.cli.session import load, prepare, read_prompt
 
     interactive = message is None and sys.stdin.isatty()
     question = None if interactive else read_prompt(message)
     params = sampling.params()
     llm = load(models, methods, max_batch=1)
-    compile_if_asked(llm, models)
+    prepare(llm, models)
     history = [{"role": "system", "content": system}] if system else []
     llm.chat_prompt([*history, {"role": "user", "content": "Hello"}])  # a tokenizer without a template is refused now
     if question is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import isfinite
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -98,7 +97,7 @@ def summary(stats: GenerationStats, seconds: float) -> Text:
     lines = [f"{stats.num_tokens} tokens in {seconds:.2f} s, {stats.tok_s:.1f} tok/s"]
     plain = stats.plain_tok_s
     if stats.num_drafts:
-        if plain is not None and isfinite(plain):
+        if plain is not None:
             lines[0] += f"; plain decoding: about {plain:.1f} tok/s (x{stats.tok_s / plain:.2f})"
         lines.append(
             f"{stats.mean_acceptance_length:.2f} tokens per target pass; {stats.acceptance_rate:.0%} of the drafts looked at "
@@ -112,7 +111,7 @@ def summary(stats: GenerationStats, seconds: float) -> Text:
             "verify": stats.times.verify,
             "other": stats.times.host,
         }
-        lines.append("time: " + ", ".join(f"{name} {part / total:.0%}" for name, part in shares.items()))
+        lines.append("time: " + ", ".join(f"{name} {part:.2f} s ({part / total:.0%})" for name, part in shares.items()))
     if stats.faults:
         lines.append(f"the proposer failed {stats.faults} time(s); plain decoding went on (--debug tells more)")
     return Text("\n".join(lines), style="dim")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import closing
-from math import isfinite
+from dataclasses import asdict
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,11 +40,11 @@ def command(
     sampling: SamplingOptions,
 ) -> None:
     """Continue a text, showing it as it comes and then what it cost."""
-    from outrider.cli.session import compile_if_asked, load, read_prompt
+    from outrider.cli.session import load, prepare, read_prompt
 
     text, params = read_prompt(prompt), sampling.params()
     llm = load(models, methods, max_batch=1)
-    compile_if_asked(llm, models)
+    prepare(llm, models)
     if as_json:
         print(json.dumps(_document(llm, text, params), ensure_ascii=False))
     else:
@@ -95,15 +95,17 @@ def _document(llm: LLM, prompt: str, params: SamplingParams) -> dict[str, Any]:
 
 def stats_document(stats: GenerationStats) -> dict[str, Any]:
     """Statistics under the names of docs/glossary.md."""
-    plain = stats.plain_tok_s
     return {
         "tok_s": stats.tok_s,
-        "plain_tok_s": plain if plain is None or isfinite(plain) else None,
+        "plain_tok_s": stats.plain_tok_s,
         "num_tokens": stats.num_tokens,
         "num_rounds": stats.num_rounds,
         "mean_acceptance_length": stats.mean_acceptance_length,
         "acceptance_rate": stats.acceptance_rate,
         "acceptance_histogram": {str(n): stats.acceptance_histogram[n] for n in sorted(stats.acceptance_histogram)},
         "ms": stats.ms_per_round,
+        "seconds": asdict(stats.times),
+        "cost_ratio": stats.cost_ratio,
+        "expected_speedup": stats.expected_speedup,
         "faults": stats.faults,
     }

@@ -152,11 +152,12 @@ def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
     return llm
 
 
-def compile_if_asked(llm: LLM, models: ModelOptions) -> None:
-    """Compiles before the clock runs: what is streamed afterwards is timed without it."""
+def prepare(llm: LLM, models: ModelOptions) -> None:
+    """Before the clock runs: compiles where that was asked for, and learns what a plain pass takes, for the summary."""
     if models.compile == "always":
         with waiting("compiling"):
             llm.warmup(k=1)
+    llm.price_plain()
 
 
 def streamed(llm: LLM, prompt: str | list[int], params: SamplingParams) -> Generator[Chunk, None, None]:

@@ -163,7 +163,7 @@ def _acceptance(plain: Run, drafted: Run, num_prompts: int) -> Acceptance:
               for k in range(2 * K + 1)]  # fmt: skip
     best = max(range(len(speeds)), key=lambda k: speeds[k])
     tau = drafted.mean_acceptance_length
-    return Acceptance(drafted.acceptance_by_position(K), tau, plain.decode_tok_s, drafted.decode_tok_s, best, num_prompts)
+    return Acceptance(drafted.conditional_acceptance(K), tau, plain.decode_tok_s, drafted.decode_tok_s, best, num_prompts)
 
 
 def _tried(

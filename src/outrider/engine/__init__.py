@@ -1,6 +1,6 @@
 """The loop, the scheduler, statistics and the ``LLM`` facade. This room knows no method's name."""
 
-from outrider.engine.engine import Emission, Engine
+from outrider.engine.engine import Emission, Engine, Observation
 from outrider.engine.llm import LLM
 from outrider.engine.outputs import Chunk, Completion, GenerationInterrupted
 from outrider.engine.policy import FixedLength, LengthPolicy
@@ -17,6 +17,7 @@ __all__ = [
     "GenerationInterrupted",
     "GenerationStats",
     "LengthPolicy",
+    "Observation",
     "PhaseTimes",
     "Round",
     "Scheduler",

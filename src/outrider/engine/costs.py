@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from outrider.engine.stats import PlainRound
+
 if TYPE_CHECKING:
     from outrider.runner import ModelRunner
 
@@ -26,6 +28,7 @@ class PassCosts:
         self._behind: dict[int, PassCosts] = {}  # first layer -> prices of their own
         self._tables: dict[tuple[int, int], dict[int, float]] = {}  # (batch, cache bucket) -> width -> seconds
         self._counts: dict[tuple[int, int, int], int] = {}  # (batch, cache bucket, width) -> how often it was measured there
+        self._outside: dict[int, float] = {}  # batch -> seconds that a round without drafts takes beside its pass
 
     def behind(self, first_layer: int) -> PassCosts:
         """The prices of passes that begin at that layer, because drafting has run those before it; at 0 these."""
@@ -53,6 +56,20 @@ class PassCosts:
         else:
             table[width] = seconds
         self._counts[(*key, width)] = count + 1
+
+    def observe_outside(self, batch: int, seconds: float) -> None:
+        """Adds what a decoding round without drafts took beside its pass: verifier and host."""
+        mean = self._outside.get(batch)
+        if mean is not None and seconds >= mean / 2:
+            seconds = mean + WEIGHT * (min(seconds, SPIKE * mean) - mean)
+        self._outside[batch] = seconds
+
+    def plain_round(self, batch: int, cache_len: int) -> PlainRound | None:
+        """A decoding round without drafts; None until a pass of that width and batch was measured: no guess from wider ones."""
+        if not any(key[0] == batch and key[2] == 1 for key in self._counts):
+            return None
+        score = self.seconds(1, batch, cache_len)
+        return None if score is None else PlainRound(score, self._outside.get(batch))
 
     def seconds(self, width: int, batch: int, cache_len: int) -> float | None:
         """Of a pass; None until one of this batch size has been seen."""

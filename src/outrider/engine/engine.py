@@ -22,7 +22,7 @@ from outrider.engine.policy import LengthPolicy
 from outrider.engine.scheduler import Entry, Scheduler
 from outrider.engine.stats import GenerationStats, PhaseTimes, Round
 from outrider.sampling import Sampler
-from outrider.types import Context, OutriderError, Proposal, Request, Scores
+from outrider.types import Context, OutriderError, Proposal, Request, Scores, Verdict
 
 if TYPE_CHECKING:
     from outrider.proposers.base import Proposer
@@ -46,6 +46,18 @@ class Emission:
     stats: GenerationStats  # the request's own, live
 
 
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """A settled round with everything that was in it. The next step may write over its tensors."""
+
+    context: Context
+    proposal: Proposal
+    scores: Scores
+    verdict: Verdict
+    round: Round
+    is_prefill: bool
+
+
 class Engine:
     """Runs requests to their end, one round a step. Not thread-safe: one thread owns it."""
 
@@ -64,6 +76,7 @@ class Engine:
         self.policy = policy
         self.scheduler = scheduler
         self.stats = GenerationStats()
+        self.observer: Callable[[Observation], None] | None = None  # sees each round last; its time is no round's
         self._sampled, self._deterministic = verifiers
         # Not a method of the engine's: the proposer's guard keeps it, and a cycle would keep dropped models in memory.
         self._make_sampler: Callable[[Sequence[Request]], Sampler] = partial(
@@ -126,8 +139,6 @@ class Engine:
             self._forget(context.request_ids)
             for entry in entries:
                 entry.is_cached = False
-            for entry in entries:
-                entry.is_cached = False
             raise
 
     def _settle(self, entries: Sequence[Entry], context: Context, drafts: Drafts, started: float) -> list[Emission]:
@@ -161,10 +172,13 @@ class Engine:
         times.host = measured - started - times.total + self._unbooked
         times.read, self._read_seconds = self._read_seconds, 0.0
         round_ = Round(drafts.k, drafts.lens, drafts.depths, counts, times, scores.first_layer)
-        self._account(entries, context, drafts, round_, emissions)
+        is_prefill = not all([entry.is_cached for entry in entries])
+        self._account(entries, context, round_, emissions, is_prefill)
         if ended:
             self.policy.release(ended)
         self._unbooked = perf_counter() - measured
+        if self.observer is not None:
+            self.observer(Observation(context, proposal, scores, verdict, round_, is_prefill))
         return emissions
 
     def _emit(self, entry: Entry, b: int, drafts: Drafts, path: list[int], next_token: int, scores: Scores) -> Emission:
@@ -188,21 +202,22 @@ class Engine:
         return Emission(request.request_id, kept, origins, text, logprobs, entry.finish_reason, None, entry.stats)
 
     def _account(
-        self, entries: Sequence[Entry], context: Context, drafts: Drafts, round_: Round, emissions: list[Emission]
+        self, entries: Sequence[Entry], context: Context, round_: Round, emissions: list[Emission], is_prefill: bool
     ) -> None:
         """Seconds go to the requests, the total and the policy."""
         cache_len = max([len(request.token_ids) for request in context.requests])
-        is_prefill = not all([entry.is_cached for entry in entries])
         if not is_prefill:
             prices = self.costs.behind(round_.first_layer)
-            prices.observe(1 + max(drafts.lens), len(entries), cache_len, round_.times.score)
-        plain_pass = self.costs.seconds(1, len(entries), cache_len)
+            prices.observe(1 + max(round_.lens), len(entries), cache_len, round_.times.score)
+            if not any(round_.lens):
+                self.costs.observe_outside(len(entries), round_.times.verify + round_.times.host)
+        plain = self.costs.plain_round(len(entries), cache_len)
         emitted = 0
         for entry, emission in zip(entries, emissions, strict=True):
             entry.is_cached = True
             emitted += len(emission.token_ids)
-            entry.stats.clock(round_, is_prefill, len(emission.token_ids), plain_pass)
-        self.stats.clock(round_, is_prefill, emitted / len(entries), plain_pass)
+            entry.stats.clock(round_, is_prefill, len(emission.token_ids), plain)
+        self.stats.clock(round_, is_prefill, emitted / len(entries), plain)
         if round_.k <= self._decided:  # a length that requests chose themselves was no decision to learn from
             self.policy.observe(context, round_, is_prefill)
 

@@ -5,7 +5,6 @@ This module knows no model and no clock: the engine hands it counts and seconds.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields
 
 
@@ -45,6 +44,14 @@ class PhaseTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class PlainRound:
+    """What a decoding round without drafts takes, as far as it was measured: seconds of the target's pass and of the rest."""
+
+    score: float
+    outside: float | None  # verifier and host; None until such a round was run
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
     """One round as the draft-length policy sees it: what was asked, proposed, accepted and paid."""
 
@@ -69,7 +76,10 @@ class GenerationStats:
     num_draft_steps: int = 0  # the longest path of each step, summed
     faults: int = 0  # rounds in which the proposer failed
     times: PhaseTimes = field(default_factory=PhaseTimes)
-    plain_seconds: float = 0.0  # what the same tokens would have cost without drafts; nan where a pass was never measured
+    shared_seconds: float = 0.0  # of rounds that plain decoding would have run just so
+    num_replaced: float = 0.0  # rounds that plain decoding would have run instead of those with drafts
+    num_priced: float = 0.0  # those of them whose price was known
+    priced_seconds: float = 0.0  # and what they would have taken
     pass_seconds: float = 0.0  # plain passes, one a decoding round, for the cost ratio
     num_timed_rounds: int = 0
 
@@ -82,22 +92,37 @@ class GenerationStats:
         self.num_drafted_rounds += num_drafts > 0
         self.num_judged += num_judged
 
-    def clock(self, round_: Round, is_prefill: bool, emitted_per_row: float, plain_pass: float | None) -> None:
-        """Adds one round's seconds. ``plain_pass``: seconds of a decoding pass without drafts, None if unknown."""
+    def clock(self, round_: Round, is_prefill: bool, emitted_per_row: float, plain: PlainRound | None) -> None:
+        """Adds one round's seconds. ``plain``: what a decoding round without drafts takes, None if unknown."""
         times = round_.times
         self.times.add(times)
         self.num_steps += 1
         self.num_draft_steps += max(round_.depths, default=0)
         outside = times.verify + times.host
-        self.plain_seconds += times.read
-        if is_prefill or not any(round_.lens):
-            self.plain_seconds += times.score + outside  # plain decoding would have done just this
-        elif plain_pass is None:
-            self.plain_seconds = math.nan  # only before any pass without drafts was measured
-        else:
-            self.plain_seconds += emitted_per_row * (plain_pass + outside)
-            self.pass_seconds += plain_pass
+        self.shared_seconds += times.read
+        has_drafts = any(round_.lens)
+        if is_prefill or not has_drafts:
+            self.shared_seconds += times.score + outside
+        if not has_drafts:
+            return
+        num_replaced = emitted_per_row - is_prefill  # the pass over the prompt gives plain decoding a token too
+        self.num_replaced += num_replaced
+        if plain is None:
+            return
+        self.num_priced += num_replaced
+        self.priced_seconds += num_replaced * (plain.score + (outside if plain.outside is None else plain.outside))
+        if not is_prefill:
+            self.pass_seconds += plain.score
             self.num_timed_rounds += 1
+
+    @property
+    def plain_seconds(self) -> float | None:
+        """What the same tokens would have taken without drafts; None where no plain pass was measured."""
+        if not self.num_replaced:
+            return self.shared_seconds
+        if not self.num_priced:
+            return None
+        return self.shared_seconds + self.num_replaced * self.priced_seconds / self.num_priced
 
     @property
     def num_rounds(self) -> int:
@@ -154,7 +179,8 @@ class GenerationStats:
     @property
     def plain_tok_s(self) -> float | None:
         """The speed that plain decoding would have had on the same tokens, prefill included. None if unknown."""
-        return self.num_tokens / self.plain_seconds if self.plain_seconds > 0 else None
+        seconds = self.plain_seconds
+        return self.num_tokens / seconds if seconds else None
 
     @property
     def ms_per_round(self) -> dict[str, float]:

@@ -4,14 +4,10 @@ EAGLE-1 (arXiv 2401.15077, section 3.2): smooth L1 to the target's next feature 
 target's head makes of it, on features with noise. EAGLE-3 (arXiv 2503.01840, section 3): cross entropy alone, over several
 steps on the head's own outputs (training-time test), weighted 0.8 ** step. EAGLE-1 over several steps is HASS (arXiv
 2408.15766).
-
-Not in the paper: for the first half of its training an EAGLE-3 head is also drawn towards the target's last feature, with a
-weight that falls to zero. Its output layer begins as the target's, so that this leads to good logits soonest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +21,6 @@ from outrider.train.capture import FeatureCache
 
 NOISE = 0.1  # EAGLE-1: features are off by as much when the head feeds itself
 CLASS_WEIGHT = 0.1  # EAGLE-1: of the cross entropy beside the regression
-GUIDED = 0.5  # EAGLE-3: share of the training in which the regression counts, at first as much as EAGLE-1's
 NUM_SIBLINGS = 6  # whose acceptance is measured
 
 
@@ -42,46 +37,49 @@ class EagleLoss:
 
     def __call__(self, rows: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         """Loss of the cached rows of these numbers [B]."""
-        ids, features = self._read(rows.tolist())
+        ids, features, last = self._read(rows.tolist())
         if self.head.shape.generation == 1:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-            noise = torch.rand(features[self.last].shape, generator=generator).to(ids.device)
-            seen = {self.last: features[self.last] + (2 * noise - 1) * NOISE}
-        else:
-            seen = features
-        total, weights, parts = ids.new_zeros((), dtype=torch.float32), 0.0, dict[str, Any]()
-        said = self._said(features[self.last])
-        for depth, out in enumerate(self._rollout(ids, seen)):
-            there = slice(1 + depth, 1 + depth + out.shape[1])
-            loss, hit = self._step_loss(out, said[:, there], features[self.last][:, there], progress)
-            total, weights = total + self.decay**depth * loss, weights + self.decay**depth
-            parts |= {f"step_{depth + 1}": loss.detach(), f"hit_{depth + 1}": hit}
-        total = total / weights
+            noise = torch.rand(last.shape, generator=generator).to(ids.device)
+            features = [last + (2 * noise - 1) * NOISE]
+        losses, hits = self._step_losses(ids, features, last)
+        parts = {f"step_{depth + 1}": loss.detach() for depth, loss in enumerate(losses)}
+        parts |= {f"hit_{depth + 1}": hit for depth, hit in enumerate(hits)}
+        weights = [self.decay**depth for depth in range(self.steps)]
+        total = torch.stack([weight * loss for weight, loss in zip(weights, losses, strict=True)]).sum() / sum(weights)
         return total, {"loss": total.detach(), **parts}
 
-    def _read(self, rows: list[int]) -> tuple[Tensor, dict[int, Tensor]]:
+    def _step_losses(self, ids: Tensor, features: list[Tensor], last: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Loss and hits of each step of depth, of tokens [B, S] and features [B, S, H]."""
+        said, found = self._said(last), []
+        for depth, out in enumerate(self._rollout(ids, features, self.steps)):
+            there = slice(1 + depth, 1 + depth + out.shape[1])
+            found.append(self._step_loss(out, said[:, there], last[:, there]))
+        return [loss for loss, _ in found], [hit for _, hit in found]
+
+    def _read(self, rows: list[int]) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Tokens [B, S], the features that the head reads, each [B, S, H], and the target's last."""
         device = self.head.fc.weight.device
-        ids, features = self.cache.read(rows, sorted({*self.head.shape.hidden_states, self.last}))
-        return ids.to(device), {layer: each.to(device) for layer, each in features.items()}
+        ids, found = self.cache.read(rows, sorted({*self.head.shape.hidden_states, self.last}))
+        return ids.to(device), [found[layer].to(device) for layer in self.head.shape.hidden_states], found[self.last].to(device)
 
     @torch.no_grad()
     def _said(self, last: Tensor) -> Tensor:
         """The target's logits [B, S, V] from its features after the final norm."""
         return self.head.target_logits(last).float()
 
-    def _rollout(self, ids: Tensor, seen: dict[int, Tensor]) -> Iterator[Tensor]:
+    def _rollout(self, ids: Tensor, features: list[Tensor], steps: int) -> list[Tensor]:
         """The head's outputs of each step of depth: [B, T, H], those of entry t pointing to token 2 + t + depth."""
         count = ids.shape[1] - self.steps  # entries for which every step has something to aim at
         positions = torch.arange(count, device=ids.device)[None]
-        hidden = self.head.fuse([seen[layer][:, :count] for layer in self.head.shape.hidden_states])
+        hidden, outputs = self.head.fuse([each[:, :count] for each in features]), []
         with rollout_attention.rollout():
-            for depth in range(self.steps):
-                tokens = ids[:, 1 + depth : 1 + depth + count]
-                out = self.head(tokens, hidden, positions + depth)
-                yield out
-                hidden = self.head.feedback(out)
+            for depth in range(steps):
+                outputs.append(self.head(ids[:, 1 + depth : 1 + depth + count], hidden, positions + depth))
+                hidden = self.head.feedback(outputs[-1])
+        return outputs
 
-    def _step_loss(self, out: Tensor, said: Tensor, goal: Tensor, progress: float = 1.0) -> tuple[Tensor, Tensor]:
+    def _step_loss(self, out: Tensor, said: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
         """Loss of outputs [B, T, H] that should lead to logits [B, T, V], and how often both name the same likeliest token."""
         head, best = self.head, said.argmax(-1)
         wanted = (said if head.draft_ids is None else said[..., head.draft_ids]).softmax(-1)
@@ -91,9 +89,6 @@ class EagleLoss:
         hit = ((guess if head.draft_ids is None else head.draft_ids[guess]) == best).float().mean()
         if head.shape.generation == 1:
             return smooth_l1_loss(out, goal) + CLASS_WEIGHT * entropy, hit
-        guidance = max(0.0, 1 - progress / GUIDED) / CLASS_WEIGHT
-        if guidance and out.shape[-1] == goal.shape[-1]:
-            entropy = entropy + guidance * smooth_l1_loss(head.norm(out), goal)
         return entropy, hit
 
     @torch.no_grad()
@@ -102,11 +97,9 @@ class EagleLoss:
         hits = torch.zeros(self.steps)
         rows = range(self.cache.num_training, self.cache.num_rows)
         for row in rows:
-            ids, features = self._read([row])
-            said = self._said(features[self.last])
-            for depth, out in enumerate(self._rollout(ids, features)):
-                there = slice(1 + depth, 1 + depth + out.shape[1])
-                hits[depth] += float(self._step_loss(out, said[:, there], features[self.last][:, there])[1]) / len(rows)
+            ids, features, last = self._read([row])
+            for depth, hit in enumerate(self._step_losses(ids, features, last)[1]):
+                hits[depth] += float(hit) / len(rows)
         return {f"held_{depth + 1}": round(float(hit), 4) for depth, hit in enumerate(hits)}
 
     @torch.no_grad()
@@ -120,9 +113,9 @@ class EagleLoss:
         accepted, total = torch.zeros(NUM_SIBLINGS), 0
         generator = torch.Generator(device).manual_seed(self.seed)
         for row in range(self.cache.num_training, self.cache.num_rows):
-            ids, features = self._read([row])
-            out = next(self._rollout(ids, features))
-            target_probs = self._said(features[self.last])[0, 1 : 1 + out.shape[1]].softmax(-1)  # [T, V]
+            ids, features, last = self._read([row])
+            out = self._rollout(ids, features, steps=1)[0]
+            target_probs = self._said(last)[0, 1 : 1 + out.shape[1]].softmax(-1)  # [T, V]
             draft_probs = head.spread(head.logits(out[0]), target_probs.shape[-1]).softmax(-1)
             alive = torch.ones(len(target_probs), device=device)
             for sibling in range(min(NUM_SIBLINGS, draft_probs.shape[-1] - 1)):

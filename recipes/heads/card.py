@@ -1,0 +1,76 @@
+"""The card of a head: what it is, what it saw, how often the target agrees with it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from recipes.heads.rows import PROMPT_LEN, SEQ_LEN
+
+WHAT = {
+    "medusa": (
+        "Medusa heads (Cai et al. 2024, arXiv 2401.10774): four heads of one residual block, each with its own output layer, on"
+        " the target's last hidden state. vLLM's format.",
+        "medusa",
+    ),
+    "eagle1": (
+        "An EAGLE-1 head, which EAGLE-2 uses too (Li et al. 2024, arXiv 2401.15077 and 2406.16858): one Llama layer over the"
+        " next token's embedding and the target's last feature. The authors' format.",
+        "eagle:draft=<this folder>",
+    ),
+    "eagle3": (
+        "An EAGLE-3 head (Li et al. 2025, arXiv 2503.01840): one Llama layer over the next token's embedding and three fused"
+        " features of the target, with an output layer of its own over the 2048 most frequent tokens. The native format.",
+        "eagle",
+    ),
+}
+MACHINE = "2 hardware threads of one Cascade Lake core (AVX-512, no AMX, no bf16), which other work shared"
+
+
+def publish(name: str, head: Path, rows: int, machine: str = MACHINE) -> None:
+    """Writes ``README.md`` beside the head and moves its curve beside this recipe."""
+    curve = json.loads((head / f"{name}_curve.json").read_text())
+    for kind in ("json", "png"):
+        shutil.move(head / f"{name}_curve.{kind}", Path(__file__).parent / f"{name}_curve.{kind}")
+    measured = json.loads((head / "measured.json").read_text())
+    size = (head / "model.safetensors").stat().st_size
+    (head / "README.md").write_text(card(name, measured, curve[-1], rows, size, machine))
+
+
+def card(name: str, measured: dict[str, Any], end: dict[str, Any], rows: int, size: int, machine: str) -> str:
+    """The card's text."""
+    what, method = WHAT[name]
+    minutes = end["seconds"] / 60
+    parts = [
+        f"# Model card: {name}\n",
+        f"{what} It drafts for the embedded target in `../target` and for no other model: `--method {method}`. Licence and"
+        " sources of the text: as the target's (`../MODEL_CARD.md`). No prompts that the project measures with were used.\n",
+        f"Made by `python -m recipes.heads one {name}`; this card too. {size / 1e6:.1f} MB, bfloat16.\n",
+        "## Training\n",
+        f"{rows} rows of {SEQ_LEN} tokens: half are corpus text, half were written by the target after {PROMPT_LEN} tokens of"
+        " training text, greedily and at temperature 1 in equal parts. Its hidden states were captured once and kept.\n",
+        f"The head saw {end['tokens'] / 1e6:.2f} M tokens in {end['step']} steps and {minutes:.0f} minutes on {machine}. Loss"
+        f" curve: `recipes/heads/{name}_curve.png`.\n",
+        "## Acceptance by position\n",
+        "Measured on rows that were held out of the head's training. A later position counts whether or not the earlier ones"
+        " were right, over the head's own drafts.\n",
+    ]
+    if "accuracies" in measured:
+        header = ("head (tokens ahead)", "likeliest token is the target's", "among the 3 likeliest", "among the 10")
+        shares = [(row[0], sum(row[:3]), sum(row)) for row in measured["accuracies"]]
+        parts.append(table(header, [(f"{i + 1} ({i + 2})", *map("{:.1%}".format, row)) for i, row in enumerate(shares)]))
+    else:
+        held = measured["held_out"].values()
+        parts.append(table(("depth", "likeliest token is the target's"), [(i + 1, f"{x:.1%}") for i, x in enumerate(held)]))
+        ranks = measured["acceptance_by_rank"]
+        parts.append("At temperature 1 and depth 1, by multi-round rejection:\n")
+        parts.append(table(("sibling", "is the one accepted"), [(i + 1, f"{x:.1%}") for i, x in enumerate(ranks)]))
+    return "\n".join(parts)
+
+
+def table(header: tuple[object, ...], rows: list[tuple[object, ...]]) -> str:
+    """A Markdown table."""
+    lines = [header, ("---",) * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"

@@ -1,0 +1,163 @@
+"""The audit of one method: greedy text, sampled text, controls; and what follows from them, as one JSON-ready document."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from outrider.audit.evidence import Test
+from outrider.audit.greedy import Difference, GreedyResult, audit_greedy
+from outrider.audit.rig import Rig, Way
+from outrider.audit.sampling import AS_IS, STRESSED, Question, SamplingResult, Say, audit_samples
+
+Verdict = Literal["certified", "not certified", "void", "lossy"]
+VERDICTS: dict[Verdict, str] = {
+    "certified": "not to be told from plain decoding, and every wrong verifier was",
+    "not certified": "the text is not that of plain decoding",
+    "void": "nothing follows: the audit could not have shown a difference",
+    "lossy": "the verifier is lossy by design and cannot be certified",
+}
+
+
+@dataclass
+class Certificate:
+    """What was found of one method. ``sampling`` is None where only greedy text was asked for."""
+
+    method: str
+    verifier: str
+    is_lossless: bool  # what the verifier says of itself
+    question: Question
+    greedy: GreedyResult
+    sampling: SamplingResult | None = None
+
+    @property
+    def findings(self) -> list[str]:
+        """What speaks against plain decoding's text and law, in plain words."""
+        found = []
+        if self.greedy.num_defects:
+            found.append(f"greedy text differs on {self.greedy.num_defects} prompt(s), and not by a tie")
+        if self.sampling is None:
+            return found
+        outcome, alpha = self.sampling.outcome, self.question.alpha
+        if outcome.impossible and self.greedy.rounding == 0:
+            found.append(f"{outcome.impossible} sampled token(s) that the sampler settings rule out")
+        for part, tests in outcome.tests.items():
+            for test, value in zip(tests, outcome.adjusted[part], strict=True):
+                if value <= alpha:
+                    found.append(f"{test.name}{_at(test)}, {part}: p = {value:.2g} after Holm's correction")
+        return found
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why nothing would follow from the tests."""
+        return [] if self.sampling is None else self.sampling.reasons_void()
+
+    @property
+    def verdict(self) -> Verdict:
+        if not self.is_lossless:
+            return "lossy"
+        if self.findings:
+            return "not certified"
+        return "void" if self.doubts else "certified"
+
+
+def audit(rig: Rig, method: str, way: Way, question: Question, say: Say) -> Certificate:
+    """Audits one method. At temperature 0 there is nothing to sample."""
+    say("greedy text", 0, 0)
+    greedy = audit_greedy(rig, way, question.prompts, question.params)
+    verifier = way.verifier
+    certificate = Certificate(method, type(verifier).__name__, verifier.lossless, question, greedy)
+    if not question.params.is_greedy:
+        certificate.sampling = audit_samples(rig, way, replace(question, rounding=greedy.rounding), say)
+    return certificate
+
+
+def document(certificate: Certificate) -> dict[str, Any]:
+    """The certificate as JSON."""
+    question, greedy = certificate.question, certificate.greedy
+    return {
+        "method": certificate.method,
+        "verifier": certificate.verifier,
+        "lossless_by_design": certificate.is_lossless,
+        "k": question.k,
+        "verdict": certificate.verdict,
+        "findings": certificate.findings,
+        "doubts": certificate.doubts,
+        "greedy": {
+            "prompts": greedy.num_prompts,
+            "tokens": greedy.num_tokens,
+            "rounding": greedy.rounding,
+            "resolution": greedy.resolution,
+            "threshold": greedy.threshold,
+            "ties": len(greedy.differences) - greedy.num_defects,
+            "defects": greedy.num_defects,
+            "differences": [_difference(each) for each in greedy.differences],
+        },
+        "sampling": None if certificate.sampling is None else _sampling(certificate.sampling, question),
+    }
+
+
+def _sampling(result: SamplingResult, question: Question) -> dict[str, Any]:
+    plan, outcome = result.plan, result.outcome
+    return {
+        "alpha": question.alpha,
+        "power": question.power,
+        "tv": question.tv,
+        "tokens_per_sample": question.length,
+        "draft_distance": _short(plan.distance),
+        "draft_distance_stressed": _short(plan.stressed_distance),
+        "smallest_leak_as_it_is": plan.smallest_leak,
+        "impossible_tokens": outcome.impossible,
+        "faults": outcome.faults,
+        "parts": {
+            part: {
+                "samples": outcome.evidence[part].num_samples,
+                "origins": dict(outcome.evidence[part].origins),
+                "tests": [
+                    _test(test, value, question)
+                    for test, value in zip(outcome.tests[part], outcome.adjusted[part], strict=True)
+                ],
+            }
+            for part in (AS_IS, STRESSED)
+        },
+        "controls": [
+            {
+                "name": each.control.name,
+                "text": each.control.text,
+                "caught": bool(each.by),
+                "by": each.by,
+                "samples": each.num_samples,
+                "p_value": each.p_value,
+                "planned_samples": _short(plan.caught_after[each.control.name]),
+                "planned_power": question.power,
+            }
+            for each in result.controls
+        ],
+    }
+
+
+def _test(test: Test, adjusted: float, question: Question) -> dict[str, Any]:
+    smallest = test.smallest_tv(question.strictest, question.power)
+    return {
+        "name": test.name,
+        "token": test.place,
+        "statistic": _short(test.statistic),
+        "degrees_of_freedom": test.freedom,
+        "p_value": test.p_value,
+        "holm_p_value": adjusted,
+        "tokens": test.num_tokens,
+        "effect": _short(test.effect),
+        "smallest_tv": None if smallest is None else _short(smallest),
+    }
+
+
+def _difference(each: Difference) -> dict[str, Any]:
+    return asdict(each)
+
+
+def _at(test: Test) -> str:
+    return "" if test.place is None else f" of token {test.place}"
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")

@@ -1,0 +1,211 @@
+"""What samples say against the target's law: G-tests, calibration, and a likelihood ratio towards the draft.
+
+All three look at tokens given the text before them, so they hold whatever prefixes were sampled. A token in a fixed place of
+the text follows the target's conditional law whatever became of the drafts before it; one that was *accepted* does not, so
+nothing here is chosen by where a token came from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.audit.statistics import chi_square_tail, smallest_tv
+
+MIN_EXPECTED = 10.0  # tokens due in a cell of a test; rarer cells are pooled
+MIN_VARIANCE = 5.0  # of a sum of cells, in tokens: below it is no normal variable
+EDGES = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.25, 0.5)  # between the cells of calibration: how likely the target found the token
+NUM_CELLS = len(EDGES) + 1
+LEAKS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # shares of the draft's law that the likelihood ratio looks for
+Prefix = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One continuation, the first ``length`` tokens of it."""
+
+    token_ids: tuple[int, ...]
+    origins: tuple[str, ...]
+    draft_probs: dict[int, float] = field(default_factory=dict)
+    # place -> the draft's probability of the token there, where a round with drafts began
+
+
+@dataclass(frozen=True)
+class Test:
+    """One member of the family of tests."""
+
+    name: str  # "G", "calibration" or "likelihood ratio"
+    place: int | None  # of the token in the continuation, from 1; None: all
+    statistic: float
+    freedom: int | None  # degrees of freedom; None for the likelihood ratio
+    p_value: float
+    num_tokens: int  # that took part
+    effect: float  # sqrt(excess of the statistic over its mean / tokens); of the likelihood ratio: the likeliest share
+
+    def smallest_tv(self, alpha: float, power: float) -> float | None:
+        """See ``statistics.smallest_tv``; the likelihood ratio has a direction, and no such bound."""
+        return None if self.freedom is None else smallest_tv(self.freedom, self.num_tokens, alpha, power)
+
+
+class Tally:
+    """The samples of one prompt by the text before each token."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self.samples = samples
+        self.counts: dict[Prefix, Counter[int]] = {}
+        for sample in samples:
+            for place, token in enumerate(sample.token_ids):
+                self.counts.setdefault(sample.token_ids[:place], Counter())[token] += 1
+        self.probs: dict[tuple[Prefix, int], float] = {}  # the target's, of each sampled token
+        self._seen: set[Prefix] = set()
+
+    @property
+    def texts(self) -> list[Prefix]:
+        """Texts along which plain decoding meets every prefix."""
+        return sorted({sample.token_ids[:-1]: sample.token_ids for sample in self.samples}.values())
+
+    def fresh(self, prefixes: Sequence[Prefix]) -> list[int]:
+        """Indices of the prefixes not met before, each once."""
+        found = []
+        for index, prefix in enumerate(prefixes):
+            if prefix in self.counts and prefix not in self._seen:
+                self._seen.add(prefix)
+                found.append(index)
+        return found
+
+
+class Evidence:
+    """Sums over all prompts, from which the tests are made."""
+
+    def __init__(self, length: int, floor: float = 0.0) -> None:
+        """``length``: places tested; ``floor``: what a sampled token's probability counts as if it is less.
+
+        Where passes round differently a token at the border of top-k or top-p may be in or out; a floor keeps that from being
+        held against the verifier as a token that cannot be.
+        """
+        self.length, self.floor = length, floor
+        self.num_samples = 0
+        self.origins: Counter[str] = Counter()
+        self.impossible = 0  # sampled tokens that the target gives probability 0
+        self.num_rounds = 0  # that the likelihood ratio has looked at
+        self._log_ratios = np.zeros(len(LEAKS))
+        self._g, self._g_freedom, self._g_tokens = np.zeros(length), np.zeros(length, dtype=int), np.zeros(length, dtype=int)
+        self._excess, self._due = np.zeros((length, NUM_CELLS)), np.zeros((length, NUM_CELLS))
+        self._variance, self._tokens = np.zeros((length, NUM_CELLS, NUM_CELLS)), np.zeros(length, dtype=int)
+
+    def observe(self, tally: Tally, prefixes: Sequence[Prefix], probs: Tensor) -> None:
+        """Takes in the target's laws [B, V] after texts of the tally's prompt."""
+        chosen = tally.fresh(prefixes)
+        if not chosen:
+            return
+        laws = probs[chosen].double()  # [A, V]
+        cells = cells_of(laws)
+        masses = torch.zeros(len(chosen), NUM_CELLS, dtype=laws.dtype, device=laws.device).scatter_add_(1, cells, laws)
+        for row, mass, law, cell in zip(chosen, masses.cpu().numpy(), laws.cpu(), cells.cpu(), strict=True):
+            prefix = prefixes[row]
+            counts = tally.counts[prefix]
+            place, total = len(prefix), sum(counts.values())
+            ids = list(counts)
+            for token, prob, index in zip(ids, law[ids].tolist(), cell[ids].tolist(), strict=True):
+                tally.probs[prefix, token] = prob
+                self._excess[place, index] += counts[token]
+                self.impossible += counts[token] if prob == 0 else 0
+            self._excess[place] -= total * mass
+            self._due[place] += total * mass
+            self._variance[place] += total * (np.diag(mass) - np.outer(mass, mass))
+            self._tokens[place] += total
+            if total >= 2 * MIN_EXPECTED:
+                self._add_group(place, counts, law.numpy(), total)
+
+    def _add_group(self, place: int, counts: Counter[int], law: np.ndarray[Any, Any], total: int) -> None:
+        """Tokens after one and the same text: a multinomial sample, rare tokens in one cell."""
+        due = law * total
+        kept = np.flatnonzero(due >= MIN_EXPECTED)
+        kept = kept[np.argsort(due[kept])][::-1]
+        rest = total - due[kept].sum()
+        while len(kept) and 1e-6 * total < rest < MIN_EXPECTED:
+            kept, rest = kept[:-1], rest + due[kept[-1]]
+        seen = np.array([counts[token] for token in kept.tolist()], dtype=float)
+        expected = due[kept]
+        if rest >= MIN_EXPECTED:
+            seen, expected = np.append(seen, total - seen.sum()), np.append(expected, rest)
+        if len(seen) < 2:
+            return
+        g, freedom = g_statistic(seen, expected), len(seen) - 1
+        self._g[place] += g
+        self._g_freedom[place] += freedom
+        self._g_tokens[place] += total
+
+    def settle(self, tally: Tally) -> None:
+        """Adds what needs the target's probability of every sampled token: the likelihood ratio."""
+        self.num_samples += len(tally.samples)
+        for sample in tally.samples:
+            self.origins.update(sample.origins)
+            for place, draft_prob in sample.draft_probs.items():
+                target_prob = max(tally.probs[sample.token_ids[:place], sample.token_ids[place]], self.floor)
+                ratio = draft_prob / target_prob if target_prob > 0 else 1e300
+                self._log_ratios += np.log(np.maximum(1 + np.array(LEAKS) * (ratio - 1), 1e-300))
+                self.num_rounds += 1
+
+    def tests(self) -> list[Test]:
+        """Every test for which there are enough tokens."""
+        found = [test for place in range(self.length) for test in (self._g_test(place), self._calibration(place)) if test]
+        return [*found, self._ratio_test()] if self.num_rounds else found
+
+    def _g_test(self, place: int) -> Test | None:
+        freedom, tokens = int(self._g_freedom[place]), int(self._g_tokens[place])
+        if not freedom:
+            return None
+        statistic = float(self._g[place])
+        effect = math.sqrt(max(0.0, statistic - freedom) / tokens)
+        return Test("G", place + 1, statistic, freedom, chi_square_tail(statistic, freedom), tokens, effect)
+
+    def _calibration(self, place: int) -> Test | None:
+        """Seen less expected tokens in each cell, which under the target's law are a sum of independent draws."""
+        groups: list[list[int]] = [[]]  # cells joined to their neighbours until tokens enough are due
+        for cell in range(NUM_CELLS):
+            if self._due[place, groups[-1]].sum() >= MIN_EXPECTED:
+                groups.append([])
+            groups[-1].append(cell)
+        if len(groups) > 1 and self._due[place, groups[-1]].sum() < MIN_EXPECTED:
+            groups[-2:] = [groups[-2] + groups[-1]]
+        join = np.zeros((len(groups), NUM_CELLS))
+        for row, cells in enumerate(groups):
+            join[row, cells] = 1
+        excess, variance = join @ self._excess[place], join @ self._variance[place] @ join.T
+        values, vectors = np.linalg.eigh(variance)
+        is_free = values > MIN_VARIANCE  # cells sum to nothing, and a law that is certain varies in none
+        freedom, tokens = int(is_free.sum()), int(self._tokens[place])
+        if not freedom:
+            return None
+        statistic = float((((excess @ vectors)[is_free]) ** 2 / values[is_free]).sum())
+        effect = math.sqrt(max(0.0, statistic - freedom) / tokens)
+        return Test("calibration", place + 1, statistic, freedom, chi_square_tail(statistic, freedom), tokens, effect)
+
+    def _ratio_test(self) -> Test:
+        """Mixtures of target and draft against the target: the mean of the likelihood ratios has expectation 1, so that it
+        exceeds 1 / alpha with probability alpha at most, for any number of samples (Ville 1939)."""
+        highest = float(self._log_ratios.max())
+        log_mean = highest + math.log(float(np.exp(self._log_ratios - highest).mean()))
+        share = LEAKS[int(self._log_ratios.argmax())] if log_mean > 0 else 0.0
+        return Test("likelihood ratio", None, log_mean, None, math.exp(-max(log_mean, 0.0)), self.num_rounds, share)
+
+
+def cells_of(laws: Tensor) -> Tensor:
+    """The cell of calibration that each token is in: float64 [B, V] -> int64 [B, V]."""
+    return torch.bucketize(laws, torch.tensor(EDGES, dtype=laws.dtype, device=laws.device))
+
+
+def g_statistic(seen: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:
+    """2 sum O log(O / E), divided by Williams' factor (1976), which brings its mean to the degrees of freedom."""
+    total, freedom = expected.sum(), len(expected) - 1
+    positive = seen > 0
+    g = 2 * float((seen[positive] * np.log(seen[positive] / expected[positive])).sum())
+    return max(g, 0.0) / float(1 + ((total / expected).sum() - 1) / (6 * total * freedom))

@@ -1,0 +1,149 @@
+"""An audit as one page that opens from disk: no script, no font and no picture from anywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from outrider.audit.certificate import VERDICTS
+from outrider.audit.sampling import AS_IS
+
+STYLE = """
+:root { color-scheme: light dark; --line: #8886; --good: #1a7f37; --bad: #cf222e; --doubt: #9a6700; }
+@media (prefers-color-scheme: dark) { :root { --good: #3fb950; --bad: #ff7b72; --doubt: #d29922; } }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; margin: .5rem 0 1.5rem; font-variant-numeric: tabular-nums; }
+caption { text-align: left; font-weight: 600; padding: .3rem 0; }
+th, td { border-bottom: 1px solid var(--line); padding: .2rem .7rem .2rem 0; text-align: right; vertical-align: top; }
+th:first-child, td:first-child { text-align: left; }
+.good { color: var(--good); } .bad { color: var(--bad); } .doubt { color: var(--doubt); }
+.wide { overflow-x: auto; } small { opacity: .8; }
+"""
+CLASSES = {"certified": "good", "not certified": "bad", "lossy": "bad", "void": "doubt"}
+# What the columns of each table show: a heading for each key of the document.
+GREEDY = {
+    "prompts": "prompts", "tokens": "tokens", "ties": "ties", "defects": "defects",
+    "rounding": "rounding (log-probability)", "threshold": "gap that is a tie",
+}  # fmt: skip
+DIFFERENCE = {
+    "prompt": "prompt", "place": "equal tokens before", "plain_token": "plain token", "speculative_token": "speculative token",
+    "plain_logprobs": "plain's scores", "speculative_logprobs": "in the drafts' pass", "gap": "gap", "is_tie": "tie",
+}  # fmt: skip
+CONTROL = {
+    "name": "control", "text": "what is wrong with it", "caught": "caught", "by": "by", "p_value": "p", "samples": "samples",
+    "planned_samples": "samples planned", "planned_power": "power of the plan",
+}  # fmt: skip
+TEST = {
+    "name": "test", "token": "token", "statistic": "statistic", "degrees_of_freedom": "degrees of freedom", "tokens": "tokens",
+    "p_value": "p", "holm_p_value": "p (Holm)", "effect": "effect", "smallest_tv": "smallest TV",
+}  # fmt: skip
+CELL = {
+    "method": "method", "k": "K", "batch": "batch", "temperature": "temperature", "prompts": "prompts",
+    "differing": "differing", "cost": "cost (seconds with / without)", "faults": "faults",
+}  # fmt: skip
+
+READING = """Greedy: every token is compared with plain decoding's. A difference counts as a <em>tie</em> where plain
+decoding's score of its own token is ahead by no more than twice what rounding moved a log-probability between the two runs
+(or one step of the arithmetic's type, whichever is more), and as a <em>defect</em> beyond that. Sampled text: every tested
+token is held against the target's exact law after the text before it, which plain decoding gives. <em>G</em> compares
+counts token by token after equal texts, rare tokens in one cell; <em>calibration</em> counts how often tokens came that the
+target finds this or that likely, over all texts; the <em>likelihood ratio</em> asks whether the text leans from the
+target's law towards the draft's. All p-values of a method are corrected together (Holm), so that a right system is refused
+with the chance alpha at most. <em>Smallest TV</em> is the least total variation distance from the target's law, as seen
+through the cells of that test, that it would have caught at the stated power. In the second part half of the drafts are
+replaced by tokens drawn evenly from the vocabulary, and declared as such: a right verifier must not care, and one that is
+too kind to drafts shows quickly. The controls are verifiers that are wrong on purpose."""
+
+
+def page(document: Mapping[str, Any]) -> str:
+    """The HTML of a document of either kind."""
+    title = f"Outrider audit: {document['target']}"
+    sections = _grid(document) if document["kind"] == "same-text" else _certificates(document)
+    body = "\n".join([f"<h1>{escape(title)}</h1>", *sections, *_provenance(document)])
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    head += f"<style>{STYLE}</style>"
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+
+
+def table(caption: str, headings: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """A captioned table of the rows' values under each key of ``headings``; numbers in four digits."""
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in headings.values())
+    lines = ["<tr>" + "".join(f"<td>{_shown(row[key])}</td>" for key in headings) + "</tr>" for row in rows]
+    return (
+        f'<div class="wide"><table><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_shown, value))
+    return f"{value:,}" if isinstance(value, int) else escape(str(value))
+
+
+def _certificates(document: Mapping[str, Any]) -> Iterator[str]:
+    settings = ", ".join(f"{name} {value}" for name, value in document["settings"].items())
+    yield f"<p>Can the running system be told from plain decoding? Sampler: {escape(settings)}.</p>"
+    rows = [
+        {"method": each["method"], "verdict": each["verdict"], "meaning": VERDICTS[each["verdict"]]}
+        for each in document["methods"]
+    ]
+    rows += [
+        {"method": name, "verdict": "not possible", "meaning": reason} for name, reason in document["not_possible"].items()
+    ]
+    yield table("Verdicts", {"method": "method", "verdict": "verdict", "meaning": "meaning"}, rows)
+    for each in document["methods"]:
+        yield from _method(each)
+    yield f"<h2>How to read it</h2><p>{READING}</p>"
+
+
+def _method(found: Mapping[str, Any]) -> Iterator[str]:
+    verdict = found["verdict"]
+    yield f'<h2>{escape(found["method"])}, K = {found["k"]}: <span class="{CLASSES[verdict]}">{verdict}</span></h2>'
+    for said in [*found["findings"], *found["doubts"]]:
+        yield f"<p>{escape(said)}</p>"
+    yield table("Greedy text against plain decoding's", GREEDY, [found["greedy"]])
+    if found["greedy"]["differences"]:
+        yield table("First differences", DIFFERENCE, found["greedy"]["differences"])
+    if found["sampling"] is not None:
+        yield from _sampling(found["sampling"])
+
+
+def _sampling(found: Mapping[str, Any]) -> Iterator[str]:
+    yield table("Wrong verifiers, which must be caught", CONTROL, found["controls"])
+    leak = found["smallest_leak_as_it_is"]
+    yield (
+        f"<p>Total variation distance of draft and target where a round begins: {found['draft_distance']:.3g}; with half of"
+        f" the drafts replaced {found['draft_distance_stressed']:.3g}. In the drafts as they are the least share of rejected"
+        f" drafts whose passing would have shown at {found['power']:.0%} power is"
+        f" {'more than all' if leak is None else format(leak, '.2g')}.</p>"
+    )
+    for name, part in found["parts"].items():
+        what = "Drafts as they are" if name == AS_IS else "Half of the drafts replaced"
+        yield table(f"{what}: {part['samples']:,} samples of {found['tokens_per_sample']} tokens", TEST, part["tests"])
+        origins = ", ".join(f"{count:,} {origin}" for origin, count in part["origins"].items())
+        yield f"<p><small>Tokens by origin: {origins}.</small></p>"
+
+
+def _grid(document: Mapping[str, Any]) -> Iterator[str]:
+    differing, certified = document["differing"], document["certified"]
+    verdict = f"{differing:,} texts differ" if differing else "the same text everywhere" if certified else "not finished"
+    mark = "good" if certified else "bad"
+    yield f'<p>Same-text mode against plain decoding: <strong class="{mark}">{verdict}</strong>.</p>'
+    yield table(f"Texts of {document['grid']['max_tokens']} tokens", CELL, document["cells"])
+    if document["not_possible"]:
+        rows = [{"method": name, "reason": reason} for name, reason in document["not_possible"].items()]
+        yield table("Not possible with this target", {"method": "method", "reason": "reason"}, rows)
+
+
+def _provenance(document: Mapping[str, Any]) -> Iterator[str]:
+    keys = ("command", "date", "version", "commit", "device", "dtype", "threads", "seconds")
+    rows = [{"what": key, "value": str(document[key])} for key in keys]
+    yield table("Where it comes from", {"what": "what", "value": "value"}, rows)

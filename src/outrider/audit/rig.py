@@ -1,0 +1,160 @@
+"""Runs the engine itself for an audit: samples of one prompt, the laws along them, and greedy texts. Its loop, no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from outrider.audit.evidence import Sample
+from outrider.audit.watching import Led, Watched
+from outrider.engine import Engine, FixedLength, Scheduler
+from outrider.engine.logprobs import TokenLogprobs
+from outrider.proposers.base import PlainProposer, Proposer
+from outrider.runner import ModelRunner
+from outrider.sampling.randomness import key_of
+from outrider.types import OutriderError, Request, SamplingParams
+from outrider.verifiers.base import Verifier
+from outrider.verifiers.exact import ExactMatchVerifier
+from outrider.verifiers.rejection import RejectionVerifier
+
+WAVES = 12  # batches of samples that start from one reading of the prompt
+FRONT = "front"  # the request that they copy it from
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to generate: what drafts, what judges, how many drafts a round."""
+
+    proposer: Proposer = field(default_factory=PlainProposer)
+    verifier: Verifier = field(default_factory=RejectionVerifier)
+    k: int = 0
+    coupled: bool = False  # same-text mode: noise keyed by seed and position
+
+
+@dataclass
+class Text:
+    """What one request said."""
+
+    token_ids: list[int] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_rounds: int = 0
+
+
+class Rig:
+    """One target's runner, and engines around it that share its cache and its passes."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.faults = 0  # rounds in which a proposer failed, over everything run so far
+
+    def generate(self, way: Way, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Text]:
+        """One text for each prompt, as many at a time as the cache has rows."""
+        requests = [self._request(f"text-{i}", prompt, params, params.seed or 0) for i, prompt in enumerate(prompts)]
+        texts = self._run(self._engine(way), requests)
+        return [texts[request.request_id] for request in requests]
+
+    def sample(
+        self, way: Way, prompt: Sequence[int], params: SamplingParams, num_samples: int, length: int, seed: int
+    ) -> Iterator[list[Sample]]:
+        """``num_samples`` continuations of one prompt, yielded in waves; of each the first ``length`` tokens count.
+
+        One token more is generated, so that the last one that counts comes from a round with drafts too.
+        """
+        params = replace(params, max_tokens=length + 1)
+        watched = Watched(way.verifier)
+        way = replace(way, verifier=watched)
+        for start in range(0, num_samples, self._wave):
+            count = min(self._wave, num_samples - start)
+            requests = [
+                self._request(f"sample-{start + i}", prompt, params, key_of(seed, start + i) >> 1) for i in range(count)
+            ]
+            texts = self._run_from_one_prompt(self._engine(way), requests)
+            yield [_sample(texts[r.request_id], watched.notes.get(r.request_id, {}), length) for r in requests]
+            watched.notes.clear()
+
+    def follow(
+        self,
+        prompt: Sequence[int],
+        texts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        show: Callable[[list[tuple[int, ...]], Tensor], None],
+    ) -> None:
+        """Leads plain decoding along texts and shows the target's laws [B, V] after each of their prefixes."""
+        for start in range(0, len(texts), self._wave):
+            part = texts[start : start + self._wave]
+            requests = [
+                self._request(f"led-{i}", prompt, replace(params, max_tokens=len(text)), 0) for i, text in enumerate(part)
+            ]
+            told = {request.request_id: text for request, text in zip(requests, part, strict=True)}
+
+            def shown(requests: Sequence[Request], probs: Tensor) -> None:
+                show([tuple(request.token_ids[request.num_prompt_tokens :]) for request in requests], probs)
+
+            self._run_from_one_prompt(self._engine(Way(verifier=Led(told, shown))), requests)
+
+    @property
+    def _wave(self) -> int:
+        return WAVES * max(self.runner.max_batch - 1, 1)
+
+    def _engine(self, way: Way) -> Engine:
+        # as in engine.config: a lossless verifier is spared the rounds in which nothing is left to chance
+        verifiers = way.verifier, ExactMatchVerifier() if way.verifier.lossless else way.verifier
+        scheduler = Scheduler(self.runner.max_batch, self.runner.max_len)
+        return Engine(self.runner, way.proposer, verifiers, FixedLength(way.k), scheduler, way.coupled)
+
+    def _request(self, name: str, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
+        # Texts go on behind an end-of-text token: its place is tested as any other, and every text is as long as the others.
+        params = replace(params, ignore_eos=True, n=1, stop=(), stop_token_ids=())
+        return Request(name, list(prompt), len(prompt), params, seed, torch.Generator().manual_seed(seed))
+
+    def _run_from_one_prompt(self, engine: Engine, requests: Sequence[Request]) -> dict[str, Text]:
+        """Requests with one prompt: the first reads it, the others copy its cache as long as it runs.
+
+        Where they are more than fit at once, one more runs in front until they are done, so that it can be copied from.
+        """
+        first = requests[0]
+        if len(requests) > self.runner.max_batch > 1:
+            room = self.runner.max_len - first.num_prompt_tokens
+            first = self._request(FRONT, first.token_ids, replace(first.params, max_tokens=room), first.seed)
+            engine.add(first)
+        for request in requests:
+            engine.add(request, fork_of=None if request is first else first.request_id)
+        return self._finish(engine, requests)
+
+    def _run(self, engine: Engine, requests: Sequence[Request]) -> dict[str, Text]:
+        for request in requests:
+            engine.add(request)
+        return self._finish(engine, requests)
+
+    def _finish(self, engine: Engine, requests: Sequence[Request]) -> dict[str, Text]:
+        texts = {request.request_id: Text() for request in requests}
+        left = set(texts)
+        try:
+            while left:
+                for emission in engine.step():
+                    if emission.finish_reason == "error":
+                        raise OutriderError(emission.error or "the target failed")
+                    if emission.finish_reason is not None:
+                        left.discard(emission.request_id)
+                    text = texts.get(emission.request_id, Text())
+                    text.token_ids += emission.token_ids
+                    text.origins += emission.origins
+                    text.logprobs += emission.logprobs or []
+                    text.num_rounds += 1
+        finally:
+            for request_id in (FRONT, *left):
+                engine.abort(request_id)
+            self.faults += engine.stats.faults
+        return texts
+
+
+def _sample(text: Text, notes: dict[int, float], length: int) -> Sample:
+    return Sample(
+        tuple(text.token_ids[:length]),
+        tuple(text.origins[:length]),
+        {place: prob for place, prob in notes.items() if place < length},
+    )

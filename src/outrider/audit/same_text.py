@@ -1,0 +1,114 @@
+"""Same-text mode: every method, draft length and batch against plain decoding, token by token. Nothing statistical.
+
+And what it costs: the same generations in turn with and without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from outrider.audit.rig import Rig, Way
+from outrider.engine import LLM
+from outrider.engine.config import build_verifiers
+from outrider.proposers.base import PlainProposer, Proposer
+from outrider.types import SamplingParams
+
+PLAIN = PlainProposer.name
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is compared: methods x draft lengths x batches x temperatures, over the same prompts."""
+
+    methods: tuple[str, ...]
+    lengths: tuple[int, ...]
+    batches: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    cost_prompts: int = 6  # on which the cost is measured, at the first batch
+    repeat: int = 3  # of each measurement of the cost
+
+    def cells(self) -> list[dict[str, Any]]:
+        """Every comparison: plain decoding at the further batches, then the methods."""
+        plain = [(PLAIN, 0, batch) for batch in self.batches if batch != self.batches[0]]
+        drafted = [(method, k, batch) for method in self.methods for k in self.lengths for batch in self.batches]
+        return [
+            {"method": method, "k": k, "batch": batch, "temperature": temperature}
+            for method, k, batch in [*plain, *drafted]
+            for temperature in self.temperatures
+        ]
+
+
+class SameText:
+    """Runs a grid cell by cell; plain decoding's texts are generated once a temperature."""
+
+    def __init__(self, llm: LLM, grid: Grid, proposers: Mapping[str, Proposer], done: Sequence[Mapping[str, Any]] = ()) -> None:
+        """``proposers`` by method; ``done``: cells of an earlier run of the same grid, which are not run again."""
+        self.llm, self.grid, self.rig = llm, grid, Rig(llm.runner)
+        self.results: list[dict[str, Any]] = [dict(cell) for cell in done]
+        self._proposers = {**proposers, PLAIN: PlainProposer()}
+        self._verifier = build_verifiers(llm.speculation)[0]
+        self._plain: dict[float, list[list[int]]] = {}
+
+    @property
+    def left(self) -> list[dict[str, Any]]:
+        """Cells still to be run."""
+        known = [{key: cell[key] for key in ("method", "k", "batch", "temperature")} for cell in self.results]
+        return [cell for cell in self.grid.cells() if cell not in known]
+
+    def run(self, cell: Mapping[str, Any], say: Say) -> dict[str, Any]:
+        """One cell: how many texts differ from plain decoding's, the first place of each, and the cost at the first batch."""
+        name, k, batch, temperature = cell["method"], cell["k"], cell["batch"], cell["temperature"]
+        wanted = self._reference(temperature, say)
+        way = self._way(name, k, coupled=True)
+        faults = self.rig.faults
+        say(f"{name} k={k}, batch {batch}, temperature {temperature:g}")
+        texts = self._texts(way, self.grid.prompts, temperature, batch)
+        differences = [
+            {"prompt": index, "place": next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), 0)}
+            for index, (one, other) in enumerate(zip(wanted, texts, strict=True))
+            if one != other
+        ]
+        found = {**cell, "prompts": len(texts), "differing": len(differences), "differences": differences}
+        found["faults"] = self.rig.faults - faults
+        found["cost"] = self._cost(name, k, temperature, say) if batch == self.grid.batches[0] and name != PLAIN else None
+        self.results.append(found)
+        return found
+
+    def _reference(self, temperature: float, say: Say) -> list[list[int]]:
+        if temperature not in self._plain:
+            say(f"plain decoding, temperature {temperature:g}")
+            way = self._way(PLAIN, 0, coupled=True)
+            self._plain[temperature] = self._texts(way, self.grid.prompts, temperature, self.grid.batches[0])
+        return self._plain[temperature]
+
+    def _texts(self, way: Way, prompts: Sequence[Sequence[int]], temperature: float, batch: int) -> list[list[int]]:
+        params = replace(self.grid.params, temperature=temperature)
+        texts: list[list[int]] = []
+        for start in range(0, len(prompts), batch):
+            texts += [text.token_ids for text in self.rig.generate(way, prompts[start : start + batch], params)]
+        return texts
+
+    def _cost(self, name: str, k: int, temperature: float, say: Say) -> float | None:
+        """Seconds with same-text mode over seconds without, in turn: the median of the ratios."""
+        prompts = self.grid.prompts[: self.grid.cost_prompts]
+        ratios = []
+        for repeat in range(self.grid.repeat):
+            say(f"{name} k={k}, temperature {temperature:g}: cost, {repeat + 1} of {self.grid.repeat}")
+            seconds = {}
+            for coupled in (True, False) if repeat % 2 else (False, True):
+                started = perf_counter()
+                self._texts(self._way(name, k, coupled), prompts, temperature, self.grid.batches[0])
+                seconds[coupled] = perf_counter() - started
+            ratios.append(seconds[True] / seconds[False])
+        return round(median(ratios), 4) if ratios else None
+
+    def _way(self, name: str, k: int, coupled: bool) -> Way:
+        proposer = self._proposers[name]
+        return Way(proposer, self._verifier, min(k, proposer.max_drafts), coupled)

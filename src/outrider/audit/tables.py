@@ -1,0 +1,58 @@
+"""The results of an audit on the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+MARKS = {
+    "certified": "[green]certified[/]",
+    "not certified": "[red]NOT CERTIFIED[/]",
+    "lossy": "[red]LOSSY[/]",
+    "void": "[yellow]VOID[/]",
+}
+
+
+def certificate_table(result: Mapping[str, Any]) -> Table:
+    """One line a method, and what speaks against it."""
+    view = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1), title=f"audit of {result['target']}", title_justify="left")
+    for name in ("method", "verdict", "greedy", "samples", "least p", "controls"):
+        view.add_column(name, no_wrap=name in ("method", "verdict"))
+    for each in result["methods"]:
+        greedy, found = each["greedy"], each["sampling"]
+        same = greedy["prompts"] - greedy["ties"] - greedy["defects"]
+        told = f"{same}/{greedy['prompts']} equal" + (f", {greedy['ties']} ties" if greedy["ties"] else "")
+        if found is None:
+            view.add_row(each["method"], MARKS[each["verdict"]], told, "", "", "")
+        else:
+            values = [test["holm_p_value"] for part in found["parts"].values() for test in part["tests"]]
+            caught = sum(control["caught"] for control in found["controls"])
+            samples = sum(part["samples"] for part in found["parts"].values())
+            controls = f"{caught} of {len(found['controls'])} caught"
+            view.add_row(
+                each["method"], MARKS[each["verdict"]], told, f"{samples:,}", f"{min(values, default=1.0):.2g}", controls
+            )
+        for said in [*each["findings"], *each["doubts"]]:
+            view.add_row("", "", escape(said))
+    for name, reason in result["not_possible"].items():
+        view.add_row(name, "[dim]not possible[/]", escape(reason))
+    return view
+
+
+def grid_table(result: Mapping[str, Any]) -> Table:
+    """One line a method and draft length."""
+    title = f"same text as plain decoding, {result['target']}: " + (
+        "yes, everywhere" if result["certified"] else f"{result['differing']} texts differ, {len(result['cells'])} cells done"
+    )
+    view = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1), title=title, title_justify="left")
+    for name in ("method", "K", "batch", "t", "differing", "cost"):
+        view.add_column(name, justify="left" if name == "method" else "right")
+    for cell in result["cells"]:
+        told = f"{cell['differing']} of {cell['prompts']}"
+        cost = "" if cell["cost"] is None else f"{cell['cost']:.2f}"
+        view.add_row(cell["method"], str(cell["k"]), str(cell["batch"]), f"{cell['temperature']:g}", told, cost)
+    return view

@@ -1,0 +1,104 @@
+"""Verifiers that are wrong on purpose: an audit that does not catch them proves nothing. None has a name to ask for it by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from outrider.types import Proposal, Randomness, Verdict
+from outrider.verifiers.base import Verifier
+from outrider.verifiers.rejection import RejectionVerifier
+
+LEAK = 0.01  # of the rejected drafts that ``Leaky`` lets through
+
+
+class WithoutResidual(RejectionVerifier):
+    """After a rejection it draws from the target, as if nothing had been rejected."""
+
+    def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
+        verdict = super().verify(proposal, target, random)
+        places = torch.tensor([last + 1 for last in _last_accepted(verdict)], device=target.device)
+        rows = target[torch.arange(len(places), device=target.device), places]
+        return replace(verdict, next_token=random.categorical(rows).cpu())
+
+
+class Untempered(RejectionVerifier):
+    """Takes drafts for drawn from a flatter distribution than they were: at twice the temperature, or, if point masses, with
+    a chance of one half from the target's own."""
+
+    def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
+        if proposal.num_nodes:
+            proposal = replace(proposal, probs=flattened(proposal, target))
+        return super().verify(proposal, target, random)
+
+
+class Leaky(RejectionVerifier):
+    """Lets 1% of the rejected drafts through: where no draft behind the accepted ones survived, the first of them."""
+
+    def __init__(self, seed: int = 0, leak: float = LEAK) -> None:
+        self._generator, self.leak = torch.Generator().manual_seed(seed), leak
+
+    def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
+        verdict = super().verify(proposal, target, random)
+        lucky = torch.rand(len(proposal.lens), generator=self._generator) < self.leak
+        paths = _paths(verdict)
+        next_token = verdict.next_token.clone()
+        for b in lucky.nonzero().flatten().tolist():
+            child = _first_child(proposal, b, paths[b][-1] if paths[b] else -1)
+            if child is not None:
+                paths[b].append(child)
+                next_token[b] = torch.multinomial(target[b, child + 1].cpu(), 1, generator=self._generator)
+        depth = max(map(len, paths))
+        padded = torch.tensor([path + [-1] * (depth - len(path)) for path in paths], dtype=torch.long)
+        num_accepted = torch.tensor([len(path) for path in paths])
+        return Verdict(padded.view(len(paths), depth), num_accepted, next_token)
+
+
+@dataclass(frozen=True)
+class Control:
+    """One of them, with what is said of it in a report."""
+
+    name: str
+    text: str
+
+    def verifier(self, seed: int) -> Verifier:
+        if self.name == "leaky":
+            return Leaky(seed)
+        return WithoutResidual() if self.name == "no residual" else Untempered()
+
+
+CONTROLS = (
+    Control("no residual", "after a rejection it draws from the target instead of the residual"),
+    Control("untempered draft", "it takes drafts for drawn from a flatter distribution than they were"),
+    Control("leaky", "it lets 1% of the rejected drafts through"),
+)
+
+
+def flattened(proposal: Proposal, target: Tensor) -> Tensor:
+    """What ``Untempered`` takes the drafts' distributions for: [B, N, V]."""
+    if proposal.probs is not None:
+        roots = proposal.probs.sqrt()
+        return roots / roots.sum(-1, keepdim=True)
+    drafts = proposal.token_ids.to(target.device)
+    parents = torch.arange(-1, drafts.shape[1] - 1).expand_as(drafts) if proposal.parents is None else proposal.parents
+    before = (parents.to(target.device) + 1).unsqueeze(-1).expand(-1, -1, target.shape[2])
+    half = target.gather(1, before) / 2
+    return half.scatter_add(-1, drafts.unsqueeze(-1), torch.full_like(half[..., :1], 0.5))
+
+
+def _paths(verdict: Verdict) -> list[list[int]]:
+    counts = verdict.num_accepted.tolist()
+    return [path[:count] for path, count in zip(verdict.path.tolist(), counts, strict=True)]
+
+
+def _last_accepted(verdict: Verdict) -> list[int]:
+    """The last accepted node of each request, -1 for none."""
+    return [path[-1] if path else -1 for path in _paths(verdict)]
+
+
+def _first_child(proposal: Proposal, b: int, node: int) -> int | None:
+    length = int(proposal.lens[b])
+    parents = range(-1, length - 1) if proposal.parents is None else proposal.parents[b, :length].tolist()
+    return next((child for child, parent in enumerate(parents) if parent == node), None)

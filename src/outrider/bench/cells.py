@@ -1,0 +1,179 @@
+"""From runs to figures: one JSON-ready cell for each contender and condition. docs/bench.md says what each key means."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from outrider.bench.breakdown import Rounds
+from outrider.bench.contenders import Contender
+from outrider.bench.grid import PLAIN_CONTENDER, Group
+from outrider.bench.measure import PHASES, Run
+from outrider.bench.statistics import Timings, quantiles, speed_interval, speedup_interval
+
+MEGABYTE = 1e6
+LEVELS = {"p50": 0.5, "p95": 0.95}
+
+
+def cells(groups: Sequence[Group], same_text_when_sampled: bool = False) -> list[dict[str, Any]]:
+    """Every contender of every group; medians over the repeats, ratios taken within a repeat."""
+    return [
+        _cell(group, contender, same_text_when_sampled)
+        for group in groups
+        if group.repeats
+        for contender in sorted(group.repeats[0], key=lambda contender: not contender.is_plain)
+    ]
+
+
+def _cell(group: Group, contender: Contender, same_text_when_sampled: bool) -> dict[str, Any]:
+    runs = [repeat[contender] for repeat in group.repeats]
+    plain = [repeat[PLAIN_CONTENDER] for repeat in group.repeats]
+    comparable = group.temperature == 0 or same_text_when_sampled
+    return {
+        "method": contender.method,
+        "k": contender.k,
+        "temperature": group.temperature,
+        "batch": group.batch,
+        "workload": group.workload,
+        **_speeds(runs, plain),
+        **_acceptance(runs),
+        **_expectation(runs, plain),
+        **_latencies(runs, group.batch),
+        **_prediction(runs, plain),
+        "same_text": _same_text(runs, plain) if comparable else None,
+        "ms": _ms(runs),
+        "peak_memory_mb": _rounded(max((run.peak_bytes / MEGABYTE for run in runs if run.peak_bytes), default=None)),
+        "faults": sum(run.faults for run in runs),
+        "tokens": runs[0].num_tokens,
+        "prompts": len(runs[0].token_ids),
+        "repeats": len(runs),
+    }
+
+
+def _speeds(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+    speedups = [run.tok_s / base.tok_s if base.tok_s else 0.0 for run, base in zip(runs, plain, strict=True)]
+    timings, base_timings = _timings(runs), _timings(plain)
+    return {
+        "tok_s": _rounded(median(run.tok_s for run in runs)),
+        "tok_s_interval": _rounded_all(speed_interval(timings)),
+        "plain_tok_s": _rounded(median(run.tok_s for run in plain)),
+        "speedup": _rounded(median(speedups)),
+        "speedup_interval": _rounded_all(speedup_interval(timings, base_timings)),
+        "speedup_range": [_rounded(min(speedups)), _rounded(max(speedups))],
+        "repeat_tok_s": [_rounded(run.tok_s) for run in runs],
+        "repeat_speedup": [_rounded(each) for each in speedups],
+        "decode_tok_s": _rounded(median(run.decode_tok_s for run in runs)),
+        "plain_decode_tok_s": _rounded(median(run.decode_tok_s for run in plain)),
+        "decode_speedup": _rounded(_decode_speedup(runs, plain)),
+        "decode_speedup_interval": _rounded_all(speedup_interval(_timings(runs, True), _timings(plain, True))),
+    }
+
+
+def _timings(runs: Sequence[Run], decoding: bool = False) -> Timings:
+    """Tokens and seconds by repeat and batch; ``decoding``: of what came after the first tokens."""
+    part = 1 if decoding else 0
+    tokens = [[batch.num_tokens - part * batch.first_tokens for batch in run.batches] for run in runs]
+    seconds = [[batch.seconds - part * batch.first_seconds for batch in run.batches] for run in runs]
+    return Timings.of(tokens, seconds)
+
+
+def _decode_speedup(runs: Sequence[Run], plain: Sequence[Run]) -> float | None:
+    ratios = [run.decode_tok_s / base.decode_tok_s for run, base in zip(runs, plain, strict=True) if base.decode_tok_s]
+    return median(ratios) if ratios else None
+
+
+def _acceptance(runs: Sequence[Run]) -> dict[str, Any]:
+    """Counts of all repeats together."""
+    total = _added(runs)
+    rounds, places = sum(total.histogram.values()), range(max(total.reached, default=-1) + 1)
+    survived = [sum(count for accepted, count in total.histogram.items() if accepted > place) for place in places]
+    return {
+        "mean_acceptance_length": _rounded(total.mean_acceptance_length),
+        "acceptance_rate": _rounded(total.acceptance_rate),
+        "draft_acceptance_rate": _rounded(total.num_accepted / total.num_drafts if total.num_drafts else 0.0),
+        "acceptance_histogram": {str(n): total.histogram[n] for n in sorted(total.histogram)},
+        "acceptance_by_position": [_rounded(each / max(rounds, 1)) for each in survived],
+        "conditional_acceptance": [_rounded(each) for each in total.conditional_acceptance(len(places))],
+    }
+
+
+def _added(runs: Sequence[Run]) -> Run:
+    """Counts only."""
+    total = Run()
+    for run in runs:
+        for ours, theirs in ((total.histogram, run.histogram), (total.reached, run.reached), (total.kept, run.kept)):
+            ours.update(theirs)
+        total.num_drafts += run.num_drafts
+        total.num_judged += run.num_judged
+        total.num_steps += run.num_steps
+        total.num_draft_steps += run.num_draft_steps
+    return total
+
+
+def _expectation(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+    """The formula's speedup, of decoding, and what each part of a round does to it."""
+    total, steps = _added(runs), [seconds for run in runs for seconds in run.step_seconds]
+    rounds = Rounds(
+        ms=_ms(runs),
+        plain_ms=_ms(plain),
+        tau=total.mean_acceptance_length,
+        alpha=total.acceptance_rate,
+        k=total.num_draft_steps / max(total.num_steps, 1),
+        step_ms=1e3 * median(steps) if steps else 0.0,
+    )
+    measured = _decode_speedup(runs, plain)
+    difference = rounds.difference(measured) if measured else None
+    return {
+        "mean_k": _rounded(rounds.k),
+        "cost_ratio": _rounded(rounds.cost_ratio),
+        "expected_speedup": _rounded(rounds.expected),
+        "difference": None if difference is None else {name: round(part, 4) for name, part in difference.items()},
+    }
+
+
+def _latencies(runs: Sequence[Run], batch: int) -> dict[str, Any]:
+    pauses = [pause for run in runs for pause in run.pauses]
+    firsts = [1e3 * each.first_seconds for run in runs for each in run.batches]
+    return {
+        # Of each prompt, as if the others of its batch had not been read at the same time.
+        "first_token_ms": _rounded(median(1e3 * run.first_seconds * batch / max(len(run.token_ids), 1) for run in runs)),
+        "time_to_first_token_ms": _percentiles(firsts, [1.0] * len(firsts)),
+        "inter_token_ms": _percentiles([1e3 * seconds / n for seconds, n in pauses], [float(n) for _, n in pauses]),
+        "pause_ms": _percentiles([1e3 * seconds for seconds, _ in pauses], [1.0] * len(pauses)),
+    }
+
+
+def _percentiles(values: Sequence[float], weights: Sequence[float]) -> dict[str, float | None] | None:
+    if not values:
+        return None
+    return {name: _rounded(each) for name, each in zip(LEVELS, quantiles(values, weights, list(LEVELS.values())), strict=True)}
+
+
+def _prediction(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+    """What the engine says plain decoding would have done, beside what it did in the same repeat."""
+    pairs = [(run.predicted_plain_tok_s, base.tok_s) for run, base in zip(runs, plain, strict=True)]
+    known = [(said, did) for said, did in pairs if said is not None and did]
+    return {
+        "predicted_plain_tok_s": _rounded(median(said for said, _ in known)) if known else None,
+        "prediction_error_percent": _rounded(median(100 * (said / did - 1) for said, did in known)) if known else None,
+    }
+
+
+def _ms(runs: Sequence[Run]) -> dict[str, float]:
+    return {name: float(f"{median(run.ms[name] for run in runs):.4g}") for name in PHASES}
+
+
+def _same_text(runs: Sequence[Run], plain: Sequence[Run]) -> float | None:
+    """Share of the texts that are plain decoding's, token for token."""
+    pairs = [(a, b) for run, base in zip(runs, plain, strict=True) for a, b in zip(run.token_ids, base.token_ids, strict=True)]
+    return _rounded(Counter(a == b for a, b in pairs)[True] / max(len(pairs), 1))
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+def _rounded_all(values: Sequence[float] | None) -> list[float | None] | None:
+    return None if values is None else [_rounded(value) for value in values]

@@ -1,0 +1,185 @@
+"""What changed from one benchmark document to another, beyond noise.
+
+For each cell the repeats of both documents are compared by Welch's interval on logarithms, at a level at which all intervals of
+the comparison hold together with 95% (Bonferroni): a hundred unchanged cells raise one false alarm in twenty comparisons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from outrider.bench.documents import KEY, Cell, condition, is_plain, label
+from outrider.bench.statistics import Change, change
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+FALSE_ALARMS = 0.05  # of a whole comparison
+SETTINGS = ("target", "dtype", "device", "threads", "max_tokens", "same_text_mode")  # that should be equal
+MACHINE = ("device", "threads")
+NO_CHANGE = "no change beyond noise"
+# (tokens per second, speedup over plain): 1 higher, -1 lower, 0 neither
+VERDICTS = {
+    (0, 0): NO_CHANGE,
+    (1, 1): "faster",
+    (-1, -1): "slower",
+    (1, 0): "faster, and so is plain decoding",
+    (-1, 0): "slower, and so is plain decoding",
+    (0, 1): "gains more over plain decoding",
+    (0, -1): "gains less over plain decoding",
+    (1, -1): "faster, but less so than plain decoding",
+    (-1, 1): "slower, but less so than plain decoding",
+}
+
+
+@dataclass(frozen=True)
+class CellChange:
+    """One cell of both documents."""
+
+    before: Cell
+    after: Cell
+    tok_s: Change | None  # None where there are too few repeats to tell
+    speedup: Change | None
+    same_machine: bool
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        if self.tok_s is None or self.speedup is None:
+            words = "too few repeats to tell"
+        elif is_plain(self.after):
+            words = {0: NO_CHANGE, 1: "faster", -1: "slower"}[self.tok_s.direction]
+        else:
+            words = VERDICTS[self.tok_s.direction, self.speedup.direction]
+        return words + ("; FEWER TEXTS ARE PLAIN DECODING'S" if self.texts_differ_more else "")
+
+    @property
+    def texts_differ_more(self) -> bool:
+        before, after = self.before.get("same_text"), self.after.get("same_text")
+        return before is not None and after is not None and after < before
+
+    @property
+    def is_loss(self) -> bool:
+        """Slower in tokens per second; on another machine, in the speedup. Or fewer texts that are plain decoding's."""
+        judged = self.tok_s if self.same_machine else None if is_plain(self.after) else self.speedup
+        return self.texts_differ_more or (judged is not None and judged.direction < 0)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All cells of two documents."""
+
+    changes: list[CellChange]
+    only_before: list[str]
+    only_after: list[str]
+    settings: dict[str, tuple[Any, Any]]  # that differ
+    level: float  # of each interval
+
+    @property
+    def has_loss(self) -> bool:
+        return any(each.is_loss for each in self.changes)
+
+    @property
+    def verdict(self) -> str:
+        """One line for the whole."""
+        if not self.changes:
+            return "nothing to compare: the documents have no cell in common"
+        moved = [each for each in self.changes if not each.verdict.startswith((NO_CHANGE, "too few"))]
+        lost = sum(each.is_loss for each in self.changes)
+        return f"{len(self.changes)} cells compared, {len(moved)} changed beyond noise, {lost} for the worse"
+
+
+def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
+    """Cells are matched by method, K, temperature, batch and workload."""
+    first, second = ({_key(cell): cell for cell in document["cells"]} for document in (before, after))
+    common = [key for key in first if key in second]
+    # Two intervals a cell, but one of plain decoding, whose speedup is 1.
+    num_intervals = sum(1 if is_plain(first[key]) else 2 for key in common)
+    level = 1 - FALSE_ALARMS / max(num_intervals, 1)
+    settings = {name: (before.get(name), after.get(name)) for name in SETTINGS if before.get(name) != after.get(name)}
+    same_machine = not any(name in settings for name in MACHINE)
+
+    def changed(key: tuple[Any, ...], name: str) -> Change | None:
+        return change(first[key].get(name) or (), second[key].get(name) or (), level)
+
+    return Comparison(
+        [
+            CellChange(first[key], second[key], changed(key, "repeat_tok_s"), changed(key, "repeat_speedup"), same_machine)
+            for key in common
+        ],
+        [_name(cell) for key, cell in first.items() if key not in second],
+        [_name(cell) for key, cell in second.items() if key not in first],
+        settings,
+        level,
+    )
+
+
+def _key(cell: Cell) -> tuple[Any, ...]:
+    return ("plain", 0, *(cell[name] for name in KEY[2:])) if is_plain(cell) else tuple(cell[name] for name in KEY)
+
+
+def _name(cell: Cell) -> str:
+    return f"{condition(cell)}: {label(cell)}"
+
+
+def table(comparison: Comparison) -> Table:
+    """One line for each cell in both documents."""
+    from rich import box
+    from rich.table import Table
+
+    view = Table(box=box.SIMPLE, pad_edge=False, padding=0)
+    for name in ("cell", "tok/s", "change", "speedup", "change", "verdict"):
+        view.add_column(name, justify="left" if name in ("cell", "verdict") else "right", no_wrap=name == "change")
+    for each in comparison.changes:
+        before, after = each.before, each.after
+        plain = is_plain(after)
+        view.add_row(
+            _name(after),
+            f"{before['tok_s']:.4g} > {after['tok_s']:.4g}",
+            _percent(each.tok_s),
+            "" if plain else f"{before['speedup']:.2f} > {after['speedup']:.2f}",
+            "" if plain else _percent(each.speedup),
+            each.verdict,
+        )
+    return view
+
+
+def _percent(found: Change | None) -> str:
+    """``-9% ±4``: the change, and half of its interval."""
+    if found is None:
+        return "?"
+    low, high = found.interval
+    return f"{100 * (found.ratio - 1):+.0f}% ±{50 * (high - low):.0f}"
+
+
+def document(comparison: Comparison) -> dict[str, Any]:
+    """The comparison for programs."""
+
+    def figures(found: Change | None) -> dict[str, Any] | None:
+        return None if found is None else {"ratio": found.ratio, "interval": list(found.interval)}
+
+    return {
+        "verdict": comparison.verdict,
+        "has_loss": comparison.has_loss,
+        "level": comparison.level,
+        "settings": {name: list(values) for name, values in comparison.settings.items()},
+        "only_before": comparison.only_before,
+        "only_after": comparison.only_after,
+        "cells": [
+            {name: each.after[name] for name in KEY}
+            | {"tok_s": figures(each.tok_s), "speedup": figures(each.speedup), "verdict": each.verdict, "is_loss": each.is_loss}
+            for each in comparison.changes
+        ],
+    }
+
+
+def notes(comparison: Comparison) -> Sequence[str]:
+    """What a reader must know beside the table."""
+    lines = [f"{name} differs: {before} > {after}" for name, (before, after) in comparison.settings.items()]
+    if any(name in comparison.settings for name in MACHINE):
+        lines.append("another machine: speedups are judged, tokens per second are not")
+    lines += [f"only in the first: {name}" for name in comparison.only_before]
+    lines += [f"only in the second: {name}" for name in comparison.only_after]
+    return lines

@@ -1,0 +1,53 @@
+"""Benchmark documents as they are read again: what a cell is called, which cells belong together. Knows JSON only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from outrider.types import OutriderError
+
+Cell = Mapping[str, Any]
+KEY = ("method", "k", "temperature", "batch", "workload")
+REPORTED = {"difference", "conditional_acceptance", "time_to_first_token_ms", "prediction_error_percent"}
+
+
+def is_plain(cell: Cell) -> bool:
+    """Whether the cell is the one that the others of its condition are compared with."""
+    return bool(cell["method"] == "plain" or cell["k"] == 0)
+
+
+def label(cell: Cell) -> str:
+    """Method and draft length."""
+    return "plain" if is_plain(cell) else f"{cell['method']} k={cell['k']}"
+
+
+def condition(cell: Cell) -> str:
+    """Workload, temperature and batch as one label, leaving out greedy and 1."""
+    name = str(cell["workload"])
+    name += f", t={cell['temperature']:g}" if cell["temperature"] else ""
+    return name + (f", batch {cell['batch']}" if cell["batch"] != 1 else "")
+
+
+def read(path: Path, for_report: bool = False) -> dict[str, Any]:
+    """What ``outrider bench --out`` wrote. Raises ``OutriderError`` for anything else.
+
+    ``for_report``: refuses a document of a version that did not measure all that a report shows.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OutriderError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        raise OutriderError(f"{path} is not JSON: give a file that `outrider bench --out` wrote") from None
+    cells = document.get("cells") if isinstance(document, dict) else None
+    needed = {*KEY, "tok_s", "speedup", "mean_acceptance_length"}
+    if not isinstance(cells, list) or not all(isinstance(cell, dict) and needed <= cell.keys() for cell in cells):
+        raise OutriderError(f"{path} is no benchmark document: give a file that `outrider bench --out` wrote")
+    if not cells:
+        raise OutriderError(f"{path} holds no measurement")
+    if for_report and not all(cell.keys() >= REPORTED for cell in cells):
+        raise OutriderError(f"{path} was written by a version without reports: measure again with --html")
+    return dict(document)

@@ -1,0 +1,144 @@
+"""A benchmark document as one HTML file that opens from disk and asks no network for anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from outrider.bench.breakdown import MEANING, PARTS
+from outrider.bench.documents import Cell, condition, is_plain, label
+from outrider.bench.pooling import at, distinct
+from outrider.bench.tables import number, reason, span
+from outrider.types import OutriderError
+
+if TYPE_CHECKING:
+    from outrider.bench.plots import Plot
+
+NEEDED = ("matplotlib", "jinja2")
+FACTS = ("target", "device", "dtype", "threads", "command", "date", "commit", "version", "max_tokens", "repeat")
+Rows = list[list[str]]
+
+
+def check_installed() -> None:
+    """Raises ``OutriderError`` where a library of the report is missing: before minutes of measuring, not after them."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise OutriderError(f"an HTML report needs {' and '.join(missing)}: pip install 'outrider[report]'")
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """The whole report. Raises ``OutriderError`` where a library of it is missing."""
+    check_installed()
+    import jinja2
+
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    source = files("outrider.bench").joinpath("report.html").read_text(encoding="utf-8")
+    cells: Sequence[Cell] = result["cells"]
+    return environment.from_string(source).render(
+        facts=[(name, result[name]) for name in FACTS if result.get(name) is not None],
+        notes=_notes(result),
+        sections=[
+            (_heading(temperature, cells), _plots(at(cells, temperature=temperature)))
+            for temperature in distinct(cells, "temperature")
+        ],
+        tables=[_reasons(cells), _predictions(cells), _latencies(cells), _all(cells)],
+        meaning=MEANING,
+    )
+
+
+def _plots(cells: Sequence[Cell]) -> list[Plot]:
+    from outrider.bench.plots import plots
+
+    return plots(cells)
+
+
+def _heading(temperature: float, cells: Sequence[Cell]) -> str:
+    batch = distinct(cells, "batch")[0]
+    return ("Greedy" if temperature == 0 else f"Temperature {temperature:g}") + f", batch {batch}"
+
+
+def _notes(result: Mapping[str, Any]) -> list[str]:
+    found = []
+    if result.get("interrupted"):
+        found.append("The benchmark was interrupted: this is what was measured until then.")
+    inflated = result.get("inflated")
+    if inflated:
+        found.append(f"The target computes the function of a small model at the cost of a {inflated['size']} one.")
+    differing = [cell for cell in result["cells"] if (cell["same_text"] or 1.0) < 1 or cell["same_text"] == 0]
+    if differing:
+        found.append(f"In {len(differing)} cells some texts are not plain decoding's: see the last table.")
+    faults = sum(cell["faults"] for cell in result["cells"])
+    if faults:
+        found.append(f"Proposers failed {faults} times; those requests went on without drafts.")
+    return found
+
+
+def _reasons(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
+    columns = ["condition", "method", "alpha", "mean K", "c", "formula", "measured", "off by", "mostly", *PARTS]
+    rows = []
+    for cell in cells:
+        expected, measured, parts = cell["expected_speedup"], cell["decode_speedup"], cell["difference"]
+        if is_plain(cell) or not expected or not measured or not parts:
+            continue
+        figures = [number(cell["acceptance_rate"], 3), number(cell["mean_k"], 2), number(cell["cost_ratio"], 3)]
+        figures += [number(expected, 2), number(measured, 2), f"{measured / expected - 1:+.0%}", reason(cell)]
+        rows.append([condition(cell), label(cell), *figures, *(f"{parts[name]:+.2f}" for name in PARTS)])
+    note = (
+        "Speedup after the first token. The parts, in units of speedup, add up to measured minus formula; the largest is named "
+        "where the two differ by more than a tenth."
+    )
+    return "Expected and measured speedup", note, columns, rows
+
+
+def _predictions(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
+    columns = ["condition", "method", "plain, predicted (tok/s)", "plain, measured (tok/s)", "error"]
+    rows = [
+        [
+            condition(cell),
+            label(cell),
+            number(cell["predicted_plain_tok_s"], 1),
+            number(cell["plain_tok_s"], 1),
+            f"{cell['prediction_error_percent']:+.1f}%",
+        ]
+        for cell in cells
+        if cell["prediction_error_percent"] is not None
+    ]
+    note = "What a request's summary says plain decoding would have done, beside what it did in the same repeat."
+    return "How good the prediction of plain decoding is", note, columns, rows
+
+
+def _latencies(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
+    kinds = {"time_to_first_token_ms": "first token", "inter_token_ms": "between tokens", "pause_ms": "between rounds"}
+    columns = ["condition", "method", *(f"{name}, {at} (ms)" for name in kinds.values() for at in ("p50", "p95")), "peak MB"]
+    rows = []
+    for cell in cells:
+        times = [number((cell[key] or {}).get(at), 2) for key in kinds for at in ("p50", "p95")]
+        rows.append([condition(cell), label(cell), *times, number(cell["peak_memory_mb"], 0)])
+    note = (
+        "Between tokens: the pause before tokens, divided by how many came together. Memory: on a CPU the process's, with "
+        "every model that was loaded by then."
+    )
+    return "Latency and memory", note, columns, rows
+
+
+def _all(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
+    columns = ["condition", "method", "tok/s", "plain tok/s", "speedup", "95%", "tok/pass", "alpha", "same text", "faults"]
+    rows = [
+        [
+            condition(cell),
+            label(cell),
+            number(cell["tok_s"], 1),
+            number(cell["plain_tok_s"], 1),
+            number(cell["speedup"], 2),
+            span(cell["speedup_interval"]),
+            number(cell["mean_acceptance_length"], 2),
+            number(cell["acceptance_rate"], 3),
+            "" if cell["same_text"] is None else f"{cell['same_text']:.0%}",
+            str(cell["faults"]),
+        ]
+        for cell in cells
+    ]
+    note = "Prompts included. Intervals: bootstrap over repeats and prompts, both contenders' measurements drawn together."
+    return "All cells", note, columns, rows

@@ -1,0 +1,303 @@
+"""The plots of a report as SVG to stand inside a page, each with its numbers as a table. Needs matplotlib.
+
+Colours of lines and bars are readable on light and on dark; text, axes and grid take theirs from the page.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from outrider.bench.documents import Cell
+from outrider.bench.pooling import PHASES, Pool, at, distinct, pools
+from outrider.engine.stats import expected_speedup
+
+COLOURS = ("#3f7fd6", "#dd7f2b", "#2f9e6a", "#c7528a", "#8b6fd0", "#a8902c", "#4aa3b5", "#c0554a")
+INK, RULE = "#010203", "#040506"  # stand-ins, replaced by the page's own
+STYLE: Any = {  # matplotlib types each key
+    "svg.fonttype": "none",
+    "font.size": 9,
+    "axes.edgecolor": RULE,
+    "axes.labelcolor": INK,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": RULE,
+    "grid.linewidth": 0.4,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+}
+WIDTH, HEIGHT = 6.4, 3.4  # inches; the page scales them
+MOST_BARS = 6  # contenders side by side in one group
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A picture and the same in words and numbers."""
+
+    title: str
+    svg: str
+    note: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def plots(cells: Sequence[Cell]) -> list[Plot]:
+    """What there is to show of cells of one temperature: the first batch size, but for the plot over batch sizes."""
+    batches = distinct(cells, "batch")
+    first = at(cells, batch=batches[0])
+    found = [speedup_by_k(pools(first))]
+    if any(not pool.is_plain for pool in pools(first)):
+        found += [tokens_per_pass(pools(first)), acceptance_by_position(pools(first))]
+    if len(batches) > 1:
+        found.append(speedup_by_batch(cells))
+    return [*found, speedup_by_workload(first), time_breakdown(pools(first))]
+
+
+def speedup_by_k(found: Sequence[Pool]) -> Plot:
+    """Measured after the first token, beside the formula's curve."""
+    title = "Speedup over plain decoding by draft length"
+    rows: list[tuple[str, ...]] = []
+
+    def draw(axes: Axes) -> None:
+        for colour, method in zip(COLOURS, _methods(found), strict=False):
+            mine = [pool for pool in found if pool.method == method and not pool.is_plain]
+            _draw_method(axes, colour, method, mine, rows)
+        axes.axhline(1, color=INK, linewidth=0.8)
+        axes.set(xlabel="K, drafts asked for in a round", ylabel="speedup after the first token (x)")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_ylim(bottom=0)
+        _legend(axes)
+
+    note = (
+        "Points: measured, with 95% intervals; dashed: the formula at the measured alpha and c of all points; dotted: auto. "
+        "Workloads together, by geometric mean."
+    )
+    columns = ("method", "K", "speedup", "95%", "formula", "alpha", "c")
+    return Plot(title, _svg(title, draw), note, columns, tuple(rows))
+
+
+def _draw_method(axes: Axes, colour: str, method: str, mine: Sequence[Pool], rows: list[tuple[str, ...]]) -> None:
+    fixed = sorted((pool for pool in mine if isinstance(pool.k, int) and pool.speedup()), key=lambda pool: int(pool.k))
+    if fixed:
+        lengths, speeds = [int(pool.k) for pool in fixed], [pool.speedup() or 0.0 for pool in fixed]
+        axes.errorbar(lengths, speeds, _bars(fixed, speeds), color=colour, marker="o", capsize=2, label=method)
+    known = [(pool.mean("acceptance_rate"), pool.mean("cost_ratio")) for pool in fixed]
+    pairs = [(alpha, ratio) for alpha, ratio in known if alpha is not None and ratio is not None]
+    if pairs:
+        alpha, ratio = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
+        curve = [expected_speedup(alpha, k, ratio) for k in range(max(lengths) + 2)]
+        axes.plot(range(len(curve)), curve, color=colour, linestyle="--", linewidth=1.2, label=f"{method}, formula")
+    for pool in mine:
+        speed, bounds = pool.speedup(), pool.interval()
+        if pool.k == "auto" and speed:
+            axes.axhline(speed, color=colour, linestyle=":", linewidth=1.2, label=f"{method}, auto")
+        said = (pool.speedup("expected_speedup"), pool.mean("acceptance_rate"), pool.mean("cost_ratio"))
+        rows.append((method, str(pool.k), _figure(speed), _span(bounds), *(_figure(each, 3) for each in said)))
+
+
+def tokens_per_pass(found: Sequence[Pool]) -> Plot:
+    """How often a pass of the target gave 1, 2, ... tokens."""
+    title = "Tokens gained by a pass of the target"
+    shown = _shown(found)
+    most = max((max(pool.histogram(), default=1) for pool in shown), default=1)
+
+    def draw(axes: Axes) -> None:
+        width = 0.84 / len(shown)
+        for index, (colour, pool) in enumerate(zip(COLOURS, shown, strict=False)):
+            shares = [100 * pool.histogram().get(tokens, 0.0) for tokens in range(1, most + 1)]
+            places = [tokens + (index - (len(shown) - 1) / 2) * width for tokens in range(1, most + 1)]
+            axes.bar(places, shares, width, color=colour, label=pool.label)
+        axes.set(xlabel="tokens of a pass", ylabel="passes (%)")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _legend(axes)
+
+    rows = tuple(
+        (pool.label, f"{pool.tau():.2f}", *(f"{100 * pool.histogram().get(tokens, 0.0):.0f}%" for tokens in range(1, most + 1)))
+        for pool in shown
+    )
+    return Plot(title, _svg(title, draw), _note_of(found, shown), ("method", "mean", *map(str, range(1, most + 1))), rows)
+
+
+def acceptance_by_position(found: Sequence[Pool]) -> Plot:
+    """How a draft's chance falls, or does not, with its place."""
+    title = "Acceptance of drafts by position"
+    shown = _shown(found)
+    longest = max((len(pool.by_position("conditional_acceptance")) for pool in shown), default=0)
+
+    def draw(axes: Axes) -> None:
+        for colour, pool in zip(COLOURS, shown, strict=False):
+            for name, line in (("conditional_acceptance", "-"), ("acceptance_by_position", ":")):
+                rates = [100 * rate for rate in pool.by_position(name)]
+                own = pool.label if line == "-" else None
+                axes.plot(range(1, len(rates) + 1), rates, line, marker="o", markersize=3, color=colour, label=own)
+        axes.set(xlabel="position of the draft", ylabel="accepted (%)", ylim=(0, 103))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _legend(axes)
+
+    rows = [
+        (pool.label, f"of {base}", *(f"{100 * rate:.0f}%" for rate in pool.by_position(name)))
+        for pool in shown
+        for name, base in (("conditional_acceptance", "drafts reached"), ("acceptance_by_position", "all rounds"))
+    ]
+    padded = tuple(row + ("",) * (longest + 2 - len(row)) for row in rows)
+    note = "Solid: of the drafts reached there, all before them accepted; dotted: of all rounds. " + _note_of(found, shown)
+    return Plot(title, _svg(title, draw), note, ("method", "share", *map(str, range(1, longest + 1))), padded)
+
+
+def speedup_by_batch(cells: Sequence[Cell]) -> Plot:
+    """What is left of the speedup when several requests share a pass."""
+    title = "Speedup over plain decoding by batch size"
+    batches = distinct(cells, "batch")
+    by_batch = {batch: {pool.label: pool for pool in pools(at(cells, batch=batch)) if not pool.is_plain} for batch in batches}
+    labels = list(dict.fromkeys(name for found in by_batch.values() for name in found))
+
+    def draw(axes: Axes) -> None:
+        for colour, name in zip(COLOURS, labels, strict=False):
+            there = [batch for batch in batches if name in by_batch[batch] and by_batch[batch][name].speedup("speedup")]
+            found = [by_batch[batch][name] for batch in there]
+            speeds = [pool.speedup("speedup") or 0.0 for pool in found]
+            axes.errorbar(there, speeds, _bars(found, speeds, "speedup"), color=colour, marker="o", capsize=2, label=name)
+        axes.axhline(1, color=INK, linewidth=0.8)
+        axes.set(xlabel="prompts at a time", ylabel="speedup, prompts included (x)", xticks=batches)
+        axes.set_ylim(bottom=0)
+        _legend(axes)
+
+    rows = tuple(
+        (name, *(_figure(by_batch[batch][name].speedup("speedup")) if name in by_batch[batch] else "" for batch in batches))
+        for name in labels
+    )
+    note = "Workloads together, by geometric mean."
+    return Plot(title, _svg(title, draw), note, ("method", *(f"batch {batch}" for batch in batches)), rows)
+
+
+def speedup_by_workload(cells: Sequence[Cell]) -> Plot:
+    """Which texts a method is good for."""
+    title = "Speedup over plain decoding by workload"
+    shown = _shown(pools(cells))
+    workloads = distinct(cells, "workload")
+    of = {(cell["workload"], pool.label): cell for pool in shown for cell in pool.cells}
+
+    def draw(axes: Axes) -> None:
+        width = 0.84 / max(len(shown), 1)
+        for index, (colour, pool) in enumerate(zip(COLOURS, shown, strict=False)):
+            mine = [(place, of[name, pool.label]) for place, name in enumerate(workloads) if (name, pool.label) in of]
+            speeds = [cell["speedup"] for _, cell in mine]
+            bars = _bars([Pool((cell,)) for _, cell in mine], speeds, "speedup")
+            places = [place + (index - (len(shown) - 1) / 2) * width for place, _ in mine]
+            axes.bar(places, speeds, width, yerr=bars, color=colour, label=pool.label, ecolor=INK, capsize=1.5)
+        axes.axhline(1, color=INK, linewidth=0.8)
+        axes.set(xlabel="workload", ylabel="speedup, prompts included (x)", xticks=range(len(workloads)), xticklabels=workloads)
+        axes.grid(visible=False, axis="x")
+        _legend(axes)
+
+    def entry(name: str, pool: Pool) -> str:
+        cell = of.get((name, pool.label))
+        return "" if cell is None else f"{cell['speedup']:.2f} {_span(cell.get('speedup_interval'))}".strip()
+
+    rows = tuple((name, *(entry(name, pool) for pool in shown)) for name in workloads)
+    return Plot(title, _svg(title, draw), _note_of(pools(cells), shown), ("workload", *(pool.label for pool in shown)), rows)
+
+
+def time_breakdown(found: Sequence[Pool]) -> Plot:
+    """Where the time of a token goes, plain decoding's too."""
+    title = "Time of a token by phase"
+    names = [pool.label for pool in found]
+    times = [pool.ms_per_token() for pool in found]
+
+    def draw(axes: Axes) -> None:
+        left = [0.0] * len(found)
+        for colour, phase in zip(COLOURS, PHASES, strict=False):
+            parts = [each[phase] for each in times]
+            axes.barh(names, parts, 0.7, left=left, color=colour, label=phase)
+            left = [start + part for start, part in zip(left, parts, strict=True)]
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.set(xlabel="milliseconds for each token of a request, after the first", ylabel="method")
+        _legend(axes)
+
+    rows = tuple(
+        (name, *(f"{each[phase]:.3g}" for phase in PHASES), f"{sum(each.values()):.3g}")
+        for name, each in zip(names, times, strict=True)
+    )
+    note = "A round's time over the tokens it brings; host is everything outside drafting, the target's pass and verifying."
+    return Plot(title, _svg(title, draw, len(found)), note, ("method", *(f"{phase}, ms" for phase in PHASES), "sum, ms"), rows)
+
+
+def _methods(found: Sequence[Pool]) -> list[str]:
+    return list(dict.fromkeys(pool.method for pool in found if not pool.is_plain))
+
+
+def _shown(found: Sequence[Pool]) -> list[Pool]:
+    """What fits side by side: where there is too much, the longest and the automatic draft of each method."""
+    drafted = [pool for pool in found if not pool.is_plain]
+    if len(drafted) <= MOST_BARS:
+        return drafted
+    chosen = []
+    for method in _methods(found):
+        mine = [pool for pool in drafted if pool.method == method]
+        longest = max((pool for pool in mine if isinstance(pool.k, int)), key=lambda pool: int(pool.k), default=None)
+        chosen += [pool for pool in mine if pool is longest or pool.k == "auto"]
+    return chosen[: len(COLOURS)]
+
+
+def _note_of(found: Sequence[Pool], shown: Sequence[Pool]) -> str:
+    left = sum(not pool.is_plain for pool in found) - len(shown)
+    return f"{left} more draft lengths are in the table of all cells below." if left else ""
+
+
+def _bars(found: Sequence[Pool], speeds: Sequence[float], name: str = "decode_speedup") -> Any:
+    """How far the intervals reach down and up; None where one is unknown."""
+    bounds = [pool.interval(name) for pool in found]
+    if not bounds or None in bounds:
+        return None
+    known = [each for each in bounds if each is not None]
+    down = [max(speed - low, 0.0) for speed, (low, _) in zip(speeds, known, strict=True)]
+    up = [max(high - speed, 0.0) for speed, (_, high) in zip(speeds, known, strict=True)]
+    return [down, up]
+
+
+def _figure(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _span(bounds: Sequence[float] | None) -> str:
+    return "" if bounds is None else f"{bounds[0]:.2f}-{bounds[1]:.2f}"
+
+
+def _legend(axes: Axes) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.3)
+
+
+def _svg(title: str, draw: Callable[[Axes], None], num_bars: int = 0) -> str:
+    """A drawing as an ``<svg>`` element that names nothing outside of itself and inherits the page's colours."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, max(HEIGHT, 0.9 + 0.28 * num_bars)), layout="constrained")
+        axes = figure.add_subplot()
+        axes.set_title(title, loc="left")
+        draw(axes)
+        buffer = io.StringIO()
+        empty = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=True, metadata=empty)
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)  # the page is HTML, which knows these elements
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # unique in one drawing only
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1), count=1)
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+    return svg.replace(INK, "var(--ink)").replace(RULE, "var(--rule)").strip()

@@ -1,0 +1,96 @@
+"""Cells of several workloads as one: what the plots of a report show. Knows JSON cells and numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, geometric_mean
+from typing import Any
+
+from outrider.bench.documents import Cell, is_plain, label
+
+PHASES = ("draft", "score", "verify", "host")
+
+
+@dataclass(frozen=True)
+class Pool:
+    """One contender at one temperature and batch size, its workloads together."""
+
+    cells: tuple[Cell, ...]
+
+    @property
+    def label(self) -> str:
+        return label(self.cells[0])
+
+    @property
+    def method(self) -> str:
+        return str(self.cells[0]["method"])
+
+    @property
+    def k(self) -> int | str:
+        """A number, or ``"auto"``."""
+        k: int | str = self.cells[0]["k"]
+        return k
+
+    @property
+    def is_plain(self) -> bool:
+        return is_plain(self.cells[0])
+
+    def speedup(self, name: str = "decode_speedup") -> float | None:
+        """Geometric mean over the workloads."""
+        known = [cell[name] for cell in self.cells if cell.get(name)]
+        return geometric_mean(known) if known else None
+
+    def interval(self, name: str = "decode_speedup") -> tuple[float, float] | None:
+        """Geometric means of the workloads' bounds: somewhat wider than the interval of the mean."""
+        known = [cell[f"{name}_interval"] for cell in self.cells if cell.get(f"{name}_interval")]
+        if len(known) < len(self.cells) or any(bounds[0] <= 0 for bounds in known):
+            return None
+        return geometric_mean(bounds[0] for bounds in known), geometric_mean(bounds[1] for bounds in known)
+
+    def mean(self, name: str) -> float | None:
+        """Of a figure over the workloads that have it."""
+        known = [cell[name] for cell in self.cells if cell.get(name) is not None]
+        return fmean(known) if known else None
+
+    def histogram(self) -> dict[int, float]:
+        """{tokens of a pass: share of the passes}."""
+        counts: Counter[int] = Counter()
+        for cell in self.cells:
+            counts.update({1 + int(accepted): rounds for accepted, rounds in cell["acceptance_histogram"].items()})
+        total = max(sum(counts.values()), 1)
+        return {tokens: counts[tokens] / total for tokens in sorted(counts)}
+
+    def tau(self) -> float:
+        """Tokens per pass."""
+        return sum(tokens * share for tokens, share in self.histogram().items())
+
+    def by_position(self, name: str) -> list[float]:
+        """A list of figures by place, each the mean over the workloads that reached that place."""
+        lists: list[list[float]] = [cell[name] for cell in self.cells]
+        longest = max(map(len, lists), default=0)
+        return [fmean(each[place] for each in lists if place < len(each)) for place in range(longest)]
+
+    def ms_per_token(self) -> dict[str, float]:
+        """Milliseconds by phase for each token of a request."""
+        tau = self.tau() or 1.0
+        return {name: fmean(cell["ms"][name] for cell in self.cells) / tau for name in PHASES}
+
+
+def pools(cells: Iterable[Cell]) -> list[Pool]:
+    """Cells of one contender together, in the order in which contenders first come."""
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(label(cell), []).append(cell)
+    return [Pool(tuple(group)) for group in groups.values()]
+
+
+def at(cells: Sequence[Cell], **values: Any) -> list[Cell]:
+    """The cells that have these values."""
+    return [cell for cell in cells if all(cell[name] == value for name, value in values.items())]
+
+
+def distinct(cells: Sequence[Cell], name: str) -> list[Any]:
+    """The values of one key, in their order."""
+    return list(dict.fromkeys(cell[name] for cell in cells))

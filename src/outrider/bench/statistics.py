@@ -1,0 +1,121 @@
+"""How sure a figure is: bootstrap intervals of speeds and ratios, and differences between two runs. Knows numbers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import exp, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Interval = tuple[float, float]
+RESAMPLES = 2000
+LEVEL = 0.95
+SEED = 0  # the same runs give the same interval
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Tokens and seconds of one contender: [repeats, prompts], a batch of prompts counting as one."""
+
+    tokens: Array
+    seconds: Array
+
+    @classmethod
+    def of(cls, tokens: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]]) -> Timings:
+        return cls(np.asarray(tokens, dtype=np.float64), np.asarray(seconds, dtype=np.float64))
+
+    def speeds(self) -> Array:
+        """Tokens per second of each repeat, all prompts together: [repeats]."""
+        return _ratio(self.tokens.sum(-1), self.seconds.sum(-1))
+
+
+def speed_interval(timings: Timings, level: float = LEVEL) -> Interval | None:
+    """Of the median speed, over resampled repeats and prompts. None where there is only one of each."""
+    drawn = _resample(timings)
+    return None if drawn is None else _interval(np.median(drawn, axis=1), level)
+
+
+def speedup_interval(timings: Timings, base: Timings, level: float = LEVEL) -> Interval | None:
+    """Of the median ratio of speeds within a repeat. None where there is only one repeat of one prompt.
+
+    Repeats and prompts are drawn anew independently of each other (Owen 2007, "The pigeonhole bootstrap"), and each draw takes
+    both contenders' measurements of that repeat and prompt: what slowed down both of them, or is hard for both, cancels.
+    """
+    drawn, bases = _resample(timings), _resample(base)
+    if drawn is None or bases is None:
+        return None
+    return _interval(np.median(_ratio(drawn, bases), axis=1), level)
+
+
+def _resample(timings: Timings) -> Array | None:
+    """Speeds of each drawn repeat over the drawn prompts: [resamples, repeats]. The draws depend on the shape alone."""
+    repeats, prompts = timings.tokens.shape
+    if repeats * prompts < 2:
+        return None
+    generator = np.random.default_rng(SEED)
+    row = generator.integers(repeats, size=(RESAMPLES, repeats, 1))
+    column = generator.integers(prompts, size=(RESAMPLES, 1, prompts))
+    return _ratio(timings.tokens[row, column].sum(-1), timings.seconds[row, column].sum(-1))
+
+
+def _interval(values: Array, level: float) -> Interval:
+    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def _ratio(above: Array, below: Array) -> Array:
+    """Quotients; 0 where there is nothing to divide by."""
+    return np.divide(above, below, out=np.zeros_like(above), where=below > 0)
+
+
+def quantiles(values: Sequence[float], weights: Sequence[float], levels: Sequence[float]) -> list[float]:
+    """The least values that such parts of the weight do not exceed. Raises ``ValueError`` where there are no values."""
+    if not values:
+        raise ValueError("no values")
+    order = np.argsort(values)
+    reached = np.cumsum(np.asarray(weights, dtype=np.float64)[order])
+    places = np.searchsorted(reached / reached[-1], np.asarray(levels) - 1e-12)
+    return [float(np.asarray(values)[order][min(place, len(order) - 1)]) for place in places]
+
+
+@dataclass(frozen=True)
+class Change:
+    """From one set of repeats to another: the ratio of their geometric means, and its interval."""
+
+    ratio: float
+    interval: Interval
+
+    @property
+    def direction(self) -> int:
+        """1: higher beyond noise, -1: lower, 0: neither."""
+        return int(self.interval[0] > 1) - int(self.interval[1] < 1)
+
+
+def change(before: Sequence[float], after: Sequence[float], level: float = LEVEL) -> Change | None:
+    """Welch's interval on logarithms, two independent samples of unequal noise. None with fewer than two repeats in either."""
+    if min(len(before), len(after)) < 2 or min(*before, *after) <= 0:
+        return None
+    first, second = np.log(before), np.log(after)
+    noise = [float(np.var(each, ddof=1)) / len(each) for each in (first, second)]
+    middle = float(second.mean() - first.mean())
+    total = sum(noise)
+    freedom = sum(part**2 / (n - 1) for part, n in zip(noise, (len(first), len(second)), strict=True))
+    half = t_quantile(level, total**2 / freedom) * sqrt(total) if freedom else 0.0
+    return Change(exp(middle), (exp(middle - half), exp(middle + half)))
+
+
+@lru_cache
+def t_quantile(level: float, freedom: float) -> float:
+    """The bound within which Student's t stays with that probability, on both sides; ``freedom``: at least 1.
+
+    With t = sqrt(freedom) tan(angle), the density of the angle is proportional to cos(angle)^(freedom - 1).
+    """
+    angles = np.linspace(0, np.pi / 2, 4001)
+    density = np.cos(angles) ** (max(freedom, 1.0) - 1)
+    mass = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    mass /= mass[-1]
+    return float(sqrt(freedom) * np.tan(np.interp(level, mass, angles)))

@@ -1,0 +1,103 @@
+"""A benchmark document as tables for a terminal of 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from outrider.bench.breakdown import main_part
+from outrider.bench.documents import Cell, condition, is_plain, label
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+AGREES = 0.1  # a measurement within this part of the formula needs no explanation
+
+
+def tables(result: Mapping[str, Any]) -> list[Table]:
+    """Speed and acceptance; then what the formula expects and how tokens arrive."""
+    return [_speeds(result), _reasons(result)]
+
+
+def _speeds(result: Mapping[str, Any]) -> Table:
+    title = f"{result['target']} on {result['device']}, {result['dtype']}; ms of a round: draft + score + other"
+    view = _table(title, "tok/s", "speedup", "95%", "tok/pass", "alpha", "ms", "same")
+    _fill(view, result["cells"], _speed_row)
+    return view
+
+
+def _speed_row(cell: Cell) -> list[str]:
+    ms, plain = cell["ms"], is_plain(cell)
+    return [
+        f"{cell['tok_s']:.1f}",
+        f"{cell['speedup']:.2f}",
+        "" if plain else span(cell["speedup_interval"]),
+        f"{cell['mean_acceptance_length']:.2f}",
+        "" if plain else f"{cell['acceptance_rate']:.2f}",
+        f"{ms['draft']:.1f}+{ms['score']:.1f}+{ms['verify'] + ms['host']:.1f}",
+        "" if plain or cell["same_text"] is None else f"{cell['same_text']:.0%}",
+    ]
+
+
+def _reasons(result: Mapping[str, Any]) -> Table:
+    title = (
+        "speedup after the first token: formula, measured, what differs most;\n"
+        "ms to the first token, between tokens (p50/p95); error of predicted plain"
+    )
+    view = _table(title, "c", "formula", "measured", "mostly", "first", "between", "plain")
+    _fill(view, result["cells"], _reason_row)
+    return view
+
+
+def _reason_row(cell: Cell) -> list[str]:
+    first, between, error = cell["time_to_first_token_ms"], cell["inter_token_ms"], cell["prediction_error_percent"]
+    return [
+        number(cell["cost_ratio"], 3),
+        number(cell["expected_speedup"], 2),
+        "" if is_plain(cell) else number(cell["decode_speedup"], 2),
+        reason(cell),
+        number(first and first["p50"], 0),
+        f"{between['p50']:.1f}/{between['p95']:.1f}" if between else "",
+        "" if error is None else f"{error:+.0f}%",
+    ]
+
+
+def reason(cell: Cell) -> str:
+    """The part of a round that makes the speedup differ from the formula's by more than a tenth, and by how much."""
+    expected, measured, difference = cell["expected_speedup"], cell["decode_speedup"], cell["difference"]
+    if not expected or not measured or not difference or abs(measured / expected - 1) <= AGREES:
+        return ""
+    name = main_part(difference)
+    return f"{name} {difference[name]:+.2f}"
+
+
+def span(interval: Sequence[float] | None) -> str:
+    """``1.41-1.52``"""
+    return "" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}"
+
+
+def number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _table(title: str, *columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    view = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=0)
+    view.add_column("workload", overflow="fold")
+    view.add_column("method", no_wrap=True)
+    for name in columns:
+        view.add_column(name, justify="right", no_wrap=True)
+    return view
+
+
+def _fill(view: Table, cells: Sequence[Cell], row: Callable[[Cell], list[str]]) -> None:
+    """One line for each cell, a rule between conditions."""
+    previous = None
+    for cell in cells:
+        group = condition(cell)
+        if previous not in (None, group):
+            view.add_section()
+        view.add_row(group if group != previous else "", label(cell), *row(cell))
+        previous = group

@@ -1,0 +1,347 @@
+"""``outrider audit``: a certificate that the running system cannot be told from plain decoding, or the proof that it can."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, parse_k, parse_list, with_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.table import Table
+
+    from outrider.engine import LLM
+    from outrider.proposers.base import Proposer
+    from outrider.types import SamplingParams
+    from outrider.verifiers.base import Verifier
+
+WHAT, OUTPUT = "What is audited", "Output"
+EXAMPLES = """Examples:
+
+outrider audit
+
+outrider audit --methods draft,suffix,medusa:draft=./heads --temperature 0.8 --top-p 0.95 --out audit.json --html audit.html
+
+outrider audit --target ./my-model --draft ./my-draft --prompts mine.jsonl
+
+outrider audit --same-text --methods all --k 1,3,5,8 --batch 1,4 --prompts HumanEval.jsonl.gz --out same-text.json
+"""
+EXIT_NOT_CERTIFIED = 3
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    """What is asked, and how sure one wants to be."""
+
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Methods, separated by commas; name:draft=folder for one with a draft or heads of its own; all for every other"
+            " (default: draft if there is one, else ngram).",
+            rich_help_panel=WHAT,
+        ),
+    ] = None
+    k: Annotated[
+        str | None, typer.Option("--k", help="Drafts a round (default: 4; --same-text: 1,3,5,8).", rich_help_panel=WHAT)
+    ] = None
+    batch: Annotated[
+        str | None, typer.Option(help="Texts at a time (default: 32; --same-text: 1,4).", rich_help_panel=WHAT)
+    ] = None
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A JSONL file (or .gz) of prompts instead of the built-in ones; may be given several times.",
+            rich_help_panel=WHAT,
+        ),
+    ] = None
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Prompts, of each file (default: 6; --same-text: all).", rich_help_panel=WHAT)
+    ] = None
+    power: Annotated[
+        float, typer.Option(min=0.5, max=0.9999, help="Chance to catch what is to be caught.", rich_help_panel=WHAT)
+    ] = 0.99
+    tv: Annotated[
+        float, typer.Option(min=0.002, max=0.5, help="Total variation distance to be caught.", rich_help_panel=WHAT)
+    ] = 0.05
+    alpha: Annotated[
+        float, typer.Option(min=1e-9, max=0.2, help="Chance of any false alarm in the audit.", rich_help_panel=WHAT)
+    ] = 0.01
+    max_samples: Annotated[
+        int, typer.Option(min=1, help="Refuse what would take more samples a method.", rich_help_panel=WHAT)
+    ] = 100_000
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """Where the result goes."""
+
+    out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file.", rich_help_panel=OUTPUT)] = None
+    html: Annotated[Path | None, typer.Option(help="Write a page that opens offline.", rich_help_panel=OUTPUT)] = None
+    resume: Annotated[
+        bool, typer.Option("--resume", help="With --same-text: go on where --out ends.", rich_help_panel=OUTPUT)
+    ] = False
+
+
+@with_groups
+def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions, sampling: SamplingOptions) -> int:
+    """Certify that sampled and greedy text is plain decoding's; exit code 0 only if so, 3 if not.
+
+    Wrong verifiers run in the same way and must be caught, else the certificate is void. With --same-text: every method, draft
+    length and batch says the same tokens.
+    """
+    from outrider.audit.methods import ALL, chosen_methods, load_methods
+    from outrider.cli.bench_documents import check_writable
+    from outrider.cli.session import load, resolve
+    from outrider.engine.config import build_verifiers, default_method
+    from outrider.registry import split_methods
+    from outrider.types import OutriderError
+
+    check_writable("--out", output.out)
+    check_writable("--html", output.html)
+    lengths = parse_list("--k", asked.k or ("1,3,5,8" if models.same_text else "4"), _parse_length)
+    batches = parse_list("--batch", asked.batch or ("1,4" if models.same_text else "32"), int)
+    if min(batches) < 1:
+        raise OutriderError("--batch must be at least 1")
+    if not models.same_text and (len(lengths) > 1 or len(batches) > 1 or output.resume):
+        raise OutriderError("several values of --k or --batch, and --resume, are for --same-text")
+    params = sampling.params(
+        max_tokens=sampling.max_tokens or 64,
+        seed=sampling.seed or 0,
+        temperature=(0.8 if models.same_text else 1.0) if sampling.temperature is None else sampling.temperature,
+    )
+    drafts = resolve(models, MethodOptions()).get("drafts") or {}
+    names = [name.strip() for name in split_methods(asked.methods or default_method(models.draft, drafts))]
+    methods = chosen_methods(names)
+    texts = read_prompts(asked, models.same_text)
+    llm = load(
+        replace(models, draft=None),
+        MethodOptions(method="plain"),
+        max_batch=max(batches),
+        compile=models.compile or "always",
+    )
+    prompts = encode_prompts(llm, texts, params.max_tokens, max(lengths))
+    verifier = build_verifiers(llm.speculation)[0]
+    proposers, reasons = load_methods(llm, methods, models.draft, verifier)
+    missing = [name for name in reasons if ALL not in names or name in names]
+    if missing:
+        raise OutriderError(f"{missing[0]}: {reasons[missing[0]]}")
+    run = Run(llm, asked, output, lengths, batches, prompts, params, models.target or "embedded", verifier, proposers, reasons)
+    return run.same_text() if models.same_text else run.certificates()
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is needed to go through an audit and to write it down."""
+
+    llm: LLM
+    asked: AuditOptions
+    output: OutputOptions
+    lengths: tuple[int, ...]
+    batches: tuple[int, ...]
+    prompts: list[list[int]]
+    params: SamplingParams
+    target: str
+    verifier: Verifier
+    proposers: dict[str, Proposer]
+    reasons: dict[str, str]  # method -> why this target cannot have it
+
+    def certificates(self) -> int:
+        """One certificate a method; those that are done are written even if the rest is interrupted."""
+        from outrider.audit import tables
+        from outrider.audit.certificate import audit, document
+        from outrider.audit.rig import Rig, Way
+        from outrider.audit.sampling import Question
+        from outrider.types import OutriderError
+
+        asked, seed, started = self.asked, self.params.seed, perf_counter()
+        alpha = asked.alpha / max(len(self.proposers), 1)  # one false alarm in all, whatever the number of methods
+        found: list[dict[str, Any]] = []
+        try:
+            with progress() as report:
+                for name, proposer in self.proposers.items():
+                    k = min(self.lengths[0], proposer.max_drafts)
+                    sure = {"alpha": alpha, "power": asked.power, "tv": asked.tv}
+                    question = Question(self.prompts, self.params, k, **sure, seed=seed or 0, max_samples=asked.max_samples)
+                    way = Way(proposer, self.verifier, k)
+                    try:
+                        found.append(document(audit(Rig(self.llm.runner), name, way, question, report(name))))
+                    except OutriderError as error:
+                        if len(self.proposers) == 1:
+                            raise
+                        self.reasons[name] = str(error)
+        finally:
+            is_whole = len(found) == len(self.proposers)
+            certified = is_whole and bool(found) and all(each["verdict"] == "certified" for each in found)
+            result = self._document("certificate", perf_counter() - started, certified=certified) | {
+                "settings": settings_of(self.params),
+                "methods": found,
+            }
+            if found:
+                self._write(result, tables.certificate_table(result))
+        return 0 if certified else EXIT_NOT_CERTIFIED
+
+    def same_text(self) -> int:
+        """The grid cell by cell; ``--out`` holds all that is done after each of them."""
+        from outrider.audit import tables
+        from outrider.audit.same_text import Grid, SameText
+
+        temperatures = tuple(sorted({0.0, self.params.temperature}))
+        grid = Grid(tuple(self.proposers), self.lengths, self.batches, temperatures, self.prompts, self.params)
+        plan = {
+            "methods": list(grid.methods), "k": list(grid.lengths), "batches": list(grid.batches),
+            "temperatures": list(grid.temperatures), "prompts": len(self.prompts), "max_tokens": self.params.max_tokens,
+            "settings": settings_of(self.params), "digest": sha256(json.dumps(self.prompts).encode()).hexdigest()[:16],
+        }  # fmt: skip
+        started = perf_counter()
+        comparison = SameText(self.llm, grid, self.proposers, self._earlier(plan))
+        left, total = comparison.left, len(grid.cells())
+
+        def result() -> dict[str, Any]:
+            cells = comparison.results
+            differing = sum(cell["differing"] for cell in cells)
+            faults = sum(cell["faults"] for cell in cells)
+            certified = len(cells) == total and not differing and not faults
+            found = self._document("same-text", perf_counter() - started, certified=certified)
+            return found | {"grid": plan, "differing": differing, "cells": cells}
+
+        try:
+            with progress() as report:
+                say = report("same text")
+                for cell in left:
+                    comparison.run(cell, lambda what: say(what, 0, len(left)))
+                    say("", 1, len(left))
+                    if self.output.out is not None:
+                        write(self.output.out, json.dumps(result(), indent=1) + "\n")
+        finally:
+            self._write(result(), tables.grid_table(result()))
+        return 0 if result()["certified"] else EXIT_NOT_CERTIFIED
+
+    def _earlier(self, plan: dict[str, Any]) -> list[dict[str, Any]]:
+        """Cells that ``--out`` holds already."""
+        from outrider.types import OutriderError
+
+        if not self.output.resume:
+            return []
+        if self.output.out is None or not self.output.out.exists():
+            raise OutriderError("--resume goes on with the file that --out names, and there is none")
+        try:
+            earlier = json.loads(self.output.out.read_text())
+            if earlier["grid"] == json.loads(json.dumps(plan)) and earlier["target"] == self.target:
+                return list(earlier["cells"])
+        except (OSError, ValueError, KeyError, TypeError):
+            raise OutriderError(f"{self.output.out} is no document of outrider audit --same-text") from None
+        raise OutriderError(f"{self.output.out} is of another comparison: give the same options, or another --out")
+
+    def _document(self, kind: str, seconds: float, certified: bool) -> dict[str, Any]:
+        from outrider.audit.provenance import provenance
+
+        return {
+            "schema": "outrider-audit/1",
+            "kind": kind,
+            "certified": certified,
+            "target": self.target,
+            **provenance(self.llm.runner),
+            "seconds": round(seconds, 1),
+            "not_possible": self.reasons,
+        }
+
+    def _write(self, result: dict[str, Any], view: Table) -> None:
+        from rich.console import Console
+
+        from outrider.audit.page import page
+
+        Console(soft_wrap=True).print(view)
+        if self.output.out is not None:
+            write(self.output.out, json.dumps(result, indent=1) + "\n")
+        if self.output.html is not None:
+            write(self.output.html, page(result))
+
+
+def write(path: Path, text: str) -> None:
+    """All of it or nothing: what was there stays until the new text is complete."""
+    partly = path.with_name(path.name + ".part")
+    partly.write_text(text, encoding="utf-8")
+    partly.replace(path)
+
+
+def read_prompts(asked: AuditOptions, is_grid: bool) -> list[Any]:
+    """Prompts, read before a model is loaded so that a mistake shows at once."""
+    from outrider.audit.prompts import PROMPTS
+    from outrider.bench.workloads import Prompt, from_file
+
+    num_prompts = asked.num_prompts or (None if is_grid else len(PROMPTS))
+    if asked.prompts:
+        return [prompt for path in asked.prompts for prompt in from_file(path, num_prompts)]
+    return [Prompt("audit", text) for text in PROMPTS][:num_prompts]
+
+
+def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: int) -> list[list[int]]:
+    """Prompts as token ids. Raises ``OutriderError`` for one that leaves no room in the context."""
+    from outrider.bench.workloads import encode
+    from outrider.types import OutriderError
+
+    if llm.tokenizer is None:
+        raise OutriderError("there is no tokenizer with the target, so no prompt can be read")
+    found = [encode(llm.tokenizer, prompt) for prompt in prompts]
+    for number, prompt in enumerate(found, start=1):
+        if not prompt or len(prompt) + max(max_tokens, 2 * longest + 4) > llm.runner.max_len:
+            raise OutriderError(
+                f"prompt {number} has {len(prompt)} tokens; with {max_tokens} more it must fit the context of"
+                f" {llm.runner.max_len}"
+            )
+    return found
+
+
+def settings_of(params: SamplingParams) -> dict[str, Any]:
+    """The sampler settings that are not the default ones, and the temperature."""
+    from dataclasses import fields
+
+    told = {each.name: getattr(params, each.name) for each in fields(params)}
+    default = {each.name: each.default for each in fields(params)}
+    kept = {name: value for name, value in told.items() if value != default[name] and name not in ("max_tokens", "logit_bias")}
+    return {"temperature": params.temperature} | kept
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], Callable[[str, int, float], None]]]:
+    """Yields what makes, for each method, a function of (what is done, steps since the last call, steps in all)."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from outrider.cli.console import err
+
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+
+        def of(name: str) -> Callable[[str, int, float], None]:
+            task, last = bar.add_task(name, total=None), ""
+
+            def say(what: str, steps: int, total: float) -> None:
+                nonlocal last
+                bar.update(task, advance=steps, total=total or None, description=f"{name}: {what}" if what else name)
+                if not err.is_terminal and what and what != last:
+                    print(f"{name}: {what}", file=sys.stderr)
+                last = what
+
+            return say
+
+        yield of
+
+
+def _parse_length(text: str) -> int:
+    from outrider.types import OutriderError
+
+    k = parse_k(text)
+    if not isinstance(k, int) or k < 1:
+        raise OutriderError(f"--k {text}: an audit needs a fixed number of drafts, 1 or more")
+    return k

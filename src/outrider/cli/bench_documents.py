@@ -1,0 +1,78 @@
+"""``outrider bench compare`` and ``outrider bench report``: what is done with documents that were written before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+EXIT_LOSS = 3
+
+
+def compare(
+    before: Annotated[Path, typer.Argument(help="A document that `outrider bench --out` wrote.")],
+    after: Annotated[Path, typer.Argument(help="The one to compare with it.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
+) -> int:
+    """Say what changed beyond noise from one document to another; exit code 3 if anything did for the worse, else 0."""
+    from rich.console import Console
+
+    from outrider.bench import compare, documents
+
+    found = compare.compare(documents.read(before), documents.read(after))
+    if as_json:
+        print(json.dumps(compare.document(found)))
+    else:
+        out = Console(soft_wrap=False, highlight=False)
+        if found.changes:
+            out.print(compare.table(found))
+        for line in [*compare.notes(found), found.verdict]:
+            out.print(line, markup=False, soft_wrap=True)
+    return EXIT_LOSS if found.has_loss else 0
+
+
+def report(
+    document: Annotated[Path, typer.Argument(help="A document that `outrider bench --out` wrote.")],
+    html: Annotated[Path, typer.Option(help="The page to write.")],
+) -> None:
+    """Make the HTML report of a document that was measured before."""
+    from outrider.bench import documents
+    from outrider.bench import html as pages
+
+    pages.check_installed()
+    result = documents.read(document, for_report=True)
+    check_writable("--html", html)
+    write_page(html, result)
+
+
+def write_page(path: Path, result: dict[str, Any]) -> None:
+    """The HTML report. A page that cannot be written is said and ends nothing: the document is what must not be lost."""
+    from outrider.bench.html import page
+    from outrider.cli.console import err
+
+    try:
+        path.write_text(page(result), encoding="utf-8")
+    except OSError as error:
+        err.print(f"[red]error:[/] cannot write {path}: {error.strerror}")
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Refuses now what would lose the results of minutes later."""
+    from outrider.types import OutriderError
+
+    if path is None:
+        return
+    existed = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise OutriderError(f"cannot write {option} {path}: {error.strerror}") from None
+
+
+COMMANDS = {"compare": compare, "report": report}

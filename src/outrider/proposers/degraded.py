@@ -1,0 +1,90 @@
+"""Another proposer's drafts with some of them replaced by wrong ones: to see what a worse draft costs, not to be faster.
+
+Knows what a ``Proposer`` says and nothing of how. The text stays lossless, because the proposal stays honest: a replaced draft
+is a point mass, whatever it was drawn from before, and whether it is replaced depends on no draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from outrider.proposers.base import Proposer
+from outrider.sampling.randomness import key_of, uniforms
+from outrider.types import Context, OutriderError, Proposal, Request, Verdict
+
+_REPLACED = 0x57726F6E67  # keeps these numbers apart from the sampler's of the same seed
+
+
+class Degraded(Proposer):
+    """Each draft of ``inner``, in a chain or a tree, is kept with probability ``accuracy``.
+
+    At 1 the proposals are the inner ones. At 0 every draft is a token at random that is not the one drafted: as good as never
+    accepted. Which drafts are replaced belongs to (seed, text length, node).
+    """
+
+    def __init__(self, inner: Proposer, accuracy: float = 1.0) -> None:
+        self.inner = inner
+        self.name, self.needs_hidden, self.drafts_trees = inner.name, inner.needs_hidden, inner.drafts_trees
+        self.max_drafts, self.auto_drafts, self.takes_draft = inner.max_drafts, inner.auto_drafts, inner.takes_draft
+        self.accuracy = accuracy
+        self._wrong: dict[str, dict[int, int]] = {}  # request -> this round's node -> the token that stands there now
+
+    @property
+    def accuracy(self) -> float:
+        return self._accuracy
+
+    @accuracy.setter
+    def accuracy(self, value: float) -> None:
+        if not 0 <= value <= 1:
+            raise OutriderError(f"the accuracy of a draft lies between 0 and 1, not at {value:g}")
+        self._accuracy = value
+
+    def propose(self, context: Context, k: int) -> Proposal:
+        proposal = self.inner.propose(context, k)
+        self._wrong = {}
+        if self._accuracy == 1 or not proposal.num_nodes:
+            return proposal
+        vocab_size = context.sampler.vocab_size
+        token_ids = proposal.token_ids.clone()
+        probs = None if proposal.probs is None else proposal.probs.clone()
+        drafts = zip(context.requests, token_ids.tolist(), proposal.lens.tolist(), strict=True)
+        for b, (request, ids, length) in enumerate(drafts):
+            wrong = self._wrong[request.request_id] = self._replacements(request, ids[:length], vocab_size)
+            for node, token in wrong.items():
+                token_ids[b, node] = token
+                if probs is not None:
+                    probs[b, node] = 0.0
+                    probs[b, node, token] = 1.0
+        return replace(proposal, token_ids=token_ids, probs=probs)
+
+    def _replacements(self, request: Request, token_ids: Sequence[int], vocab_size: int) -> dict[int, int]:
+        """Node -> another token than the one drafted. Chosen by node alone: a choice by later drafts would bias these."""
+        heights = uniforms(key_of(request.seed, _REPLACED, len(request.token_ids)), 2 * len(token_ids))
+        wrong = {}
+        for node, token in enumerate(token_ids):
+            coin, which = heights[2 * node : 2 * node + 2]
+            if coin >= self._accuracy:
+                wrong[node] = (token + 1 + int(which * (vocab_size - 1))) % vocab_size
+        return wrong
+
+    def commit(self, context: Context, verdict: Verdict) -> None:
+        """Tells the inner proposer of its own drafts only: where a wrong one was accepted, its path ends there."""
+        path, num_accepted, next_token = verdict.path, verdict.num_accepted, verdict.next_token
+        for b, request_id in enumerate(context.request_ids):
+            wrong = self._wrong.get(request_id, {})
+            nodes = path[b, : int(num_accepted[b])].tolist()
+            at = next((depth for depth, node in enumerate(nodes) if node in wrong), None)
+            if at is not None:
+                path, num_accepted, next_token = path.clone(), num_accepted.clone(), next_token.clone()
+                path[b, at:], num_accepted[b], next_token[b] = -1, at, wrong[nodes[at]]
+        self.inner.commit(context, Verdict(path, num_accepted, next_token))
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        self.inner.release(request_ids)
+
+    def num_nodes(self, k: int) -> int:
+        return self.inner.num_nodes(k)
+
+    def warmup(self, k: int, batch: int) -> None:
+        self.inner.warmup(k, batch)

@@ -1,0 +1,179 @@
+"""The demo over HTTP: the page, what it may ask for, and races as server-sent events, one at a time.
+
+Everything that touches the engine runs in one thread of its own; here nothing waits but coroutines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.server.demo.line import LineFull, Place, WaitingLine
+from outrider.server.demo.race_request import Event, RaceRequest
+from outrider.types import OutriderError
+
+if TYPE_CHECKING:
+    from outrider.server.demo.track import Track
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+PAGE = Path(__file__).parent / "page"
+HEARTBEAT = 2.0  # seconds after which a visitor who waits is told again where
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class Demo:
+    """The routes and what they share: the track, the one thread that may use it, and the line of visitors."""
+
+    def __init__(self, track: Track, about: Mapping[str, Any]) -> None:
+        """``about``: what the page says of the models, beside what the track knows."""
+        self._track, self._about = track, dict(about)
+        self.line = WaitingLine(track.limits.waiting)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="demo-engine")
+
+    def app(self) -> ASGIApp:
+        """The whole application."""
+        routes = [
+            Route("/", self._index),
+            Route("/api/about", self._tell),
+            Route("/api/race", self._race, methods=["POST"]),
+            Mount("/page", StaticFiles(directory=PAGE)),
+        ]
+        handlers = {HTTPException: refused, OutriderError: mistaken, Exception: failed}
+        return with_headers(Starlette(routes=routes, exception_handlers=handlers))
+
+    async def _index(self, request: Request) -> Response:
+        return Response((PAGE / "index.html").read_bytes(), media_type="text/html")
+
+    async def _tell(self, request: Request) -> Response:
+        track = self._track
+        limits = {"prompt_chars": track.limits.prompt_chars, "max_tokens": track.limits.max_tokens}
+        known = {"methods": track.methods, "lossless": track.is_lossless, "limits": limits, "waiting": len(self.line)}
+        return JSONResponse(self._about | known)
+
+    async def _race(self, request: Request) -> ASGIApp:
+        """A race as a stream of events. What cannot be run is refused before the visitor gets in line."""
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            raise HTTPException(415, "send application/json")  # which other sites' pages cannot send
+        wanted = RaceRequest.read(_parsed(await self._body(request)), self._track.limits)
+        prompt = await self._in_thread(lambda: self._track.encode(wanted))
+        return RaceStream(self, wanted, prompt)
+
+    async def _body(self, request: Request) -> bytes:
+        body = b""
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > self._track.limits.body_bytes:
+                raise HTTPException(413, f"the body is longer than {self._track.limits.body_bytes} bytes")
+        return body
+
+    async def events(self, place: Place, wanted: RaceRequest, prompt: list[int]) -> AsyncGenerator[Event, None]:
+        """Where the visitor stands in line, then the race. Closed early, it ends the race within one slice."""
+        while place.ahead:
+            yield {"type": "waiting", "ahead": place.ahead}
+            await place.wait(HEARTBEAT)
+        racing = self._track.race(wanted, prompt)
+        try:
+            while (events := await self._in_thread(lambda: next(racing, None))) is not None:
+                for event in events:
+                    yield event
+        except OutriderError as error:
+            yield {"type": "error", "message": str(error)}
+        except Exception as error:
+            logger.warning("a race failed: %s: %s", type(error).__name__, error, exc_info=logger.isEnabledFor(logging.DEBUG))
+            yield {"type": "error", "message": "the race failed inside the engine; the server goes on"}
+        finally:
+            self._thread.submit(racing.close)  # behind the slice under way, before anybody else's
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def close(self) -> None:
+        """Ends the engine's thread once its work is done."""
+        self._thread.shutdown()
+
+
+class RaceStream:
+    """The response that a race is: the visitor is in line for exactly as long as the connection lasts."""
+
+    def __init__(self, demo: Demo, wanted: RaceRequest, prompt: list[int]) -> None:
+        self._demo, self._wanted, self._prompt = demo, wanted, prompt
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            place = self._demo.line.join()
+        except LineFull:
+            full = f"{self._demo.line.longest} visitors are in line already: try again in a minute"
+            await refusal(full, 429, {"Retry-After": "30"})(scope, receive, send)
+            return
+        with place:
+            async with aclosing(self._demo.events(place, self._wanted, self._prompt)) as events:
+                stream = StreamingResponse(_written(events), media_type="text/event-stream")
+                await stream(scope, receive, send)
+
+
+async def _written(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
+    async for event in events:
+        yield b"data: " + json.dumps(event, allow_nan=False).encode() + b"\n\n"
+
+
+def _parsed(body: bytes) -> object:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise HTTPException(400, "the body is not JSON") from None
+
+
+def refusal(message: str, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"error": message}, status_code=status, headers=headers)
+
+
+async def refused(request: Request, error: Exception) -> Response:
+    """An error of the visitor's, as one line."""
+    assert isinstance(error, HTTPException)
+    return refusal(error.detail, error.status_code, error.headers)
+
+
+async def mistaken(request: Request, error: Exception) -> Response:
+    """What cannot be run, as one line."""
+    return refusal(str(error), 400)
+
+
+async def failed(request: Request, error: Exception) -> Response:
+    """An error of ours."""
+    return refusal("the server failed", 500)
+
+
+def with_headers(app: ASGIApp) -> ASGIApp:
+    """Nothing from elsewhere is loaded, nothing is kept, and no other page may show this one in a frame."""
+
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+        async def start(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                added = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *added]}
+            await send(message)
+
+        await app(scope, receive, start if scope["type"] == "http" else send)
+
+    return wrapped

@@ -1,0 +1,115 @@
+// Why a token is what it is: in one sentence, then as a table of the distributions.
+
+import { visible } from "./lane.js";
+
+const percent = (share) => (share > 0 && share < 0.001 ? "<0.1%" : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)}%`);
+
+export class Inspector {
+  constructor(root) {
+    this.empty = root.querySelector(".empty");
+    this.detail = root.querySelector(".detail");
+  }
+
+  clear() {
+    this.empty.hidden = false;
+    this.detail.hidden = true;
+  }
+
+  /** `token` as the server sent it; `temperature` that of the race. */
+  show(token, temperature) {
+    this.empty.hidden = true;
+    this.detail.hidden = false;
+    this.detail.replaceChildren(story(token, temperature), table(token));
+  }
+}
+
+function story(token, temperature) {
+  const line = element("p", "story");
+  const { guesses, is_point_mass: isPointMass } = token.place;
+  const said = code(token.name);
+  const isGreedy = temperature === 0;
+  const rule = isGreedy ? "At temperature 0 a guess survives if it is the target’s likeliest token." : null;
+  const failed = guesses.filter((guess) => !guess.accepted);
+  if (token.origin === "plain") {
+    line.append("Nothing was drafted here: the target said ", said, ".");
+  } else if (token.origin === "bonus") {
+    line.append("All drafts of this round were accepted, so the target’s own next token, ", said, ", came for free.");
+  } else if (token.origin === "accepted") {
+    const chance = guesses.at(-1).chance;
+    line.append("The draft guessed ", said, " and the target kept it");
+    line.append(isGreedy ? ". " : `: it was to be accepted with probability ${percent(chance)}. `);
+    if (failed.length) line.append("Before it ", ...names(failed), failed.length > 1 ? " had failed. " : " had failed. ");
+  } else {
+    line.append("The draft guessed ", ...names(failed), isGreedy ? "; the target would rather say " : "; it was rejected ");
+    if (!isGreedy) line.append(`(chance of acceptance ${percent(failed[0].chance)}), and from the residual came `);
+    line.append(said, ". ");
+  }
+  if (guesses.length && rule) line.append(rule, " ");
+  if (isPointMass && !isGreedy) line.append("This method’s guesses are point masses: they come without a distribution.");
+  return line;
+}
+
+function names(guesses) {
+  return guesses.flatMap((guess, at) => (at ? [", ", code(guess.text)] : [code(guess.text)]));
+}
+
+function table(token) {
+  const { place } = token;
+  const columns = [
+    place.draft && ["draft", place.is_point_mass ? "Draft (point mass)" : "Draft", place.draft],
+    place.odds && ["odd", "Target, before it chooses", place.odds],
+    ["target", place.odds ? "Target, greedy" : "Target", place.target],
+    place.residual && ["residual", "Residual: max(0, target − draft)", place.residual],
+  ].filter(Boolean);
+  const odds = element("table", "odds");
+  odds.createCaption().textContent = caption(place);
+  const head = odds.createTHead().insertRow();
+  for (const title of ["Token", ...columns.map((column) => column[1])]) {
+    const cell = element("th");
+    cell.scope = "col";
+    cell.textContent = title;
+    head.append(cell);
+  }
+  const body = odds.createTBody();
+  place.tokens.forEach((name, at) => {
+    const row = body.insertRow();
+    if (at === place.row) row.className = "emitted";
+    const first = element("th");
+    first.scope = "row";
+    first.append(code(name));
+    row.append(first);
+    for (const [kind, , values] of columns) row.insertCell().append(share(values[at], kind));
+  });
+  const scroll = element("div", "scroll");
+  scroll.append(odds);
+  return scroll;
+}
+
+function caption(place) {
+  const parts = ["The likeliest tokens in this place, as the verifier saw them."];
+  if (place.draft && !place.residual) parts.push("Nothing of the target is left when the draft is taken away: no residual.");
+  return parts.join(" ");
+}
+
+function share(value, kind) {
+  const cell = element("div", "share");
+  const number = element("span");
+  number.textContent = value ? percent(value) : "0";
+  const bar = element("span", `bar ${kind}`);
+  bar.style.width = `${100 * value}%`;
+  if (!value) bar.style.visibility = "hidden";
+  cell.append(number, bar);
+  return cell;
+}
+
+function element(name, className = "") {
+  const made = document.createElement(name);
+  if (className) made.className = className;
+  return made;
+}
+
+function code(text) {
+  const made = element("code");
+  made.textContent = visible(text);
+  return made;
+}

@@ -1,0 +1,129 @@
+// One lane: its text token by token, its clock, and a keyboard's way through it.
+
+const WHITESPACE = { "\n": "↵", "\t": "⇥", " ": "␣" };
+const ORIGINS = {
+  accepted: "accepted draft",
+  corrected: "corrected by the target",
+  bonus: "bonus: all drafts were accepted",
+  plain: "plain",
+};
+
+/** A token so that it can be seen: whitespace of its own becomes signs. */
+export function visible(text) {
+  return /^\s+$/.test(text) ? [...text].map((each) => WHITESPACE[each] ?? "␣").join("") : text.replaceAll("\n", "↵");
+}
+
+export class Lane {
+  constructor(root, choose) {
+    this.root = root;
+    this.text = root.querySelector(".text");
+    this.empty = root.querySelector(".empty");
+    this.choose = choose;
+    this.text.addEventListener("click", (event) => this.#select(event.target.closest(".tok")));
+    this.text.addEventListener("keydown", (event) => this.#move(event));
+    this.text.addEventListener("focus", () => this.#enter());
+    this.clear("", 1);
+  }
+
+  clear(prompt, wanted) {
+    this.wanted = wanted;
+    this.tokens = [];
+    this.rounds = 0;
+    this.selected = null;
+    this.text.replaceChildren();
+    this.text.hidden = !prompt;
+    this.empty.hidden = Boolean(prompt);
+    if (prompt) {
+      const before = document.createElement("span");
+      before.className = "prompt-text";
+      before.setAttribute("role", "presentation");
+      before.textContent = prompt;
+      this.text.append(before);
+    }
+    this.field("tok_s", "–");
+    this.time(0);
+    this.#progress();
+  }
+
+  field(name, value) {
+    this.root.querySelector(`[data-field=${name}]`).textContent = value;
+  }
+
+  time(seconds) {
+    this.field("clock", seconds.toFixed(seconds < 10 ? 3 : 1));
+  }
+
+  /** Draws a round's tokens, each behind the guesses that failed in its place. */
+  show(round) {
+    const isFollowed = this.text.scrollTop + this.text.clientHeight > this.text.scrollHeight - 24;
+    this.rounds += 1;
+    round.tokens.forEach((token, at) => {
+      const isLast = at === round.tokens.length - 1;
+      const element = document.createElement("span");
+      element.className = `tok ${token.origin}`;
+      element.setAttribute("role", "option");
+      element.setAttribute("aria-selected", "false");
+      element.tabIndex = -1;
+      const failed = token.place.guesses.filter((guess) => !guess.accepted).map((guess) => guess.text);
+      for (const text of failed) element.append(guess(text, false));
+      if (isLast) for (const text of round.dropped) element.append(guess(text, true));
+      const said = document.createElement("span");
+      said.className = "said";
+      said.textContent = token.text;
+      element.append(said);
+      const instead = failed.length ? `, instead of ${failed.map(visible).join(", ")}` : "";
+      element.setAttribute("aria-label", `${visible(token.name)}: ${ORIGINS[token.origin]}${instead}`);
+      this.tokens.push({ element, token, round, isLast });
+      this.text.append(element);
+    });
+    if (round.figures.tok_s !== null) this.field("tok_s", speed(round.figures.tok_s));
+    this.#progress();
+    if (isFollowed) this.text.scrollTop = this.text.scrollHeight;
+  }
+
+  #progress() {
+    const progress = this.root.querySelector("[data-field=progress]");
+    progress.max = this.wanted;
+    progress.value = this.tokens.length;
+  }
+
+  unselect() {
+    this.selected?.setAttribute("aria-selected", "false");
+    this.selected = null;
+  }
+
+  #select(element) {
+    const found = this.tokens.findIndex((each) => each.element === element);
+    if (found < 0) return;
+    this.unselect();
+    this.selected = element;
+    element.setAttribute("aria-selected", "true");
+    element.focus({ preventScroll: false });
+    this.choose(this, found);
+  }
+
+  #enter() {
+    if (this.tokens.length) this.#select(this.selected ?? this.tokens[0].element);
+  }
+
+  #move(event) {
+    const at = this.tokens.findIndex((each) => each.element === this.selected);
+    const last = this.tokens.length - 1;
+    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, ArrowDown: at + 8, ArrowUp: at - 8, Home: 0, End: last }[event.key];
+    if (to === undefined || last < 0) return;
+    event.preventDefault();
+    this.#select(this.tokens[Math.min(Math.max(to, 0), last)].element);
+  }
+}
+
+export function speed(value) {
+  return value >= 100 ? Math.round(value).toString() : value.toFixed(1);
+}
+
+function guess(text, isDropped) {
+  const element = document.createElement("del");
+  element.textContent = visible(text);
+  element.setAttribute("aria-hidden", "true");
+  if (isDropped) element.className = "dropped";
+  return element;
+}

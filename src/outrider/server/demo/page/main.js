@@ -1,0 +1,275 @@
+// The page: reads the form, runs a race, shows what comes.
+
+import { curve, histogram } from "./charts.js";
+import { Inspector } from "./inspector.js";
+import { Lane, speed } from "./lane.js";
+import { LANES, Player } from "./player.js";
+import { about, race, Refused } from "./stream.js";
+
+const EXAMPLES = {
+  "a function": 'def remove_duplicates(items: list[str]) -> list[str]:\n    """Keep the first of equal items."""\n',
+  "an edit": "# Before\nHOST = \"localhost\"\nPORT = 8080\nTIMEOUT_SECONDS = 30\nMAX_RETRIES = 5\nLOG_LEVEL = \"info\"\n\n# After, with the port changed\nHOST = \"localhost\"\nPORT =",
+  "records": '{"id": 1, "name": "Ada", "city": "London", "paid": true}\n{"id": 2, "name": "Emil", "city": "Oslo", "paid": false}\n{"id": 3,',
+  "a story": "The lighthouse keeper had not spoken to anyone for eleven days when",
+};
+const RATES = { 1: "real time", 0.5: "half speed", 0.2: "1/5 speed", 0.1: "1/10 speed", 0.05: "1/20 speed", 0.02: "1/50 speed" };
+const LENGTHS = [32, 64, 128, 256];
+const WATCHABLE = 9; // seconds that a race should take to watch
+
+const byId = (id) => document.getElementById(id);
+const [form, status, verdict] = ["setup", "status", "verdict"].map(byId);
+const isCalm = matchMedia("(prefers-reduced-motion: reduce)");
+const inspector = new Inspector(byId("inspector"));
+const lanes = Object.fromEntries(LANES.map((name) => [name, new Lane(byId(`lane-${name}`), inspect)]));
+const player = new Player(showRound, tick, finished);
+let offer = { methods: {}, plain_tok_s: 0, lossless: true };
+let running = null; // the AbortController of the race under way
+let wanted = null; // what the race shown was asked for
+let result = null; // how it ended
+let counts = {};
+
+// --- the form ---------------------------------------------------------------------------------------------------------------
+
+function readForm() {
+  return {
+    prompt: byId("prompt").value,
+    method: byId("method").value,
+    k: byId("auto").checked ? "auto" : Number(byId("k").value),
+    temperature: Number(byId("temperature").value),
+    accuracy: Number(byId("accuracy").value) / 100,
+    max_tokens: Number(byId("length").value),
+    seed: Math.floor(Math.random() * 2 ** 31),
+  };
+}
+
+function describeForm() {
+  const isAuto = byId("auto").checked;
+  byId("k").disabled = isAuto;
+  byId("k").max = offer.methods[byId("method").value] ?? 16;
+  byId("k-value").value = isAuto ? "auto" : byId("k").value;
+  const temperature = Number(byId("temperature").value);
+  byId("temperature-value").value = temperature.toFixed(1);
+  byId("temperature-note").textContent = temperature
+    ? "Two draws from one distribution: the words differ."
+    : "The likeliest token: both texts must be equal.";
+  const accuracy = Number(byId("accuracy").value);
+  byId("accuracy-value").value = `${accuracy}%`;
+  byId("accuracy-note").textContent =
+    accuracy === 100
+      ? "The real draft. Move to the left to replace its guesses by wrong ones."
+      : `${100 - accuracy}% of the draft’s guesses are replaced by wrong ones. The text cannot become wrong, only slow.`;
+}
+
+function fillForm() {
+  byId("method").replaceChildren(...Object.keys(offer.methods).map((name) => new Option(name, name)));
+  const lengths = LENGTHS.filter((length) => length <= offer.limits.max_tokens);
+  byId("length").replaceChildren(...lengths.map((length) => new Option(`${length} tokens`, length, false, length === 128)));
+  byId("prompt").maxLength = offer.limits.prompt_chars;
+  byId("prompt").value = Object.values(EXAMPLES)[0];
+  for (const [name, text] of Object.entries(EXAMPLES)) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = name;
+    button.addEventListener("click", () => {
+      byId("prompt").value = text;
+      byId("prompt").focus();
+    });
+    byId("examples").append(button);
+  }
+  byId("models").textContent = `target: ${offer.target}${offer.draft ? ` · draft: ${offer.draft}` : ""}`;
+  const rates = Object.keys(RATES).map(Number).sort((a, b) => b - a);
+  byId("rate").replaceChildren(...rates.map((rate) => new Option(RATES[rate], rate)));
+  describeForm();
+  chooseRate();
+}
+
+/** Slow enough to watch: fast models would be over in the blink of an eye. */
+function chooseRate() {
+  const seconds = Number(byId("length").value) / (offer.plain_tok_s || 20);
+  const rates = Object.keys(RATES).map(Number);
+  const fitting = rates.reduce((best, rate) => (distance(rate, seconds) < distance(best, seconds) ? rate : best), 1);
+  byId("rate").value = fitting;
+  useRate();
+}
+
+const distance = (rate, seconds) => Math.abs(Math.log(seconds / rate / WATCHABLE)) + (rate === 1 && seconds > WATCHABLE ? -9 : 0);
+
+function useRate() {
+  const rate = Number(byId("rate").value);
+  player.rate = isCalm.matches ? Infinity : rate;
+  byId("rate-note").textContent = isCalm.matches ? "as they come" : rate === 1 ? "in real time" : `at ${RATES[rate]}`;
+}
+
+// --- a race -----------------------------------------------------------------------------------------------------------------
+
+async function start(event) {
+  event?.preventDefault();
+  if (running) return;
+  wanted = readForm();
+  const controller = (running = new AbortController());
+  setBusy(true);
+  verdict.textContent = "";
+  result = null;
+  say("Asking for a place …");
+  try {
+    await race(wanted, handle, controller.signal);
+    if (!result) throw new Refused("The server broke off. Is it still running?");
+  } catch (error) {
+    player.finish();
+    if (controller.signal.aborted) say("Stopped.");
+    else say(error instanceof Refused ? error.message : "The server does not answer. Is outrider demo still running?", true);
+  } finally {
+    running = null;
+    setBusy(false);
+  }
+}
+
+function handle(event) {
+  if (event.type === "waiting") {
+    say(event.ahead === 1 ? "One visitor is racing. You are next." : `${event.ahead} visitors are before you.`);
+  } else if (event.type === "started") {
+    reset();
+    say("Racing …");
+  } else if (event.type === "round") {
+    player.add(event);
+  } else if (event.type === "finished") {
+    result = event;
+    player.finish();
+    say("");
+  } else if (event.type === "error") {
+    result = event;
+    player.finish();
+    say(event.message, true);
+  }
+}
+
+function reset() {
+  result = null;
+  player.clear();
+  redraw();
+  useRate();
+  const title = wanted.k === "auto" ? "K chosen each round" : `K = ${wanted.k}`;
+  const worn = wanted.accuracy < 1 ? `, ${Math.round(100 * wanted.accuracy)}% accuracy` : "";
+  byId("speculative-title").textContent = `Speculative: ${wanted.method}, ${title}${worn}`;
+}
+
+function redraw() {
+  counts = {};
+  for (const lane of LANES) lanes[lane].clear(wanted.prompt, wanted.max_tokens);
+  inspector.clear();
+  verdict.textContent = "";
+  for (const cell of document.querySelectorAll("[data-figure]")) cell.textContent = "–";
+}
+
+function showRound(name, round) {
+  lanes[name].show(round);
+  if (name !== "speculative" || round.is_prefill) return;
+  counts[round.tokens.length] = (counts[round.tokens.length] ?? 0) + 1;
+  drawFigures(round.figures);
+}
+
+function drawFigures(figures) {
+  const shown = {
+    alpha: figures.alpha === null ? "–" : `${Math.round(100 * figures.alpha)}%`,
+    tau: figures.tau?.toFixed(2) ?? "–",
+    cost_ratio: figures.cost_ratio?.toFixed(2) ?? "–",
+    speedup: times(figures.speedup),
+    expected: times(figures.expected),
+  };
+  for (const [name, value] of Object.entries(shown)) document.querySelector(`[data-figure=${name}]`).textContent = value;
+  const longest = Math.max(wanted.k === "auto" ? 8 : wanted.k, Math.ceil(figures.mean_k), 1);
+  histogram(document.querySelector("#passes .chart"), counts, longest + 1);
+  if (figures.alpha === null || figures.cost_ratio === null) return;
+  curve(document.querySelector("#formula .chart"), figures, Math.max(8, longest + 2));
+  byId("equation").innerHTML = equation(figures);
+}
+
+const times = (value) => (value ? `${value.toFixed(2)}×` : "–");
+
+/** Numbers only: nothing of what a visitor wrote goes through here. */
+function equation({ alpha, mean_k: k, cost_ratio: c, expected }) {
+  const [a, n, cost] = [alpha.toFixed(2), Number(k.toFixed(1)), c.toFixed(2)];
+  return (
+    `<math display="block"><mfrac><mrow><mn>1</mn><mo>−</mo><msup><mi>α</mi><mrow><mi>K</mi><mo>+</mo><mn>1</mn></mrow></msup></mrow>` +
+    `<mrow><mo>(</mo><mn>1</mn><mo>−</mo><mi>α</mi><mo>)</mo><mo>(</mo><mi>K</mi><mi>c</mi><mo>+</mo><mn>1</mn><mo>)</mo></mrow></mfrac>` +
+    `<mo>=</mo><mfrac><mrow><mn>1</mn><mo>−</mo><msup><mn>${a}</mn><mn>${Number((n + 1).toFixed(1))}</mn></msup></mrow>` +
+    `<mrow><mn>${(1 - alpha).toFixed(2)}</mn><mo>·</mo><mo>(</mo><mn>${n}</mn><mo>·</mo><mn>${cost}</mn><mo>+</mo><mn>1</mn><mo>)</mo></mrow></mfrac>` +
+    `<mo>=</mo><mn>${expected.toFixed(2)}</mn></math>`
+  );
+}
+
+function tick(time) {
+  for (const lane of LANES) {
+    const { rounds, ended } = player.lanes[lane];
+    const last = rounds.at(-1)?.clock ?? 0;
+    lanes[lane].time(ended ? Math.min(time, last) : Math.min(time, player.length));
+  }
+  byId("skip").disabled = player.isOver;
+}
+
+function finished() {
+  byId("replay").disabled = !player.length;
+  byId("skip").disabled = true;
+  if (result?.type !== "finished") return;
+  lanes.plain.field("tok_s", result.plain_tok_s ? speed(result.plain_tok_s) : "–");
+  drawFigures(result.figures);
+  verdict.replaceChildren(...judgement());
+}
+
+function judgement() {
+  const { speedup } = result.figures;
+  const parts = [];
+  if (speedup) parts.push(speedup >= 1.005 ? `${speedup.toFixed(2)}× as fast.` : `${speedup.toFixed(2)}× the speed of plain decoding.`);
+  const small = document.createElement("small");
+  const same = result.first_difference === null;
+  if (wanted.temperature === 0 && offer.lossless) {
+    small.textContent = same
+      ? "The same text, token for token."
+      : `The texts part at token ${result.first_difference + 1}: a tie of two logits in floating point.`;
+  } else if (!offer.lossless) {
+    small.textContent = "This verifier is lossy: the text does not follow the target’s distribution.";
+  } else {
+    small.textContent = same ? "The same text, by the same draws." : "Two draws from the same distribution.";
+  }
+  if (result.faults) small.textContent += " The proposer failed on the way; plain decoding went on.";
+  if (Object.values(result.reasons).includes("time")) small.textContent += " Time was up before the end.";
+  return [parts.join(" "), " ", small];
+}
+
+function inspect(lane, at) {
+  for (const other of LANES) if (lanes[other] !== lane) lanes[other].unselect();
+  inspector.show(lane.tokens[at].token, wanted.temperature);
+}
+
+function setBusy(isBusy) {
+  byId("start").disabled = isBusy;
+  byId("stop").hidden = !isBusy;
+}
+
+function say(text, isError = false) {
+  status.textContent = text;
+  status.classList.toggle("error", isError);
+}
+
+form.addEventListener("input", describeForm);
+form.addEventListener("submit", start);
+byId("length").addEventListener("change", chooseRate);
+byId("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+});
+byId("stop").addEventListener("click", () => running?.abort());
+byId("rate").addEventListener("change", useRate);
+byId("replay").addEventListener("click", () => {
+  redraw();
+  player.replay();
+});
+byId("skip").addEventListener("click", () => player.skip());
+byId("guesses").addEventListener("change", (event) => document.body.classList.toggle("hide-guesses", !event.target.checked));
+
+try {
+  offer = await about();
+  fillForm();
+} catch {
+  say("The server does not answer. Is outrider demo still running?", true);
+  byId("start").disabled = true;
+}

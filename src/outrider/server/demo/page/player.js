@@ -1,0 +1,86 @@
+// Plays rounds back against their lanes' clocks. Knows times, not the page.
+
+export const LANES = ["plain", "speculative"];
+
+export class Player {
+  /** `show(lane, round)` draws a round; `tick(time)` runs each frame; `end()` once everything is shown. */
+  constructor(show, tick, end) {
+    Object.assign(this, { show, tick, end });
+    this.rate = 1; // seconds of the race for each second of the visitor's
+    this.clear();
+  }
+
+  clear() {
+    cancelAnimationFrame(this.frame);
+    this.frame = null;
+    this.lanes = Object.fromEntries(LANES.map((lane) => [lane, { rounds: [], shown: 0, ended: false }]));
+    this.time = 0;
+    this.isOver = false;
+  }
+
+  add(round) {
+    this.lanes[round.lane].rounds.push(round);
+    if (round.finish_reason) this.lanes[round.lane].ended = true;
+    this.#wake();
+  }
+
+  /** No more rounds will come. */
+  finish() {
+    for (const lane of LANES) this.lanes[lane].ended = true;
+    this.#wake();
+  }
+
+  replay() {
+    this.time = 0;
+    this.isOver = false;
+    for (const lane of LANES) this.lanes[lane].shown = 0;
+    this.#wake();
+  }
+
+  skip() {
+    this.time = Infinity;
+    this.#wake();
+  }
+
+  /** The time of the race up to which every lane is known: beyond it the server is still at work. */
+  get horizon() {
+    const known = LANES.filter((lane) => !this.lanes[lane].ended).map((lane) => this.#clock(lane));
+    return known.length ? Math.min(...known) : Infinity;
+  }
+
+  /** When the last lane known so far came in. */
+  get length() {
+    return Math.max(...LANES.map((lane) => this.#clock(lane)));
+  }
+
+  #clock(lane) {
+    return this.lanes[lane].rounds.at(-1)?.clock ?? 0;
+  }
+
+  #wake() {
+    if (this.frame !== null || this.isOver) return;
+    this.last = performance.now();
+    this.frame = requestAnimationFrame((now) => this.#play(now));
+  }
+
+  #play(now) {
+    this.frame = null;
+    const passed = this.rate === Infinity ? Infinity : (Math.max(now - this.last, 0) / 1000) * this.rate;
+    this.time = Math.min(this.time + passed, this.horizon, this.length);
+    for (const lane of LANES) {
+      const { rounds } = this.lanes[lane];
+      while (this.lanes[lane].shown < rounds.length && rounds[this.lanes[lane].shown].clock <= this.time) {
+        this.show(lane, rounds[this.lanes[lane].shown++]);
+      }
+    }
+    this.tick(this.time);
+    const allShown = LANES.every((lane) => this.lanes[lane].ended && this.lanes[lane].shown === this.lanes[lane].rounds.length);
+    if (allShown) {
+      this.isOver = true;
+      this.end();
+      return;
+    }
+    this.last = now;
+    this.frame = requestAnimationFrame((next) => this.#play(next));
+  }
+}

@@ -1,0 +1,83 @@
+"""What a visitor asks for, checked before it costs anything, and what comes back.
+
+Knows numbers and text; no engine and no HTTP.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from outrider.types import OutriderError
+
+Event = dict[str, Any]  # one message to the page, with its kind under "type"
+MAX_DRAFTS = 16  # on the page's slider
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one visitor can take from the others."""
+
+    prompt_chars: int = 4000
+    max_tokens: int = 256
+    body_bytes: int = 32_768
+    waiting: int = 32  # visitors in line, the one who races included
+    seconds: float = 120.0  # of a race, both lanes together
+
+
+@dataclass(frozen=True)
+class RaceRequest:
+    """One race as a visitor asks for it."""
+
+    prompt: str
+    method: str
+    k: int | str = 4  # drafts a round, or "auto"
+    temperature: float = 0.0
+    accuracy: float = 1.0  # part of the drafts that are left as they are
+    max_tokens: int = 128
+    seed: int = 0
+
+    @classmethod
+    def read(cls, data: object, limits: Limits) -> RaceRequest:
+        """From a JSON body. Raises ``OutriderError`` with one line saying what is wrong with it."""
+        if not isinstance(data, Mapping):
+            raise OutriderError("the body must be a JSON object")
+        known = {each.name for each in fields(cls)}
+        unknown = [str(name) for name in data if name not in known]
+        if unknown:
+            raise OutriderError(f"unknown field {unknown[0][:40]!r}; known: {', '.join(sorted(known))}")
+        for name in ("prompt", "method"):
+            if not isinstance(data.get(name), str) or not data[name]:
+                raise OutriderError(f"{name} must be a text that is not empty")
+        if not _is_text(data["prompt"]):
+            raise OutriderError("the prompt holds half a surrogate pair: that is no text")
+        if len(data["prompt"]) > limits.prompt_chars:
+            raise OutriderError(f"the prompt has {len(data['prompt'])} characters; {limits.prompt_chars} are allowed")
+        k = data.get("k", cls.k)
+        return cls(
+            data["prompt"],
+            data["method"],
+            AUTO if k == AUTO else int(_number("k", k, 0, MAX_DRAFTS, whole=True)),
+            _number("temperature", data.get("temperature", cls.temperature), 0, 2),
+            _number("accuracy", data.get("accuracy", cls.accuracy), 0, 1),
+            int(_number("max_tokens", data.get("max_tokens", cls.max_tokens), 1, limits.max_tokens, whole=True)),
+            int(_number("seed", data.get("seed", cls.seed), 0, 2**53, whole=True)),
+        )
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _number(name: str, value: Any, low: float, high: float, whole: bool = False) -> float:
+    kinds = (int,) if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value) or not low <= value <= high:
+        raise OutriderError(f"{name} must be a{' whole' if whole else ''} number from {low:g} to {high:g}")
+    return value

@@ -1,0 +1,116 @@
+"""What the demo runs on: one target, the methods that can draft for it, and a lane for plain decoding beside each.
+
+Not thread-safe: one thread owns it, as it does an engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from outrider.engine import Engine, FixedLength, Scheduler
+from outrider.engine.config import build_policy, build_proposer, build_verifiers, eos_token_ids
+from outrider.proposers.degraded import Degraded
+from outrider.server.demo.race import PLAIN, SPECULATIVE, Race
+from outrider.server.demo.race_request import MAX_DRAFTS, Event, Limits, RaceRequest
+from outrider.server.demo.token_texts import TokenTexts
+from outrider.types import OutriderError, SamplingParams
+
+if TYPE_CHECKING:
+    from outrider.engine import LLM
+    from outrider.engine.config import ModelSource
+
+logger = logging.getLogger(__name__)
+
+WARMUP_TOKENS = 12
+
+
+class Track:
+    """Engines over one loaded target: plain decoding, and one for each method offered."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        methods: Sequence[str],
+        draft: ModelSource | None = None,
+        limits: Limits | None = None,
+        must_fit: bool = False,
+    ) -> None:
+        """``llm`` with room for two requests; ``draft`` for the methods that take one and have none of their own.
+
+        Raises ``OutriderError`` where there is no tokenizer, where no method fits, and with ``must_fit`` where one does not.
+        """
+        if llm.tokenizer is None:
+            raise OutriderError("the demo shows text, and this target has no tokenizer")
+        self.llm, self.limits = llm, limits or Limits()
+        self._draft = draft
+        self._plain = self._engine(PLAIN)
+        self._engines: dict[str, Engine] = {}
+        for method in methods:
+            try:
+                self._engines[method] = self._engine(method)
+            except OutriderError as misfit:
+                if must_fit:
+                    raise
+                logger.info("not offered: %s (%s)", method, misfit)
+        if not self._engines:
+            raise OutriderError(f"none of the methods {', '.join(methods)} fits this target")
+
+    @property
+    def methods(self) -> dict[str, int]:
+        """The methods offered, and the longest path that each can draft, at most what the page can ask for."""
+        return {name: min(engine.proposer.max_drafts, MAX_DRAFTS) for name, engine in self._engines.items()}
+
+    @property
+    def is_lossless(self) -> bool:
+        return all(verifier.lossless for verifier in build_verifiers(self.llm.speculation))
+
+    def warm_up(self) -> float:
+        """Runs a few tokens of every method, so that nobody's race pays for compiling. Returns plain tokens a second."""
+        speed = 0.0
+        for method in self._engines:
+            for temperature in (0.0, 1.0):
+                wanted = RaceRequest("def f(x):\n", method, 4, temperature, max_tokens=WARMUP_TOKENS)
+                for events in self.race(wanted, self.encode(wanted)):
+                    if events[-1]["type"] == "finished":
+                        speed = events[-1]["plain_tok_s"] or speed
+        return speed
+
+    def encode(self, wanted: RaceRequest) -> list[int]:
+        """The prompt's token ids. Raises ``OutriderError`` for what cannot be run."""
+        if wanted.method not in self._engines:
+            raise OutriderError(f"no method {wanted.method[:40]!r} here; there is {', '.join(self._engines)}")
+        tokenizer: Any = self.llm.tokenizer
+        prompt = list(tokenizer.encode(wanted.prompt))
+        room = self.llm.runner.max_len - wanted.max_tokens
+        if not 0 < len(prompt) <= room:
+            raise OutriderError(f"the prompt has {len(prompt)} tokens; with {wanted.max_tokens} to come {max(room, 0)} fit")
+        return prompt
+
+    def race(self, wanted: RaceRequest, prompt: Sequence[int]) -> Generator[list[Event], None, None]:
+        """Runs a race. Close the iterator to end it early."""
+        engine = self._engines[wanted.method]
+        worn = engine.proposer
+        assert isinstance(worn, Degraded)
+        worn.accuracy = wanted.accuracy
+        speculation = replace(self.llm.speculation, num_draft_tokens=wanted.k)
+        engine.policy = build_policy(speculation, self.llm.runner, worn)  # each race begins without what others taught
+        params = SamplingParams(max_tokens=wanted.max_tokens, temperature=wanted.temperature, seed=wanted.seed, ignore_eos=True)
+        lanes = {PLAIN: self._plain, SPECULATIVE: engine}
+        faults = engine.stats.faults
+        race = Race(lanes, prompt, params, TokenTexts(self.llm.tokenizer, prompt))
+        for events in race.run(self.limits.seconds):
+            if events[-1]["type"] == "finished":
+                events[-1]["faults"] = engine.stats.faults - faults
+            yield events
+
+    def _engine(self, method: str) -> Engine:
+        """An engine of its own for the method, over the target that all share."""
+        llm = self.llm
+        speculation = replace(llm.speculation, method=method, draft=self._draft, proposer=None)
+        proposer = build_proposer(speculation, llm.runner, llm.tokenizer)
+        scheduler = Scheduler(1, llm.runner.max_len, sorted(eos_token_ids(llm.runner, llm.tokenizer)))
+        worn = Degraded(proposer) if proposer.max_drafts else proposer
+        return Engine(llm.runner, worn, build_verifiers(speculation), FixedLength(0), scheduler, speculation.same_text)

@@ -1,0 +1,190 @@
+"""Audits of the running engine over a table: right verifiers pass, wrong ones are caught, lossy ones are called so."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from outrider.audit import wrong
+from outrider.audit.certificate import Certificate, document
+from outrider.audit.greedy import Difference, GreedyResult
+from outrider.audit.rig import Rig, Way
+from outrider.audit.sampling import AS_IS, STRESSED, Caught, Question, audit_samples, judge, make_plan
+from outrider.audit.watching import Stressed
+from outrider.proposers.base import PlainProposer, ScriptedProposer
+from outrider.types import OutriderError, Proposal, SamplingParams
+from outrider.verifiers.base import Verifier
+from outrider.verifiers.block import BlockVerifier
+from outrider.verifiers.rejection import RejectionVerifier
+from outrider.verifiers.typical import TypicalVerifier
+
+from .toys import PROMPTS, TableDraft, table_runner
+
+QUESTION = Question(PROMPTS, SamplingParams(temperature=1.0), k=2, tv=0.1)
+
+
+def quiet(what: str, steps: int, total: float) -> None:
+    """Nobody watches."""
+
+
+@pytest.fixture(scope="module")
+def rig() -> Rig:
+    return Rig(table_runner())  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def drafts(rig: Rig) -> TableDraft:
+    return TableDraft(rig.runner)  # type: ignore[arg-type]
+
+
+def certificate(rig: Rig, way: Way, question: Question = QUESTION) -> Certificate:
+    """Without the greedy part, which needs a model."""
+    found = Certificate("table", "", way.verifier.lossless, question, GreedyResult(2, 0, 0.0, 1e-6))
+    found.sampling = audit_samples(rig, way, question, quiet)
+    return found
+
+
+def test_a_right_verifier_is_certified_and_every_wrong_one_is_caught(rig: Rig, drafts: TableDraft) -> None:
+    found = certificate(rig, Way(drafts, RejectionVerifier(), 2))
+    assert found.verdict == "certified", (found.findings, found.doubts)
+    told = document(found)
+    assert [each["caught"] for each in told["sampling"]["controls"]] == [True] * 3
+    for part in (AS_IS, STRESSED):
+        origins = told["sampling"]["parts"][part]["origins"]
+        assert set(origins) == {"accepted", "corrected", "bonus"}  # no tested token came from a round without drafts
+        assert {test["token"] for test in told["sampling"]["parts"][part]["tests"]} == {None, 1, 2, 3, 4}
+    first = told["sampling"]["parts"][AS_IS]["tests"][0]
+    assert first["name"] == "G" and first["smallest_tv"] <= 0.1
+
+
+def outcome_p(rig: Rig, way: Way, question: Question = QUESTION) -> float:
+    plan = make_plan(rig, way, question, quiet)
+    return judge(rig, way, question, plan, quiet).least_p()
+
+
+@pytest.mark.parametrize("control", wrong.CONTROLS, ids=lambda control: control.name)
+def test_a_wrong_verifier_is_not_certified(rig: Rig, drafts: TableDraft, control: wrong.Control) -> None:
+    assert outcome_p(rig, Way(drafts, control.verifier(5), 2)) <= QUESTION.alpha
+
+
+@pytest.mark.parametrize("verifier", [BlockVerifier(), RejectionVerifier()], ids=["block", "rejection"])
+def test_point_masses_and_truncation_pass_too(rig: Rig, drafts: TableDraft, verifier: Verifier) -> None:
+    params = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.2)
+    question = replace(QUESTION, params=params, tv=0.15, seed=3)
+    assert outcome_p(rig, Way(drafts, verifier, 2), question) > question.alpha
+    copying = ScriptedProposer.of_chains(lambda context, k: [request.token_ids[-k:] for request in context.requests])
+    assert outcome_p(rig, Way(copying, verifier, 2), question) > question.alpha
+
+
+def test_a_lossy_verifier_fails_and_is_called_lossy(rig: Rig, drafts: TableDraft) -> None:
+    way = Way(drafts, TypicalVerifier(), 2)
+    assert outcome_p(rig, way) <= 1e-6
+    assert Certificate("m", "TypicalVerifier", way.verifier.lossless, QUESTION, GreedyResult(1, 1, 0, 0)).verdict == "lossy"
+
+
+def test_a_control_that_is_not_caught_makes_it_void(rig: Rig, drafts: TableDraft) -> None:
+    found = certificate(rig, Way(drafts, RejectionVerifier(), 2))
+    assert found.sampling is not None
+    found.sampling.controls[2] = Caught(wrong.CONTROLS[2], 100, 0.2, "")
+    assert found.verdict == "void" and "leaky" in found.doubts[0]
+
+
+def test_a_method_that_does_not_draft_is_refused(rig: Rig) -> None:
+    with pytest.raises(OutriderError, match="drafts nothing"):
+        make_plan(rig, Way(PlainProposer(), RejectionVerifier(), 2), QUESTION, quiet)
+
+
+def test_what_would_take_too_long_is_refused(rig: Rig, drafts: TableDraft) -> None:
+    with pytest.raises(OutriderError, match="--max-samples"):
+        make_plan(rig, Way(drafts, RejectionVerifier(), 2), replace(QUESTION, tv=0.002), quiet)
+
+
+def test_a_failing_proposer_makes_it_void(rig: Rig, drafts: TableDraft) -> None:
+    class Failing(TableDraft):
+        def propose(self, context, k):  # type: ignore[no-untyped-def]
+            if any(request.num_output_tokens > 1 for request in context.requests):
+                raise RuntimeError("broken")
+            return super().propose(context, k)
+
+    plan = make_plan(rig, Way(drafts, RejectionVerifier(), 2), QUESTION, quiet)
+    small = replace(plan, samples=dict.fromkeys(plan.samples, 40))
+    outcome = judge(rig, Way(Failing(rig.runner), RejectionVerifier(), 2), QUESTION, small, quiet)  # type: ignore[arg-type]
+    assert outcome.faults > 0
+
+
+def test_the_target_told_by_plain_decoding_is_the_table(rig: Rig) -> None:
+    laws: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def show(prefixes: list[tuple[int, ...]], probs: torch.Tensor) -> None:
+        laws.update(zip(prefixes, probs, strict=True))
+
+    rig.follow([3, 1, 4], [(5, 9), (5, 2), (6, 5)], SamplingParams(temperature=0.5), show)
+    assert set(laws) == {(), (5,), (6,)}
+    wanted = torch.softmax(rig.runner.table[4, 5] / 0.5, -1)  # type: ignore[attr-defined]
+    assert torch.allclose(laws[5,], wanted, atol=1e-6)
+
+
+def test_replaced_drafts_say_what_they_were_drawn_from(rig: Rig) -> None:
+    stressed, seen = Stressed(ScriptedProposer.of_chains(lambda context, k: [[4] * k for _ in context.requests]), seed=1), []
+    way = Way(_Spy(stressed, seen), RejectionVerifier(), 2)
+    for _ in rig.sample(way, [3, 1, 4], SamplingParams(temperature=1.0), 600, 3, seed=2):
+        pass
+    ids = torch.cat([proposal.token_ids[:, 0] for proposal in seen])
+    probs = torch.cat([proposal.probs[:, 0] for proposal in seen])
+    assert torch.allclose(probs.sum(-1), torch.ones(len(probs)), atol=1e-5)
+    share, due = float((ids == 4).float().mean()), 0.5 + 0.5 / 17
+    assert share == pytest.approx(due, abs=4 * math.sqrt(due * (1 - due) / len(ids)))
+    assert float(probs[0, 4]) == pytest.approx(due) and float(probs[0, 3]) == pytest.approx(0.5 / 17)
+
+
+class _Spy(Stressed):
+    """Keeps what another proposer proposed."""
+
+    def __init__(self, inner: Stressed, seen: list[Proposal]) -> None:
+        super().__init__(inner, seed=0)
+        self.seen = seen
+
+    def propose(self, context, k):  # type: ignore[no-untyped-def]
+        self.seen.append(self.inner.propose(context, k))
+        return self.seen[-1]
+
+
+class _Coins:
+    """Every coin falls against the draft; the likeliest token is drawn."""
+
+    def bernoulli(self, probs: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(probs, dtype=torch.bool)
+
+    def categorical(self, probs: torch.Tensor) -> torch.Tensor:
+        return probs.argmax(-1)
+
+
+@pytest.mark.parametrize("parents", [None, [[-1, -1, 0]]], ids=["chain", "tree"])
+def test_wrong_verifiers_are_wrong_in_the_way_they_say(parents: list[list[int]] | None) -> None:
+    tree = None if parents is None else torch.tensor(parents)
+    proposal = Proposal(torch.tensor([[0, 1, 2]]), torch.tensor([3]), None, tree)
+    target = torch.full((1, 4, 4), 0.1)
+    target[0, :, 0], target[0, 1] = 0.7, torch.tensor([0.0, 0.0, 0.0, 1.0])
+    right = RejectionVerifier().verify(proposal, target, _Coins())
+    assert right.num_accepted.tolist() == [0] and right.next_token.tolist() != [0]  # the rejected draft cannot be said
+    assert wrong.WithoutResidual().verify(proposal, target, _Coins()).next_token.tolist() == [0]
+    leaked = wrong.Leaky(leak=1.0).verify(proposal, target, _Coins())
+    assert leaked.path.tolist() == [[0]] and leaked.next_token.tolist() == [3]
+    assert wrong.Leaky(leak=0.0).verify(proposal, target, _Coins()).num_accepted.tolist() == [0]
+    told = wrong.flattened(proposal, target)
+    assert told[0, 0].tolist() == pytest.approx([0.85, 0.05, 0.05, 0.05])
+    assert told[0, 2].tolist() == pytest.approx([0.35, 0.05, 0.55, 0.05] if tree is None else [0.0, 0.0, 0.5, 0.5])
+
+
+def test_a_gap_within_rounding_is_a_tie_and_a_larger_one_a_defect() -> None:
+    result = GreedyResult(4, 100, rounding=0.01, resolution=1e-6)
+    assert result.threshold == pytest.approx(0.02)
+    assert GreedyResult(4, 100, rounding=0.0, resolution=1e-6).threshold == pytest.approx(2e-6)
+    result.differences = [Difference(0, 3, 1, 2, (-1.0, -1.01), None, 0.01, is_tie=True)]
+    found = Certificate("m", "v", True, replace(QUESTION, params=SamplingParams()), result)
+    assert found.verdict == "certified"
+    result.differences.append(Difference(1, 3, 1, 2, (-1.0, -1.5), None, 0.5, is_tie=False))
+    assert found.verdict == "not certified" and "1 prompt" in found.findings[0]

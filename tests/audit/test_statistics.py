@@ -1,0 +1,120 @@
+"""The statistics have the size and the power that they claim: known values, then seeded simulation without any engine."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.audit import statistics
+from outrider.audit.evidence import LEAKS, Evidence, Sample, Tally, g_statistic
+from outrider.audit.watching import Gauge
+from outrider.audit.wrong import LEAK
+from outrider.types import Proposal
+
+NUMBERS = np.random.default_rng(0)
+
+
+def test_tails_and_limits_are_those_of_the_tables() -> None:
+    assert statistics.chi_square_tail(3.841459, 1) == pytest.approx(0.05, rel=1e-5)
+    assert statistics.chi_square_tail(18.307038, 10) == pytest.approx(0.05, rel=1e-5)
+    assert statistics.chi_square_limit(0.001, 100) == pytest.approx(149.449, rel=1e-5)
+    assert statistics.chi_square_tail(-1, 3) == 1
+
+
+def test_power_is_that_of_the_noncentral_law() -> None:
+    one = (1.959964 + 1.281552) ** 2  # one degree of freedom: a shifted normal variable, both tails
+    assert statistics.power_of(one, 1, 0.05) == pytest.approx(0.9, abs=1e-4)
+    assert statistics.needed_shift(1, 0.05, 0.9) == pytest.approx(one, rel=1e-3)
+    sampled = NUMBERS.noncentral_chisquare(30, 40.0, 40_000) > statistics.chi_square_limit(0.01, 30)
+    assert statistics.power_of(40.0, 30, 0.01) == pytest.approx(sampled.mean(), abs=0.01)
+    assert statistics.power_of(0.0, 30, 0.01) == pytest.approx(0.01)
+
+
+def test_holm_is_holm() -> None:
+    assert statistics.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert statistics.holm([0.9, 0.6]) == [1.0, 1.0]
+    assert statistics.holm([]) == []
+
+
+def test_the_g_statistic_has_the_mean_of_its_degrees_of_freedom() -> None:
+    law = np.concatenate([np.full(10, 0.09), np.full(5, 0.02)])
+    drawn = NUMBERS.multinomial(500, law, 4000)  # ten are due in the rarest cells
+    values = [g_statistic(seen.astype(float), 500 * law) for seen in drawn]
+    assert np.mean(values) == pytest.approx(14, abs=4 * math.sqrt(28 / 4000))
+    assert np.mean(np.array(values) > statistics.chi_square_limit(0.01, 14)) < 0.016
+
+
+# The target's laws of the first token and, given each first token, of the second one; and a draft's.
+LAWS = torch.softmax(2 * torch.randn(13, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), -1)
+NOISE = torch.randn(13, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+DRAFTS = torch.softmax(LAWS.log() + NOISE, -1)
+
+
+def evidence_of(root: np.ndarray, num_samples: int = 400) -> Evidence:  # type: ignore[type-arg]
+    """Two tokens a sample, the first by ``root`` and the second by its own law, held against LAWS."""
+    samples = []
+    for first, count in enumerate(NUMBERS.multinomial(num_samples, root).tolist()):
+        for second in NUMBERS.choice(12, count, p=LAWS[1 + first].numpy()).tolist():
+            notes = {0: float(DRAFTS[0, first]), 1: float(DRAFTS[1 + first, second])}
+            samples.append(Sample((first, second), ("accepted", "corrected"), notes))
+    evidence, tally = Evidence(2), Tally(samples)
+    evidence.observe(tally, [()], LAWS[:1])
+    evidence.observe(tally, [(token,) for token in range(12)], LAWS[1:])
+    evidence.settle(tally)
+    return evidence
+
+
+def rejects(evidence: Evidence, alpha: float) -> bool:
+    return min(statistics.holm([test.p_value for test in evidence.tests()])) <= alpha
+
+
+def test_a_right_system_is_refused_no_more_often_than_said() -> None:
+    num_alarms = sum(rejects(evidence_of(LAWS[0].numpy()), 0.05) for _ in range(200))
+    assert num_alarms <= 19  # exceeded by Binomial(200, 0.05) once in a hundred times
+
+
+def test_every_test_sees_the_tokens_it_should() -> None:
+    tests = {(test.name, test.place): test for test in evidence_of(LAWS[0].numpy()).tests()}
+    assert set(tests) == {("G", 1), ("calibration", 1), ("G", 2), ("calibration", 2), ("likelihood ratio", None)}
+    assert tests["G", 1].num_tokens == tests["calibration", 2].num_tokens == 400
+    assert tests["likelihood ratio", None].num_tokens == 800
+    assert tests["G", 2].num_tokens < 400  # after rare tokens there is too little to count
+
+
+def test_a_law_that_is_off_by_the_smallest_tv_is_caught_at_the_power_said() -> None:
+    law, num_samples = LAWS[0].numpy(), 1000
+    order = np.argsort(law)
+    half = order[np.searchsorted(np.cumsum(law[order]), 0.5) :]  # the hardest to see: likely tokens all a little likelier
+    freedom = next(test.freedom for test in evidence_of(law, num_samples).tests() if test.name == "G")
+    tv = statistics.smallest_tv(freedom or 0, num_samples, 0.01, 0.95)
+    off = law.copy()
+    off[half] *= 1 + tv / law[half].sum()
+    rest = np.setdiff1d(order, half)
+    off[rest] *= 1 - tv / law[rest].sum()
+    caught = sum(next(t for t in evidence_of(off, num_samples).tests() if t.name == "G").p_value <= 0.01 for _ in range(40))
+    assert caught >= 34  # of 38 expected
+
+
+def test_a_leak_is_caught_after_the_planned_number_of_rounds() -> None:
+    target, draft = LAWS[0], 0.5 * DRAFTS[0] + 0.5 / 12
+    gauge, threshold = Gauge(), math.log(len(LEAKS) / 0.001)
+    proposal = Proposal(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, dtype=torch.long), draft.view(1, 1, -1))
+    gauge.add(proposal, target.view(1, 1, -1).repeat(1, 2, 1), [0], 0)
+    gauge.num_refused = gauge.distance  # type: ignore[assignment]  # as many rounds without an accepted draft as it expects
+    assert gauge.mean_distance == pytest.approx(float((draft - target).clamp_min(0).sum()))
+    rounds = math.ceil(gauge.samples_for("leaky", 0.001, 0.99, rounds_per_sample=1.0))
+    ratios = (draft / target).numpy()
+    growth = np.log1p(np.array(LEAKS)[:, None] * (ratios - 1))  # [leaks, V]
+
+    def log_mean(law: np.ndarray) -> float:  # type: ignore[type-arg]
+        logs = growth @ NUMBERS.multinomial(rounds, law / law.sum())
+        return float(logs.max() + np.log(np.exp(logs - logs.max()).mean()))
+
+    leaky, limit = (target + LEAK * (draft - target)).numpy(), -math.log(0.001)
+    assert np.mean([log_mean(leaky) >= limit for _ in range(400)]) >= 0.975
+    assert np.mean([log_mean(target.numpy()) >= limit for _ in range(4000)]) <= 0.003
+    assert gauge.smallest_leak(rounds, threshold, 0.99) == pytest.approx(LEAK, rel=0.3)
+    assert gauge.smallest_leak(1, threshold, 0.99) is None

@@ -1,0 +1,79 @@
+"""What `bench compare` says of documents whose noise is known."""
+
+from __future__ import annotations
+
+import random
+
+from bench_documents import cell, document, noisy
+
+from outrider.bench.compare import compare
+
+WORKLOADS = ("code", "edit", "json", "math", "chat", "story")
+
+
+def measured(seed: int, plain: float = 100.0, draft: float = 150.0, noise: float = 0.02, **more: object) -> dict[str, object]:
+    """Plain and one method over six workloads; speeds drift together within a repeat, as on a real machine."""
+    generator, cells = random.Random(seed), []
+    for name in WORKLOADS:
+        base = noisy(plain, noise, generator)
+        cells.append(cell("plain", 0, base, base, name))
+        ours = [speed * draft / plain * (1 + generator.gauss(0, noise / 4)) for speed in base]
+        cells.append(cell("draft", 4, ours, base, name))
+    return document(cells, **more)
+
+
+def words(before: dict[str, object], after: dict[str, object]) -> dict[str, str]:
+    return {each.after["workload"] + " " + each.after["method"]: each.verdict for each in compare(before, after).changes}
+
+
+def test_unchanged_documents_rarely_raise_an_alarm() -> None:
+    alarms = sum(compare(measured(2 * seed), measured(2 * seed + 1)).has_loss for seed in range(40))
+    assert alarms <= 5  # at most 2 expected
+
+
+def test_a_method_that_became_slower_is_found() -> None:
+    found = compare(measured(1), measured(2, draft=120))
+    assert found.has_loss and found.verdict == "12 cells compared, 6 changed beyond noise, 6 for the worse"
+    said = words(measured(1), measured(2, draft=120))
+    assert said["code plain"] == "no change beyond noise" and said["code draft"] == "slower"
+
+
+def test_a_machine_that_became_slower_is_told_from_a_method() -> None:
+    said = words(measured(1), measured(2, plain=75, draft=112.5))
+    assert said["code plain"] == "slower" and said["code draft"] == "slower, and so is plain decoding"
+    said = words(measured(1), measured(2, plain=140))
+    assert said["code plain"] == "faster" and said["code draft"] == "gains less over plain decoding"
+    assert not compare(measured(1), measured(2, plain=140)).has_loss  # nothing is slower
+
+
+def test_an_improvement_is_no_loss() -> None:
+    found = compare(measured(1), measured(2, draft=190))
+    assert not found.has_loss and {each.verdict for each in found.changes} == {"no change beyond noise", "faster"}
+
+
+def test_cells_of_one_document_only_are_named_and_settings_that_differ_told() -> None:
+    before, after = measured(1), measured(1, device="cpu: another", dtype="bfloat16")
+    after["cells"] = [*after["cells"][2:], cell("ngram", "auto", [1.0] * 3, [1.0] * 3, "code", temperature=0.8, batch=4)]
+    found = compare(before, after)
+    assert found.only_before == ["code: plain", "code: draft k=4"]
+    assert found.only_after == ["code, t=0.8, batch 4: ngram k=auto"]
+    assert found.settings == {"dtype": ("float32", "bfloat16"), "device": ("cpu: test", "cpu: another")}
+
+
+def test_on_another_machine_only_speedups_are_judged() -> None:
+    assert not compare(measured(1), measured(2, plain=50, draft=75, device="cpu: slow")).has_loss
+    assert compare(measured(1), measured(2, plain=200, draft=220, device="cpu: fast")).has_loss
+
+
+def test_one_repeat_is_too_few_to_tell() -> None:
+    one = document([cell("plain", 0, [100.0], [100.0]), cell("draft", 4, [150.0], [100.0])])
+    two = document([cell("plain", 0, [10.0], [10.0]), cell("draft", 4, [15.0], [10.0])])
+    assert {each.verdict for each in compare(one, two).changes} == {"too few repeats to tell"}
+    assert not compare(one, two).has_loss
+
+
+def test_texts_that_came_to_differ_are_a_loss_whatever_the_speed() -> None:
+    before, after = measured(1), measured(1)
+    after["cells"][1]["same_text"] = 0.5
+    found = compare(before, after)
+    assert found.has_loss and "FEWER TEXTS" in found.changes[1].verdict

@@ -1,0 +1,123 @@
+"""The HTML report: complete in itself, every figure with its numbers, nothing of the document lost or run."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+from bench_documents import grid
+
+from outrider import OutriderError
+from outrider.bench import html
+
+FIGURES = {
+    "Speedup over plain decoding by draft length",
+    "Tokens gained by a pass of the target",
+    "Acceptance of drafts by position",
+    "Speedup over plain decoding by batch size",
+    "Speedup over plain decoding by workload",
+    "Time of a token by phase",
+}
+
+
+class Page(HTMLParser):
+    """What the page is made of: tags with attributes, and for each figure what it holds."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.attributes: list[tuple[str, str, str]] = []  # tag, name, value
+        self.figures: list[dict[str, int]] = []
+        self.titles: list[str] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        self.open.append(tag)
+        if tag == "figure":
+            self.figures.append({})
+        elif "figure" in self.open:
+            self.figures[-1][tag] = self.figures[-1].get(tag, 0) + 1
+        if tag == "svg":
+            self.titles.append(dict(attrs)["aria-label"] or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.open and self.open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        self.text += data + "\n"
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return html.page(grid(batches=(1, 4)))
+
+
+def test_nothing_is_asked_of_a_network(page: str) -> None:
+    assert "http" not in page and "//" not in re.sub(r"/\*.*?\*/", "", page) and "@import" not in page
+    for tag, name, value in Page(page).attributes:
+        assert tag not in ("link", "script", "img", "iframe", "object")
+        assert name not in ("src", "srcset", "data")
+        if name in ("href", "xlink:href") or "url(" in value:
+            assert "#" in value
+
+
+def test_every_figure_has_a_title_units_and_a_table(page: str) -> None:
+    found = Page(page)
+    assert set(found.titles) == FIGURES and len(found.figures) == len(FIGURES)
+    for figure in found.figures:
+        assert figure["svg"] == figure["table"] == 1
+        assert figure["td"] > 3 and figure["caption"] == 1
+    for label in (
+        "passes (%)",
+        "accepted (%)",
+        "speedup after the first token (x)",
+        "milliseconds for each token",
+        "prompts at a time",
+    ):
+        assert label in found.text
+
+
+def test_colours_follow_the_reader(page: str) -> None:
+    assert "prefers-color-scheme: dark" in page and "var(--ink)" in page
+    drawn = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
+    assert not re.search(r"#000000|#ffffff|black|white", drawn)
+
+
+def test_ids_are_not_used_twice_for_different_things(page: str) -> None:
+    meanings: dict[str, set[str]] = {}
+    for name, rest in re.findall(r'\bid="([^"]+)"([^>]*)>', page):
+        meanings.setdefault(name, set()).add(rest)
+    assert meanings and all(len(found) == 1 for found in meanings.values())
+
+
+def test_text_of_the_document_is_no_markup(page: str) -> None:
+    assert "toy &lt;model&gt;" in page and "<model>" not in page
+
+
+def test_each_temperature_has_its_figures() -> None:
+    found = Page(html.page(grid(temperatures=(0.0, 0.8))))
+    assert "Greedy, batch 1" in found.text and "Temperature 0.8, batch 1" in found.text
+    assert len(found.figures) == 2 * (len(FIGURES) - 1)  # one batch size: no plot over batch sizes
+
+
+def test_warnings_stand_on_the_page() -> None:
+    result = grid()
+    result["cells"][1] |= {"same_text": 0.0, "faults": 3}
+    text = Page(html.page(result | {"interrupted": True})).text
+    assert "interrupted" in text and "not plain decoding" in text and "failed 3 times" in text
+
+
+def test_plain_alone_is_a_report_too() -> None:
+    result = grid()
+    result["cells"] = [cell for cell in result["cells"] if cell["method"] == "plain"]
+    assert "Time of a token by phase" in html.page(result)
+
+
+def test_a_library_that_is_missing_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(html, "NEEDED", ("matplotlib", "no_such_library"))
+    with pytest.raises(OutriderError, match=r"needs no_such_library: pip install 'outrider\[report\]'"):
+        html.page(grid())

@@ -1,0 +1,76 @@
+"""Intervals and changes against cases with known answers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from outrider.bench.statistics import Timings, change, quantiles, speed_interval, speedup_interval, t_quantile
+
+
+@pytest.mark.parametrize(
+    ("level", "freedom", "table"),
+    [(0.95, 1, 12.706), (0.95, 2, 4.303), (0.95, 10, 2.228), (0.99, 4, 4.604), (0.999, 30, 3.646), (0.5, 5, 0.727)],
+)
+def test_the_t_quantile_is_that_of_the_tables(level: float, freedom: float, table: float) -> None:
+    assert t_quantile(level, freedom) == pytest.approx(table, abs=6e-4)
+
+
+def test_quantiles_weigh_values() -> None:
+    assert quantiles([3.0, 1.0, 2.0], [1, 1, 1], [0.5, 0.95]) == [2.0, 3.0]
+    assert quantiles([10.0, 1.0], [1, 9], [0.5, 0.9, 0.95]) == [1.0, 1.0, 10.0]  # nine tokens came together, quickly
+    with pytest.raises(ValueError, match="no values"):
+        quantiles([], [], [0.5])
+
+
+def timings(seconds: np.ndarray) -> Timings:
+    return Timings(np.full(seconds.shape, 64.0), seconds)
+
+
+def test_what_slows_both_contenders_down_cancels() -> None:
+    machine = np.random.default_rng(1).uniform(1, 4, size=(5, 6))  # a machine four times slower at times, prompts that differ
+    base, fast = timings(machine), timings(machine / 2)
+    low, high = speedup_interval(fast, base) or (0.0, 0.0)
+    assert low == pytest.approx(2) and high == pytest.approx(2)
+    speeds = speed_interval(fast)
+    assert speeds is not None and speeds[1] / speeds[0] > 1.1
+
+
+def test_a_speedup_that_depends_on_the_prompt_has_a_wide_interval() -> None:
+    base = timings(np.ones((3, 4)))
+    even, uneven = timings(np.full((3, 4), 0.5)), timings(np.tile([0.2, 0.4, 0.6, 0.8], (3, 1)))
+    assert speedup_interval(even, base) == pytest.approx((2, 2))
+    low, high = speedup_interval(uneven, base) or (0.0, 0.0)
+    assert low < 1.6 and high > 2.5
+
+
+def test_nothing_is_said_of_a_single_measurement() -> None:
+    one = timings(np.ones((1, 1)))
+    assert speedup_interval(one, one) is None and speed_interval(one) is None
+    assert change([10.0], [11.0, 12.0]) is None
+    assert change([], []) is None
+
+
+def test_95_percent_intervals_hold_the_truth_nearly_that_often() -> None:
+    """Noise by repeat and by prompt; with so few of them percentile intervals are a little narrow, which docs/bench.md says."""
+    generator, hits = np.random.default_rng(7), 0
+    for _ in range(100):
+        hard = generator.lognormal(0, 0.15, size=(1, 8))  # how much each prompt differs from the mean speedup
+        base = timings(generator.lognormal(0, 0.3, size=(6, 1)) * generator.lognormal(0, 0.02, size=(6, 8)))
+        fast = timings(base.seconds * hard / np.mean(np.exp(0.15**2 / 2)) / 2 * generator.lognormal(0, 0.02, size=(6, 8)))
+        low, high = speedup_interval(fast, base) or (0.0, 0.0)
+        hits += low <= 2 <= high
+    assert 0.86 <= hits / 100 <= 1.0
+
+
+def test_a_change_is_told_from_noise() -> None:
+    generator, alarms, found = np.random.default_rng(3), 0, 0
+    for _ in range(200):
+        same = [100 * generator.lognormal(0, 0.03, size=5) for _ in range(2)]
+        alarms += change(*map(list, same)).direction != 0  # type: ignore[union-attr]
+        slower = 88 * generator.lognormal(0, 0.03, size=5)
+        found += change(list(same[0]), list(slower)).direction == -1  # type: ignore[union-attr]
+    assert alarms <= 18  # 10 expected at 95%
+    assert found >= 186
+    exact = change([10.0, 10.0], [20.0, 20.0])
+    assert exact is not None and exact.ratio == pytest.approx(2) and exact.interval == pytest.approx((2, 2))

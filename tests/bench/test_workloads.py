@@ -1,0 +1,121 @@
+"""Built-in prompts, and files of prompts in the formats that are in use."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_folder import make_tokenizer
+
+from outrider import OutriderError
+from outrider.bench import workloads
+from outrider.bench.workloads import Prompt
+
+HUMANEVAL = {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "canonical_solution": "", "test": ""}
+GSM8K = {"question": "2 + 2?", "answer": "#### 4"}
+MT_BENCH = {"question_id": 81, "category": "writing", "turns": ["Hello", "again"]}
+SPEC_BENCH = {"question_id": 300, "category": "translation", "turns": ["Translate: Haus"], "reference": ["house"]}
+
+
+def write(path: Path, *items: Any) -> Path:
+    path.write_text("\n".join(json.dumps(item) for item in items) + "\n")
+    return path
+
+
+def asked(text: str) -> tuple[dict[str, str], ...]:
+    return ({"role": "user", "content": text},)
+
+
+def test_every_workload_has_twenty_different_prompts_or_more() -> None:
+    for name in workloads.WORKLOADS:
+        prompts = workloads.builtin(name)
+        said = [prompt.text or json.dumps(prompt.messages) for prompt in prompts]
+        assert len(set(said)) == len(said) >= 20
+        assert not any("%%" in prompt.text or prompt.text != prompt.text.rstrip("\n") for prompt in prompts)
+        assert all(prompt.is_chat == (name == "chat") for prompt in prompts)
+    assert len(workloads.builtin("code", 3)) == 3
+    with pytest.raises(OutriderError, match="known: code, edit"):
+        workloads.builtin("poems")
+
+
+def test_built_in_prompts_leave_room_in_the_embedded_context() -> None:
+    from tokenizers import Tokenizer
+
+    from outrider.family import TARGET
+
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    for name in workloads.WORKLOADS:
+        for prompt in workloads.builtin(name):
+            said = prompt.text or "".join(message["content"] for message in prompt.messages)
+            assert 15 <= len(tokenizer.encode(said).ids) <= 400
+
+
+@pytest.mark.parametrize(
+    ("item", "workload", "text", "messages"),
+    [
+        (HUMANEVAL, "humaneval", "def f():\n", ()),
+        (GSM8K, "gsm8k", "", asked("2 + 2?")),
+        (MT_BENCH, "mt-bench", "", asked("Hello")),
+        (SPEC_BENCH, "translation", "", asked("Translate: Haus")),
+        ({"prompt": "x"}, "mine", "x", ()),
+        ({"prompt": "x", "workload": "other"}, "other", "x", ()),
+        ({"turns": ["one", "two"]}, "mine", "", asked("one")),
+        ({"question": "Why?"}, "mine", "", asked("Why?")),
+        ({"messages": [*asked("Hi"), {"role": "assistant", "content": "Yes?", "more": 1}]}, "mine", "",
+         (*asked("Hi"), {"role": "assistant", "content": "Yes?"})),
+    ],
+)  # fmt: skip
+def test_the_format_of_a_line_shows_in_its_fields(
+    tmp_path: Path, item: dict[str, Any], workload: str, text: str, messages: tuple[dict[str, str], ...]
+) -> None:
+    assert workloads.from_file(write(tmp_path / "mine.jsonl", item)) == [Prompt(workload, text, messages)]
+
+
+def test_a_file_may_be_gzipped_and_is_read_as_far_as_wanted(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl.gz"
+    with gzip.open(file, "wt") as stream:
+        stream.write("\n".join(map(json.dumps, [HUMANEVAL, MT_BENCH])) + "\n\nnever read\n")
+    assert [prompt.workload for prompt in workloads.from_file(file, 2)] == ["humaneval", "mt-bench"]
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("[]", "not a JSON object"),
+        ("3", "not a JSON object"),
+        ("null", "not a JSON object"),
+        ('{"prompt": "x"', "not JSON: .* at character 15"),
+        ('{"text": "x", "n": 1}', 'no "prompt", "turns", "messages" or "question" in it, but "text", "n"'),
+        ('{"prompt": ""}', '"prompt" is not a text, or empty'),
+        ('{"prompt": 3}', '"prompt" is not a text'),
+        ('{"turns": []}', '"turns" is not a list'),
+        ('{"turns": [""], "category": "qa"}', 'the first of "turns"'),
+        ('{"messages": [{"role": "user"}]}', 'needs "role" and "content"'),
+        ('{"prompt": "x", "workload": 3}', '"workload" is not a text'),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_refused_with_its_number_and_why(tmp_path: Path, line: str, why: str) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"prompt": "fine"}\n' + line + "\n")
+    with pytest.raises(OutriderError, match=f"line 2: .*{why}"):
+        workloads.from_file(file)
+
+
+def test_a_file_that_is_not_there_or_empty_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OutriderError, match="cannot read"):
+        workloads.from_file(tmp_path / "nothing.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(OutriderError, match="holds no prompts"):
+        workloads.from_file(tmp_path / "empty.jsonl")
+
+
+def test_chat_goes_through_the_template_where_there_is_one() -> None:
+    prompt = Prompt("chat", messages=(*asked("Hi"), {"role": "assistant", "content": "Yes?"}, *asked("Bye")))
+    templated, plain = make_tokenizer(), make_tokenizer(chat_template=None)
+    text = templated.decode(workloads.encode(templated, prompt))
+    assert text == "<|user|>Hi\n<|assistant|>Yes?\n<|user|>Bye\n<|assistant|>"
+    text = plain.decode(workloads.encode(plain, prompt))
+    assert text == "Question: Hi\n\nAnswer: Yes?\n\nQuestion: Bye\n\nAnswer:"

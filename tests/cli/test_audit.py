@@ -1,0 +1,101 @@
+"""``outrider audit`` on a tiny model: exit codes, the JSON document, the page that opens offline."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_folder import make_folder
+
+Run = Callable[..., "tuple[int, str, str]"]
+QUICK = ["--compile", "never", "--k", 2, "--num-prompts", 2, "--max-tokens", 8, "--tv", 0.2, "--temperature", 0.4]
+
+
+@pytest.fixture(scope="module")
+def models(target: Path, tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    """The target with a draft that is not its twin."""
+    return ["--target", target, "--draft", make_folder(tmp_path_factory.mktemp("models") / "other", seed=1)]
+
+
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_a_certificate_is_written_and_the_exit_code_is_0(outrider: Run, models: list[object], tmp_path: Path) -> None:
+    out, html = tmp_path / "audit.json", tmp_path / "audit.html"
+    code, shown, err = outrider("audit", *models, *QUICK, "--methods", "draft", "--out", out, "--html", html)
+    assert code == 0, (shown, err)
+    assert "certified" in shown and "3 of 3 caught" in shown
+    document = read(out)
+    assert document["schema"] == "outrider-audit/1" and document["kind"] == "certificate" and document["certified"]
+    (method,) = document["methods"]
+    assert method["verdict"] == "certified" and method["greedy"]["defects"] == 0
+    assert {each["name"] for each in method["sampling"]["controls"]} == {"no residual", "untempered draft", "leaky"}
+    for part in method["sampling"]["parts"].values():
+        assert all(0 <= test["p_value"] <= test["holm_p_value"] <= 1 for test in part["tests"])
+    page = html.read_text()
+    assert page.startswith("<!doctype html>") and "<title>Outrider audit" in page and page.count("<caption>") >= 5
+    assert not re.search(r"https?:|<script|<link|<img|@import|url\(|src=", page)
+
+
+def test_a_lossy_verifier_ends_with_exit_code_3(outrider: Run, models: list[object]) -> None:
+    code, shown, _ = outrider("audit", *models, *QUICK, "--methods", "draft", "--verifier", "typical")
+    assert code == 3 and "LOSSY" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--methods", "nonsense"], "unknown method"),
+        (["--methods", "plain"], "plain decoding is what"),
+        (["--methods", "draft", "--k", "0"], "fixed number of drafts"),
+        (["--methods", "draft", "--k", "1,2"], "for --same-text"),
+        (["--methods", "medusa"], "medusa"),
+        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--same-text", "--resume"], "--out"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(outrider: Run, models: list[object], options: list[str], message: str) -> None:
+    code, _, err = outrider("audit", *models, "--compile", "never", *options)
+    assert code == 2 and message in err.splitlines()[-1]
+
+
+def test_same_text_compares_every_cell_and_goes_on_where_it_ended(
+    outrider: Run,
+    models: list[object],
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "grid.json"
+    options = [
+        "--compile",
+        "never",
+        "--methods",
+        "draft,ngram",
+        "--k",
+        "1,3",
+        "--batch",
+        "1,2",
+        "--max-tokens",
+        8,
+        "--num-prompts",
+        3,
+    ]
+    code, shown, err = outrider("audit", "--same-text", *models, *options, "--out", out)
+    assert code == 0, (shown, err)
+    document = read(out)
+    assert document["kind"] == "same-text" and document["differing"] == 0 and document["certified"]
+    assert len(document["cells"]) == 2 * (1 + 2 * 2 * 2)  # plain at the second batch, and the grid, at two temperatures
+    assert all((cell["cost"] is not None) == (cell["batch"] == 1) for cell in document["cells"])
+    document["cells"] = document["cells"][:4]
+    document["cells"][0]["differing"] = 1
+    out.write_text(json.dumps(document))
+    code, shown, _ = outrider("audit", "--same-text", *models, *options, "--out", out, "--resume")
+    assert code == 3 and "1 texts differ" in shown  # the earlier cells were kept
+    assert len(read(out)["cells"]) == 18
+    code, _, err = outrider("audit", "--same-text", *models, *options, "--seed", 1, "--max-tokens", 9, "--out", out, "--resume")
+    assert code == 2 and "another comparison" in err

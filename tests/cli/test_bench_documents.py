@@ -1,0 +1,54 @@
+"""`outrider bench compare` and `outrider bench report` on documents made of numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from bench_documents import cell, document, grid
+
+Run = Callable[..., "tuple[int, str, str]"]
+
+
+def measured(speed: float) -> dict[str, object]:
+    plain = [99.0, 100.0, 101.0, 100.0, 100.0]
+    ours = [speed * each / 100 for each in plain]
+    return document([cell("plain", 0, plain, plain), cell("draft", 4, ours, plain)])
+
+
+def test_the_command_prints_the_table_and_its_exit_code_tells(outrider: Run, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("old.json", "new.json")]
+    for file, speed in zip(files, (150.0, 120.0), strict=True):
+        file.write_text(json.dumps(measured(speed)))
+    code, out, _ = outrider("bench", "compare", *files)
+    assert code == 3 and "1 for the worse" in out and "slower" in out
+    code, out, _ = outrider("bench", "compare", files[0], files[0])
+    assert code == 0 and "0 changed beyond noise" in out
+    code, out, _ = outrider("bench", "compare", *files, "--json")
+    found = json.loads(out)
+    assert code == 3 and found["has_loss"] and len(found["cells"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [("{", "is not JSON"), ("[]", "is no benchmark document"), ('{"cells": []}', "holds no measurement")]
+)
+def test_what_is_no_document_is_refused(outrider: Run, tmp_path: Path, text: str, why: str) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(text)
+    code, _, err = outrider("bench", "compare", file, tmp_path / "nothing.json")
+    assert code == 2 and why in err and len(err.splitlines()) == 1
+
+
+def test_a_report_can_be_made_of_a_document(outrider: Run, tmp_path: Path) -> None:
+    file, page = tmp_path / "x.json", tmp_path / "pages" / "x.html"
+    file.write_text(json.dumps(grid()))
+    code, _, err = outrider("bench", "report", file, "--html", page)
+    assert code == 0, err
+    assert page.read_text().startswith("<!doctype html>")
+    old = grid()
+    del old["cells"][0]["difference"]
+    file.write_text(json.dumps(old))
+    code, _, err = outrider("bench", "report", file, "--html", page)
+    assert code == 2 and "measure again" in err

@@ -1,0 +1,63 @@
+"""What plain decoding would have taken, told from rounds of known seconds."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.engine import GenerationStats, PhaseTimes, Round
+from outrider.engine.costs import PassCosts
+from outrider.engine.stats import PlainRound
+
+
+def drafted(num_accepted: int, score: float = 3.0) -> Round:
+    return Round(4, [4], [4], [num_accepted], PhaseTimes(draft=2.0, score=score, verify=0.5, host=0.5))
+
+
+PLAIN = Round(0, [0], [0], [0], PhaseTimes(draft=0.0, score=1.0, verify=0.2, host=0.3))
+
+
+def test_each_token_of_a_drafted_round_would_have_been_a_plain_round() -> None:
+    stats = GenerationStats()
+    stats.clock(drafted(3), is_prefill=False, emitted_per_row=4, plain=PlainRound(1.0, 0.5))
+    assert stats.plain_seconds == pytest.approx(4 * 1.5)
+
+
+def test_a_round_without_drafts_counts_as_it_was() -> None:
+    stats = GenerationStats()
+    stats.clock(PLAIN, is_prefill=False, emitted_per_row=1, plain=None)
+    assert stats.plain_seconds == pytest.approx(1.5)
+
+
+def test_the_prompts_pass_gives_plain_decoding_one_token_and_the_rest_are_rounds() -> None:
+    stats = GenerationStats()
+    stats.clock(drafted(2, score=20.0), is_prefill=True, emitted_per_row=3, plain=PlainRound(1.0, 0.5))
+    assert stats.plain_seconds == pytest.approx(20.0 + 1.0 + 2 * 1.5)
+
+
+def test_rounds_before_the_first_price_are_priced_by_what_came_later() -> None:
+    stats = GenerationStats()
+    stats.clock(drafted(1), is_prefill=False, emitted_per_row=2, plain=None)
+    assert stats.plain_seconds is None and stats.plain_tok_s is None and stats.cost_ratio is None
+    stats.clock(drafted(2), is_prefill=False, emitted_per_row=3, plain=PlainRound(1.0, 0.5))
+    assert stats.plain_seconds == pytest.approx(5 * 1.5)
+    assert stats.cost_ratio == pytest.approx(2.0 / 4 / 1.0)
+
+
+def test_without_a_plain_round_the_rest_of_a_drafted_one_stands_for_it() -> None:
+    stats = GenerationStats()
+    stats.clock(drafted(0), is_prefill=False, emitted_per_row=1, plain=PlainRound(1.0, None))
+    assert stats.plain_seconds == pytest.approx(1.0 + 1.0)
+
+
+def test_a_plain_round_is_priced_from_plain_passes_only() -> None:
+    costs = PassCosts()
+    costs.observe(5, 1, 100, 3.0)
+    assert costs.seconds(1, 1, 100) == 3.0  # a guess that is good enough for a policy
+    assert costs.plain_round(1, 100) is None  # and not for telling a user
+    costs.observe(1, 1, 100, 1.0)
+    assert costs.plain_round(1, 100) == PlainRound(1.0, None)
+    costs.observe_outside(1, 0.5)
+    costs.observe_outside(1, 50.0)  # a hiccup
+    found = costs.plain_round(1, 300)
+    assert found is not None and found.score == 1.0 and found.outside == pytest.approx(0.5, rel=0.05)
+    assert costs.plain_round(2, 100) is None

@@ -1,0 +1,35 @@
+"""The heads that come with the embedded target: they load, leave the text alone and are right about some of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from outrider import LLM, SamplingParams, family
+
+PROMPTS = ["def is_prime(n):\n", "import os\n\ndef read(path):\n"]
+GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
+OPTIONS = {"compile": "never", "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return [each.token_ids for each in LLM(method="plain", **OPTIONS).generate(PROMPTS, GREEDY)]
+
+
+@pytest.mark.parametrize(("method", "least"), [("medusa", 1.3), ("eagle:draft=eagle1", 1.8), ("eagle:draft=eagle3", 1.6)])
+def test_a_shipped_head_drafts_for_the_embedded_target(method, least, plain):
+    llm = LLM(method=method, num_draft_tokens=3, **OPTIONS)
+    assert [each.token_ids for each in llm.generate(PROMPTS, GREEDY)] == plain
+    assert llm.stats.faults == 0
+    assert llm.stats.mean_acceptance_length > least
+
+
+def test_every_shipped_head_has_a_card_with_what_was_measured():
+    heads = {name: folder for name, folder in family.drafts().items() if name != "draft"}
+    assert set(heads) == {"medusa", "eagle1", "eagle3"}
+    for folder in heads.values():
+        measured = json.loads((folder / "measured.json").read_text())
+        first = measured["accuracies"][0][0] if "accuracies" in measured else measured["held_out"]["held_1"]
+        assert f"{first:.1%}" in (folder / "README.md").read_text()

@@ -1,0 +1,180 @@
+"""The demo over HTTP, with a track that runs when it is told to: the line, visitors who leave, limits, wrong input."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Generator, Iterator
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+from outrider.server.demo.app import Demo
+from outrider.server.demo.race_request import Limits, RaceRequest
+from outrider.types import OutriderError
+
+from .conftest import Server, serving, until
+
+GOOD = {"prompt": "def f(", "method": "draft"}
+
+
+class HandTrack:
+    """A track whose races last until somebody lets them end."""
+
+    limits = Limits(waiting=3, prompt_chars=100, body_bytes=2000)
+    is_lossless = True
+
+    def __init__(self) -> None:
+        self.methods = {"draft": 16}
+        self.may_end = threading.Event()
+        self.racing: list[str] = []  # prompts
+        self.closed: list[str] = []
+
+    def encode(self, wanted: RaceRequest) -> list[int]:
+        if wanted.method != "draft":
+            raise OutriderError("no such method here")
+        return [1, 2]
+
+    def race(self, wanted: RaceRequest, prompt: list[int]) -> Generator[list[dict[str, object]], None, None]:
+        try:
+            self.racing.append(wanted.prompt)
+            yield [{"type": "started"}]
+            if wanted.prompt == "breaks":
+                raise ValueError("secret detail")
+            while not self.may_end.wait(0.01):
+                yield [{"type": "round"}]
+            yield [{"type": "finished"}]
+        finally:
+            self.closed.append(wanted.prompt)
+
+
+@pytest.fixture
+def track() -> Iterator[HandTrack]:
+    track = HandTrack()
+    yield track
+    track.may_end.set()
+
+
+@pytest.fixture
+def demo(track: HandTrack) -> Demo:
+    return Demo(track, {"target": "toy"})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def server(demo: Demo, track: HandTrack) -> Iterator[Server]:
+    with serving(demo.app()) as server:
+        yield server
+        track.may_end.set()
+    demo.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "told"),
+    [
+        (b"{", 400, "not JSON"),
+        (b"[1]", 400, "JSON object"),
+        (b"{}", 400, "prompt must be"),
+        (b'{"prompt": "", "method": "draft"}', 400, "prompt must be"),
+        (b'{"prompt": 3, "method": "draft"}', 400, "prompt must be"),
+        (b'{"prompt": "\\ud800", "method": "draft"}', 400, "no text"),
+        (json.dumps(GOOD | {"prompt": "x" * 101}).encode(), 400, "101 characters; 100 are allowed"),
+        (json.dumps(GOOD | {"method": "magic"}).encode(), 400, "no such method"),
+        (json.dumps(GOOD | {"k": -1}).encode(), 400, "k must be a whole number from 0 to 16"),
+        (json.dumps(GOOD | {"k": "many"}).encode(), 400, "k must be"),
+        (json.dumps(GOOD | {"k": True}).encode(), 400, "k must be"),
+        (json.dumps(GOOD | {"temperature": 9}).encode(), 400, "temperature must be"),
+        (b'{"prompt": "a", "method": "draft", "temperature": NaN}', 400, "temperature must be"),
+        (json.dumps(GOOD | {"accuracy": 1.5}).encode(), 400, "accuracy must be a number from 0 to 1"),
+        (json.dumps(GOOD | {"max_tokens": 10**6}).encode(), 400, "max_tokens must be"),
+        (json.dumps(GOOD | {"max_tokens": 2.5}).encode(), 400, "whole number"),
+        (json.dumps(GOOD | {"colour": "red"}).encode(), 400, "unknown field 'colour'"),
+        (b"[" * 1900, 400, "not JSON"),
+        (b" " * 2001, 413, "longer than 2000 bytes"),
+    ],
+)
+def test_wrong_input_is_answered_with_one_line(server: Server, demo: Demo, body: bytes, status: int, told: str) -> None:
+    answered, _, text = server.ask("POST", "/api/race", body, Content_Type="application/json")
+    assert answered == status
+    message = json.loads(text)["error"]
+    assert told in message and "\n" not in message
+    assert len(demo.line) == 0
+
+
+def test_other_types_paths_and_verbs_are_refused(server: Server) -> None:
+    body = json.dumps(GOOD).encode()
+    assert server.ask("POST", "/api/race", body, Content_Type="text/plain")[0] == 415
+    assert server.ask("GET", "/api/race")[0] == 405
+    assert server.ask("GET", "/nothing")[0] == 404
+    assert server.ask("GET", "/page/../app.py")[0] == 404
+    assert json.loads(server.ask("GET", "/nothing")[2])["error"]
+
+
+def test_the_page_loads_nothing_from_elsewhere(server: Server) -> None:
+    status, headers, page = server.ask("GET", "/")
+    assert status == 200 and headers["content-type"].startswith("text/html")
+    assert "default-src 'self'" in headers["content-security-policy"]
+    assert b"http://" not in page and b"https://" not in page
+    for name in ("main.js", "style.css", "icon.svg"):
+        assert server.ask("GET", f"/page/{name}")[0] == 200
+    about = json.loads(server.ask("GET", "/api/about")[2])
+    assert about["target"] == "toy" and about["methods"] == {"draft": 16} and about["waiting"] == 0
+
+
+def test_visitors_race_one_after_the_other_and_are_told_their_place(server: Server, track: HandTrack) -> None:
+    first = server.race(**GOOD | {"prompt": "first"})
+    assert first.next() == {"type": "started"}
+    second = server.race(**GOOD | {"prompt": "second"})
+    assert second.next() == {"type": "waiting", "ahead": 1}
+    third = server.race(**GOOD | {"prompt": "third"})
+    assert third.next() == {"type": "waiting", "ahead": 2}
+    track.may_end.set()
+    for visit in (first, second, third):
+        assert visit.rest()[-1] == {"type": "finished"}
+    assert track.racing == ["first", "second", "third"]
+
+
+def test_a_full_line_refuses_and_says_when_to_come_back(server: Server, track: HandTrack) -> None:
+    visits = [server.race(**GOOD) for _ in range(3)]
+    for visit in visits:
+        visit.next()
+    late = server.race(**GOOD)
+    assert late.status == 429 and int(late.headers["Retry-After"]) > 0
+    assert "in line already" in late.body
+    late.leave()
+    track.may_end.set()
+    for visit in visits:
+        visit.rest()
+
+
+def test_a_tab_closed_during_its_race_frees_the_place(server: Server, track: HandTrack, demo: Demo) -> None:
+    first = server.race(**GOOD | {"prompt": "first"})
+    assert first.next() == {"type": "started"}
+    second = server.race(**GOOD | {"prompt": "second"})
+    assert second.next() == {"type": "waiting", "ahead": 1}
+    first.leave()
+    assert second.next() == {"type": "started"}
+    assert track.closed == ["first"]
+    second.leave()
+    until(lambda: len(demo.line) == 0)
+    until(lambda: track.closed == ["first", "second"])
+
+
+def test_a_tab_closed_in_line_frees_the_place(server: Server, track: HandTrack, demo: Demo) -> None:
+    first, second = server.race(**GOOD | {"prompt": "first"}), server.race(**GOOD | {"prompt": "second"})
+    assert first.next() and second.next()
+    third = server.race(**GOOD | {"prompt": "third"})
+    assert third.next() == {"type": "waiting", "ahead": 2}
+    second.leave()
+    assert third.next() == {"type": "waiting", "ahead": 1}
+    track.may_end.set()
+    assert first.rest()[-1] == third.rest()[-1] == {"type": "finished"}
+    assert track.racing == ["first", "third"]
+
+
+def test_a_race_that_fails_tells_no_secrets_and_hurts_nobody(server: Server, track: HandTrack) -> None:
+    broken = server.race(**GOOD | {"prompt": "breaks"}).rest()
+    assert broken[-1]["type"] == "error" and "secret" not in broken[-1]["message"]
+    track.may_end.set()
+    assert server.race(**GOOD).rest()[-1] == {"type": "finished"}

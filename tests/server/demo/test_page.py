@@ -1,0 +1,170 @@
+"""The page in headless Chromium, against the real engine on a tiny family."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytest.importorskip("playwright.sync_api")
+
+from playwright.sync_api import sync_playwright
+
+from outrider.server.demo.app import Demo
+from outrider.server.demo.track import Track
+
+from .conftest import Server, serving
+
+pytestmark = pytest.mark.browser
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+PATIENCE = 120_000  # milliseconds: a machine may have other things to do
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_playwright() as started:
+        own = started.chromium.executable_path
+        found = own if Path(own).exists() else next(filter(None, map(shutil.which, BROWSERS)), None)
+        if found is None:
+            pytest.skip("no Chromium: run `playwright install chromium`, or install one with the system's packages")
+        browser = started.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def server(track: Track) -> Iterator[Server]:
+    demo = Demo(track, {"target": "tiny", "draft": "twin", "plain_tok_s": 100.0})
+    with serving(demo.app()) as server:
+        yield server
+    demo.close()
+
+
+class Visitor:
+    """A page, and everything it complained of."""
+
+    def __init__(self, browser: Any, url: str, **options: Any) -> None:
+        self.context = browser.new_context(reduced_motion="reduce", **options)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(PATIENCE)
+        self.complaints: list[str] = []
+        self.page.on("console", lambda said: self.complaints.append(said.text) if said.type in ("error", "warning") else None)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda asked: None if asked.url.startswith(url) else self.complaints.append(asked.url))
+        self.page.goto(url)
+        self.page.locator("#method option").first.wait_for(state="attached")
+
+    def race(self, accuracy: int = 100, temperature: float = 0.0, length: int = 32) -> None:
+        page = self.page
+        page.select_option("#length", str(length))
+        page.locator("#accuracy").fill(str(accuracy))
+        page.locator("#temperature").fill(str(temperature))
+        page.click("#start")
+        self.see("#verdict small", ".")
+
+    def see(self, where: str, text: str) -> None:
+        """Waits until the text stands there."""
+        self.page.locator(where, has_text=text).wait_for()
+
+    def figure(self, name: str) -> float:
+        return float(self.page.inner_text(f"[data-figure={name}]").rstrip("%\u00d7"))
+
+    def said(self, lane: str) -> str:
+        return str(self.page.evaluate(f"[...document.querySelectorAll('#lane-{lane} .said')].map(s => s.textContent).join('')"))
+
+
+@pytest.fixture
+def visitor(browser: Any, server: Server) -> Iterator[Visitor]:
+    visitor = Visitor(browser, server.url, viewport={"width": 1280, "height": 900})
+    yield visitor
+    visitor.context.close()
+    assert not visitor.complaints
+
+
+def test_the_slider_moves_the_measured_acceptance_and_no_word(visitor: Visitor) -> None:
+    rates, texts = [], set()
+    for accuracy in (100, 50, 0):
+        visitor.race(accuracy)
+        rates.append(visitor.figure("alpha"))
+        assert visitor.said("plain") == visitor.said("speculative") != ""
+        assert "The same text, token for token" in visitor.page.inner_text("#verdict")
+        texts.add(visitor.said("speculative"))
+    assert rates[0] == 100 and 10 < rates[1] < 90 and rates[2] < 5
+    assert len(texts) == 1
+    assert visitor.page.locator("#lane-speculative del").count() > 10
+    assert visitor.page.locator("#lane-speculative .tok.corrected").count() > 10
+
+
+def test_a_clicked_token_shows_its_distributions(visitor: Visitor) -> None:
+    page = visitor.page
+    page.locator("#k").fill("2")
+    visitor.race(accuracy=50, temperature=1.0)
+    page.locator("#lane-speculative .tok.corrected .said").first.click()
+    heads = page.locator(".odds thead th").all_inner_texts()
+    assert [head.split()[0] for head in heads] == ["Token", "Draft", "Target", "Residual:"]
+    assert page.locator(".odds tr.emitted").count() == 1
+    assert "it was rejected" in page.inner_text(".story")
+    page.locator("#lane-plain .tok .said").last.click()
+    assert page.locator(".tok[aria-selected=true]").count() == 1
+    assert "Nothing was drafted here" in page.inner_text(".story")
+
+
+def test_it_can_be_used_by_keyboard_alone(visitor: Visitor) -> None:
+    page = visitor.page
+
+    def focused() -> str:
+        return str(page.evaluate("document.activeElement.id || document.activeElement.textContent"))
+
+    order = []
+    for _ in range(14):
+        page.keyboard.press("Tab")
+        order.append(focused())
+        if order[-1] == "start":
+            break
+    wanted = ["prompt", "method", "length", "k", "auto", "temperature", "accuracy", "start"]
+    assert [each for each in order if each in wanted] == wanted
+    page.locator("#accuracy").focus()
+    page.keyboard.press("ArrowLeft")
+    assert page.inner_text("#accuracy-value") == "95%"
+    page.locator("#length").select_option("32")
+    page.locator("#prompt").focus()
+    page.keyboard.press("Control+Enter")
+    visitor.see("#verdict small", ".")
+    page.locator("#lane-speculative .text").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    tokens = "[...document.querySelectorAll('#lane-speculative .tok')]"
+    assert page.evaluate(f"{tokens}.indexOf(document.activeElement)") == 2
+    page.keyboard.press("End")
+    assert page.evaluate(f"{tokens}.at(-1) === document.activeElement")
+    assert page.locator(".detail").is_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read_in_both_colour_schemes_and_on_a_narrow_screen(browser: Any, server: Server, scheme: str) -> None:
+    """Every colour of text against what it stands on: at least 4.5 to 1 (WCAG 2.2, AA)."""
+    visitor = Visitor(browser, server.url, color_scheme=scheme, viewport={"width": 390, "height": 844})
+    visitor.race(accuracy=50)
+    visitor.page.locator("#lane-speculative .tok.corrected .said").first.click()
+    assert visitor.page.evaluate("document.documentElement.scrollWidth") <= 390
+    poor = visitor.page.evaluate((Path(__file__).parent / "contrasts.js").read_text())
+    assert not poor and not visitor.complaints
+    visitor.context.close()
+
+
+def test_mistakes_and_a_server_that_is_gone_are_said_on_the_page(visitor: Visitor) -> None:
+    page = visitor.page
+    page.fill("#prompt", "x y z " * 600)
+    page.click("#start")
+    visitor.see("#status.error", "tokens; with 128 to come")
+    page.route("**/api/race", lambda route: route.abort())
+    page.click("#start")
+    visitor.see("#status.error", "does not answer")
+    assert page.is_enabled("#start")
+    assert len(visitor.complaints) == 2 and all("Failed to load" in each for each in visitor.complaints)
+    visitor.complaints.clear()
