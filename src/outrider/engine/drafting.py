@@ -213,13 +213,13 @@ def _useful(checked: Checked, context: Context) -> Checked:
     parents = proposal.parents.tolist() if proposal.parents is not None else None
     kept = []
     for b, request in enumerate(context.requests):
-        drafts, tree = checked.token_ids[b], None if parents is None else parents[b]
+        drafts, tree, most = checked.token_ids[b], None if parents is None else parents[b], own[b]
         nodes: list[int] = []
         depths = {-1: 0}  # of the nodes that are kept
         output = request.token_ids[request.num_prompt_tokens :]
         for node in range(checked.lens[b]):
             parent = node - 1 if tree is None else tree[node]
-            if parent not in depths or (is_tree and own[b] is not None and depths[parent] >= own[b]):
+            if parent not in depths or (is_tree and most is not None and depths[parent] >= most):
                 continue
             if has_grammar and request.matcher is not None:
                 allowed = request.matcher.allowed(output, path_to(parent, drafts, tree))

@@ -18,10 +18,11 @@ from outrider.types import OutriderError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
     from transformers import PreTrainedTokenizerBase
 
 # A blank, or a new line and how far it is indented: endless blanks would be JSON too.
-JSON_OPTIONS: dict[str, Any] = {"whitespace_flexible": True, "whitespace_pattern": r"(\n {0,16}| )?"}
+JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": r"(\n {0,16}| )?"}
 NUM_CACHED = 64  # grammars kept compiled
 
 

@@ -20,7 +20,7 @@ class Metrics:
 
     def __init__(self, bridge: EngineBridge, model: str) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineCounts(bridge, model))  # type: ignore[arg-type]
+        self.registry.register(_EngineCounts(bridge, model))
         labels, here = ["model_name"], {"model_name": model}
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
