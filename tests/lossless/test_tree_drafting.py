@@ -155,7 +155,7 @@ def test_the_confident_tree_holds_the_likeliest_paths(k: int) -> None:
     text: Text = PROMPT
     sampler = Sampler([make_request(text)], VOCAB)
     round_ = eagle._Round(Context((make_request(text),), (9,), sampler), [0], k, VOCAB)
-    proposal = eagle._confident_tree(TableHead(text), round_, torch.zeros(1, 1), VOCAB**2, 5)
+    proposal = eagle._confident_tree(TableHead(text), round_, torch.zeros(1, 1), VOCAB**2, eagle._Candidates(5))
     worth: dict[Text, float] = {}
     for depth in range(1, k + 1):
         for path in itertools.product(range(VOCAB), repeat=depth):
@@ -174,7 +174,7 @@ def test_a_limit_cuts_the_tree_by_depth() -> None:
     sampler = Sampler([make_request(PROMPT)], VOCAB)
     round_ = eagle._Round(Context((make_request(PROMPT),), (1,), sampler), [0], 3, VOCAB)
     round_.limits = [1]
-    proposal = eagle._confident_tree(TableHead(PROMPT), round_, torch.zeros(1, 1), 2, 6)
+    proposal = eagle._confident_tree(TableHead(PROMPT), round_, torch.zeros(1, 1), 2, eagle._Candidates(6))
     assert set(proposal.parents[0, : int(proposal.lens[0])].tolist()) == {-1}
 
 

@@ -208,7 +208,7 @@ def _confident_tree(head: HeadRunner, round_: _Round, out: Tensor, top_k: int, f
 class _Candidates:
     """All nodes ever proposed, and the choice among them: [A, C] tensors that grow by a level at a time."""
 
-    def __init__(self, num_nodes: int, bill: Bill | None, started: float) -> None:
+    def __init__(self, num_nodes: int, bill: Bill | None = None, started: float = 0.0) -> None:
         """At most ``num_nodes`` are chosen; with a ``bill`` as many as pay, of drafting that began at ``started``."""
         self.num_nodes, self._bill, self._started = num_nodes, bill, started
         self.tokens = self.values = self.parents = torch.empty(0)
