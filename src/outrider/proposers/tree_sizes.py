@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from time import perf_counter
-from typing import Any
 
 from outrider.proposers.trees import TreeShape, grown, shape_of
 from outrider.runner import ModelRunner
@@ -54,7 +53,7 @@ class TreeSizes:
         self.is_fixed = fixed is not None
         self.most = fixed or (60 if target.device.type == "cuda" else 16)
         self._passes = pass_costs(target)
-        self._bills: dict[tuple[int, int], Any] = {}  # (batch, cache bucket) -> rounds until it is made anew, bill
+        self._bills: dict[tuple[int, int], tuple[int, Bill]] = {}  # (batch, cache bucket) -> rounds that it still holds, bill
         self._step = 0.0  # seconds of a step of drafting
         self._nodes_a_level = 2.0
         self._grown: dict[int, tuple[list[tuple[int, ...]], list[float]]] = {}
@@ -78,11 +77,11 @@ class TreeSizes:
             return None
         batch, cache_len = len(context.requests), max([len(request.token_ids) for request in context.requests])
         key = batch, cache_len // CACHE_BUCKET
-        known = self._bills.get(key)
-        if known is None or known[0] == 0:
-            known = self._bills[key] = [REFRESH, Bill(batch, 0.0, self._prices(batch, cache_len))]
-        known[0] -= 1
-        return known[1]
+        left, bill = self._bills.get(key, (0, None))
+        if bill is None or left == 0:
+            left, bill = REFRESH, Bill(batch, 0.0, self._prices(batch, cache_len))
+        self._bills[key] = left - 1, bill
+        return bill
 
     def _prices(self, batch: int, cache_len: int) -> list[float]:
         passes: list[float] = []
