@@ -113,7 +113,7 @@ class EagleProposer(Proposer):
             return Proposal.empty(len(context.requests))
         round_ = _Round(context, able, k, self._vocab_size)
         if context.sampler.is_deterministic:
-            found = _Candidates(self._sizes.limit(k), self._sizes.bill(context), started)
+            found = _Candidates(self._sizes.most, self._sizes.bill(context), started)
             proposal = _confident_tree(self.head, round_, out, self._config.top_k, found)
             depth, num_steps = found.depth, found.num_levels
         else:

@@ -62,14 +62,9 @@ class TreeSizes:
             for width in (1, 1 + self.most):
                 self._passes.observe(width, 1, 0, target.pass_cost(width, 1, 0, repeat=1))
 
-    def limit(self, k: int) -> int:
-        """The most nodes of a tree of depth k."""
-        return min(self.most, 2 * k) if self.is_fixed else self.most
-
     def expected(self, k: int) -> int:
         """Nodes of a tree of depth k, as they lately were."""
-        each = 2.0 if self.is_fixed else self._nodes_a_level
-        return max(1, min(self.most, round(each * k))) if k else 0
+        return max(1, min(self.most, round(self._nodes_a_level * k))) if k else 0
 
     def bill(self, context: Context) -> Bill | None:
         """The prices of this round before any drafting; None where the size is fixed."""
@@ -105,7 +100,7 @@ class TreeSizes:
         """
         k = len(acceptance)
         if k not in self._grown:
-            self._grown[k] = grown(acceptance, self.limit(k))
+            self._grown[k] = grown(acceptance, self.most)
         paths, worths = self._grown[k]
         size, bill = len(paths), None if context is None else self.bill(context)
         if bill is not None:
