@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from outrider.runner import kernels, linear, loading
 from outrider.runner.config import RunnerConfig
+from outrider.runner.costs import PassCosts
 from outrider.runner.kv_cache import KVCache, cache_shape
 from outrider.runner.layer_span import WHOLE, LayerSpan, behind
 from outrider.runner.layouts import SHORT, Layouts, rows_from
@@ -52,7 +53,8 @@ class ModelRunner:
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         compute = torch.float32 if linear.is_packed(model) else model.dtype
         self.cache = KVCache(cache_shape(text), config.max_batch, self.max_len, compute, device)
-        self.passes = PassRunner(model, self.cache, config.compile)
+        self.costs = PassCosts()  # of its passes: one table, whichever engines it serves
+        self.passes = PassRunner(model, self.cache, config.compile, self.costs.renew)
         self.needs_hidden: tuple[int, ...] = ()  # hidden states that every score reports, counted as types.Scores says
         self.first_layers: FirstLayers | None = None  # of this round's drafts, where drafting ran them
         self._read = ReadHidden()
