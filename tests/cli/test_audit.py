@@ -14,7 +14,24 @@ from tiny_folder import make_folder
 from outrider.audit import sampling
 
 Run = Callable[..., "tuple[int, str, str]"]
-QUICK = ["--compile", "never", "--k", 2, "--num-prompts", 2, "--max-tokens", 8, "--tv", 0.2, "--temperature", 0.4]
+QUICK = [
+    "--compile",
+    "never",
+    "--k",
+    2,
+    "--num-prompts",
+    2,
+    "--max-tokens",
+    8,
+    "--tv",
+    0.3,
+    "--power",
+    0.9,
+    "--temperature",
+    0.4,
+    "--batch",
+    256,
+]
 
 
 @pytest.fixture(scope="module")
