@@ -29,9 +29,7 @@ def traffic(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_plan_is_written_that_serve_reads(
-    outrider: Run, target: Path, draft: Path, traffic: Path, tmp_path: Path
-) -> None:
+def test_a_plan_is_written_that_serve_reads(outrider: Run, target: Path, draft: Path, traffic: Path, tmp_path: Path) -> None:
     out, page = tmp_path / "plan.toml", tmp_path / "tune.html"
     code, shown, err = outrider(
         "tune", "--target", target, "--draft", draft, "--traffic", traffic, *QUICK, "--methods", "draft,suffix,early-exit",

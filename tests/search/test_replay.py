@@ -167,7 +167,9 @@ class Short(Proposer):
     """Stops after one draft, however many are asked for."""
 
     def propose(self, context: Context, k: int) -> Proposal:
-        return Proposal(torch.ones(len(context.requests), 1, dtype=torch.long), torch.ones(len(context.requests), dtype=torch.long))
+        return Proposal(
+            torch.ones(len(context.requests), 1, dtype=torch.long), torch.ones(len(context.requests), dtype=torch.long)
+        )
 
 
 def test_a_proposer_that_stops_early_is_not_credited_with_more() -> None:

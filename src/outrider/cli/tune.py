@@ -183,10 +183,10 @@ def finish(search: Search, chosen: Choice, models: ModelOptions, output: OutputO
     out = Console(highlight=False)
     if found["candidates"]:
         out.print(report.table(found))
-    for method, why in found["not_possible"].items():
-        out.print(f"not possible: {method}: {why}", markup=False, soft_wrap=True)
+    notes = [f"left behind: {said}" for said in report.left_behind(found)]
+    notes += [f"not possible: {method}: {why}" for method, why in found["not_possible"].items()]
     written = [str(path) for path in (output.plan, output.journal, output.report) if path is not None]
-    for line in (report.stages(found["seconds"]), report.verdict(found), f"written: {', '.join(written)}"):
+    for line in (*notes, report.stages(found["seconds"]), report.verdict(found), f"written: {', '.join(written)}"):
         out.print(line, markup=False, soft_wrap=True)
 
 

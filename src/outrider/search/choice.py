@@ -13,7 +13,7 @@ from outrider.registry import split_method
 from outrider.search.confirming import Measured, Ratio, ratio
 
 CANDIDATES = 8  # confirmed at most
-OF_ONE_METHOD = 3
+OF_ONE_METHOD = 2  # fixed lengths, beside the one that adapts
 HOPELESS = 0.7  # of the best prediction, or of plain decoding: predictions are not that far off
 ALIKE = 0.03  # at most given away for a simpler candidate
 
@@ -62,10 +62,11 @@ def shortlist(predictions: Sequence[Prediction]) -> tuple[list[Contender], dict[
     chosen: list[Contender] = []
     reasons: dict[str, str] = {}
     for each in ranked:
-        label, mine = each.contender.label, sum(other.method == each.method for other in chosen)
+        label = each.contender.label
+        mine = sum(other.method == each.method and isinstance(other.k, int) for other in chosen)
         if each.speedup < HOPELESS * best:
             reasons[label] = f"predicted at {each.speedup:.2f} times plain decoding: too slow to be confirmed"
-        elif mine >= OF_ONE_METHOD:
+        elif mine >= OF_ONE_METHOD and isinstance(each.k, int):
             reasons[label] = f"predicted at {each.speedup:.2f}: {OF_ONE_METHOD} lengths that promised more were confirmed"
         elif len(chosen) >= CANDIDATES:
             reasons[label] = f"predicted at {each.speedup:.2f}: {CANDIDATES} candidates that promised more were confirmed"

@@ -45,28 +45,32 @@ def heats(candidates: Sequence[Contender], texts: Sequence[Text], repeat: int) -
     return [*plan, (count, len(texts), repeat)]
 
 
-def run(contenders: Contenders, heat: Heat, batch: int, tick: Tick) -> Iterator[Measured]:
+def run(
+    contenders: Contenders, heat: Heat, batch: int, warm: set[tuple[Contender, int]], tick: Tick = lambda what, advance: None
+) -> Iterator[Measured]:
     """Yields the measurements of each repeat.
 
     Contenders follow each other on each batch of prompts, beginning with another one each time, so that a machine that slows
-    down or speeds up does so for all of them.
+    down or speeds up does so for all of them. ``warm``: those that need no warming up at that batch size any more.
     """
     order = [PLAIN_CONTENDER, *heat.contenders]
     for contender in order:
-        tick(f"{contender.label}, batch {batch}: warming up", 0)
-        warm_up(contenders, contender, [text.prompt for text in heat.texts], batch)
-    turn = 0
+        if (contender, batch) not in warm:
+            tick(f"{contender.label}, batch {batch}: warming up", 0)
+            warm_up(contenders, contender, [text.prompt for text in heat.texts], batch)
+            warm.add((contender, batch))
+    turn = done = 0
     for _ in range(heat.repeat):
         measured: Measured = {contender.label: {"tokens": [[]], "seconds": [[]]} for contender in order}
         for start in range(0, len(heat.texts), batch):
             part = heat.texts[start : start + batch]
             prompts, params = [text.prompt for text in part], [text.again for text in part]
             for contender in order[turn % len(order) :] + order[: turn % len(order)]:
-                tick(f"{contender.label}, batch {batch}", 0)
+                tick(f"{contender.label}, batch {batch}", done)
                 generated = generate(contenders, contender, prompts, params, batch)
                 measured[contender.label]["tokens"][0].append(generated.num_tokens)
                 measured[contender.label]["seconds"][0].append(generated.seconds)
-                tick(f"{contender.label}, batch {batch}", 1)
+                done = 1
             turn += 1
         yield measured
 

@@ -69,7 +69,7 @@ class _Leader(Verifier):
             path.append(follower)
             node = follower
         if path and node not in children:
-            path.pop()  # the target says this one: so the next round's first draft is of the token behind it, which none tried yet
+            path.pop()  # the target says this one, so that the next round drafts the token behind it, which none has tried
         return path, Drafted(min(max(depths, default=0), len(rest) - 1), tuple(chances))
 
     def _chance(self, proposal: Proposal, target: Tensor, b: int, node: int, tried: list[int], wanted: int) -> float:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FACTS = ("target", "device", "dtype", "threads", "command", "date", "commit", "version")
 COLUMNS = ("method", "k", "predicted", "tokens a round", "confirmed", "95%", "why")
-SHOWN = 12  # candidates in the terminal's table; the page has all
+SHOWN, TOLD = 10, 4  # candidates in the terminal's table, and those of which it is told why they were left; the page has all
 
 
 def result(search: Search, chosen: Choice, target: str) -> dict[str, Any]:
@@ -70,14 +70,19 @@ def table(found: Mapping[str, Any]) -> Table:
     from rich import box
     from rich.table import Table
 
-    title = f"{found['target']} on {found['device']}: speed over plain decoding, prompts included"
+    title = f"{found['target']}: speed over plain decoding, prompts included"
     view = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in COLUMNS:
-        is_text = name in ("method", "why")
-        view.add_column(name, justify="left" if is_text else "right", no_wrap=name != "why", overflow="fold")
+    for name in COLUMNS[:-1]:
+        view.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
     for row in rows(found)[:SHOWN]:
-        view.add_row(*row)
+        view.add_row(*row[:-1])
     return view
+
+
+def left_behind(found: Mapping[str, Any]) -> list[str]:
+    """Why the next best were not chosen."""
+    others = [row for row in found["candidates"] if not row["chosen"]][:TOLD]
+    return [f"{row['method']} k={row['k']}: {row['why']}" for row in others]
 
 
 def rows(found: Mapping[str, Any]) -> list[list[str]]:
@@ -106,13 +111,12 @@ def verdict(found: Mapping[str, Any]) -> str:
 def notes(found: Mapping[str, Any]) -> list[str]:
     """What stands above the values of the plan."""
     traffic, batches = found["traffic"], ", ".join(map(str, found["batches"]))
-    runners_up = [row for row in found["candidates"] if not row["chosen"] and row["confirmed"]][:3]
     lines = [
         f"Found by outrider tune {found['version']} on {found['date'][:10]}, {found['device']},",
         f"from {traffic['prompts']} prompts with {traffic['tokens']} tokens of answers, {batches} at a time.",
         f"{found['chosen']['label']}: {found['reason']}.",
     ]
-    lines += [f"Left behind: {row['method']} k={row['k']}, {row['why']}." for row in runners_up]
+    lines += [f"Left behind: {said}." for said in left_behind(found)]
     return [*lines, "Measured on one machine with one traffic: on another, tune again."]
 
 

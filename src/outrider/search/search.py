@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 TOGETHER = 8  # texts recorded and replayed at a time
 LED = 6  # drafts a round where a chain is led: what is not seen from one place is seen from the next
-LED_TOKENS = 768  # of recorded text along which a proposer is led that the target has to be run for
+LED_TOKENS = 512  # of recorded text along which a proposer is led that the target has to be run for
 JOINED_FROM = 1.05  # times plain decoding that each of two methods must promise for them to be joined
 
 
@@ -70,6 +70,7 @@ class Search:
         self.predictions: list[Prediction] = []
         self.measured: dict[str, list[Measured]] = {}  # label -> the last heat it ran in, at each batch size
         self._replays: dict[str, Replay] = {}
+        self._warm: set[tuple[Contender, int]] = set()  # contenders that ran at that batch size
         self._stage, self._done, self._total, self._started = "", 0, 0, 0.0
 
     def run(self) -> Choice:
@@ -173,13 +174,8 @@ class Search:
     def _traces(self, proposer: Proposer, texts: Sequence[Text], k: int) -> list[Trace]:
         runner = self.llm.runner
         if proposer.reads_text_only:
-            traces = []
-            for text in texts:
-                traces.append(replay_text(proposer, text, k, runner.vocab_size))
-                self._tick("", len(text.output))
-            return traces
-        coupled = self.llm.speculation.same_text
-        traces = []
+            return [replay_text(proposer, text, k, runner.vocab_size) for text in texts]
+        coupled, traces = self.llm.speculation.same_text, list[Trace]()
         together = min(TOGETHER, runner.max_batch)
         for start in range(0, len(texts), together):
             group = texts[start : start + together]
@@ -226,7 +222,7 @@ class Search:
         """One heat at one batch size; repeats that the journal holds are not run again."""
         names = [f"heat {number}, batch {batch}, repeat {repeat}" for repeat in range(heat.repeat)]
         known = [name for name in names if self.journal.has("confirmed", name)]
-        left = confirming.run(self.contenders, replace(heat, repeat=heat.repeat - len(known)), batch, self._tick)
+        left = confirming.run(self.contenders, replace(heat, repeat=heat.repeat - len(known)), batch, self._warm, self._tick)
         stored = [self.journal.once("confirmed", name, lambda: next(left)) for name in names]
         return confirming.added(stored)
 
@@ -248,10 +244,7 @@ def led_lengths(proposer: Proposer, longest: int) -> list[int]:
         return [longest]
     if not proposer.drafts_trees:
         return [min(longest, LED)]
-    lengths = [longest]
-    while lengths[-1] > 1:
-        lengths.append(lengths[-1] // 2)
-    return lengths
+    return sorted({longest, max(1, longest // 2)})
 
 
 def some_of(texts: Sequence[Text], num_tokens: int) -> list[Text]:
