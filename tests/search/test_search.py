@@ -12,7 +12,6 @@ from tiny_folder import make_folder
 
 from outrider import LLM
 from outrider.bench.contenders import PLAIN, Contender
-from outrider.engine import GenerationStats
 from outrider.engine.methods import chosen_methods, fitting_proposers
 from outrider.proposers.base import Proposer
 from outrider.proposers.degraded import Degraded
@@ -50,8 +49,9 @@ def texts(count: int = 4, length: int = 24) -> list[Text]:
 def clockless(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, Speed], list[tuple[str, ...]]]:
     """Replaces what is timed by what a test says: drafting's price, and the speed of each contender. Gives who ran together."""
 
-    def use(draft: float, speed: Speed) -> list[tuple[str, ...]]:
+    def use(draft: float, speed: Speed, hopeless: float = 0.0) -> list[tuple[str, ...]]:
         ran: list[tuple[str, ...]] = []
+        monkeypatch.setattr(choice, "HOPELESS", hopeless)
         monkeypatch.setattr(prices, "measure", lambda *args: toys.prices(draft=draft))
 
         def run(contenders: Any, heat: confirming.Heat, batch: int, *rest: Any) -> Iterator[confirming.Measured]:
@@ -83,7 +83,7 @@ def test_a_good_draft_is_found_and_its_report_says_why(llm: LLM, twin: Proposer,
     by_length = {each.k: each for each in found.predictions}
     assert by_length[4].tau == pytest.approx(24 / 5, rel=0.05)  # every draft is right: five tokens a round, but for the last
     assert by_length[4].speedup > by_length[2].speedup > by_length[1].speedup > 1
-    assert ran == [("draft k=4", "draft k=auto", "draft k=2")] or set(ran[0]) == {"draft k=4", "draft k=auto", "draft k=2"}
+    assert [set(labels) for labels in ran] == [{"draft k=4", "draft k=auto", "draft k=2"}]
     document = result(found, chosen, "toy")
     json.dumps(document)
     assert document["chosen"] == {"method": "draft", "k": 4, "label": "draft k=4"}
@@ -94,7 +94,7 @@ def test_a_good_draft_is_found_and_its_report_says_why(llm: LLM, twin: Proposer,
 
 
 def test_a_draft_made_useless_means_plain_decoding(llm: LLM, twin: Proposer, clockless: Any) -> None:
-    ran = clockless(0.1, lambda each: 1.0 if each.is_plain else 0.99)
+    ran = clockless(0.1, lambda each: 1.0 if each.is_plain else 0.99, hopeless=choice.HOPELESS)
     found = started(llm, {"draft": Degraded(twin, accuracy=0.0)})
     chosen = found.run()
     assert chosen.chosen.is_plain
@@ -124,38 +124,30 @@ def test_a_method_that_fails_on_the_way_is_left_out_with_the_reason(llm: LLM, tw
     assert not llm.engine.has_work and llm.proposer.name == PLAIN
 
 
-@pytest.mark.parametrize("stop_at", range(1, 9))
+@pytest.mark.parametrize("stop_at", [2, 4, 7])
 def test_an_interrupt_loses_only_what_was_under_way(
     llm: LLM, twin: Proposer, clockless: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
 ) -> None:
     clockless(0.05, lambda each: {0: 1.0, 1: 1.5, 2: 2.0, 4: 2.8, "auto": 2.5}[each.k])
-    once, calls = Journal.once, []
+    once, stop, sought = Journal.once, stop_at, list[tuple[str, str]]()
 
-    def interrupted(self: Journal, stage: str, name: str, find: Callable[[], Any]) -> Any:
+    def counted(self: Journal, stage: str, name: str, find: Callable[[], Any]) -> Any:
         if not self.has(stage, name):
-            calls.append((stage, name))
-            if len(calls) == stop_at:
+            if len(sought) == stop - 1:
                 raise KeyboardInterrupt
+            sought.append((stage, name))
         return once(self, stage, name, find)
 
     file = tmp_path / "found.json"
     proposers = {"draft": twin, **fitting_proposers(llm.speculation, llm.runner, llm.tokenizer, ["ngram"])[0]}
-    monkeypatch.setattr(Journal, "once", interrupted)
-    try:
+    monkeypatch.setattr(Journal, "once", counted)
+    with pytest.raises(KeyboardInterrupt):
         started(llm, dict(proposers), Journal(file, {"a": 1})).run()
-        assert stop_at > len(calls)
-    except KeyboardInterrupt:
-        pass
-    first = list(calls)
-    calls.clear()
-    monkeypatch.setattr(
-        Journal, "once", lambda *args: [calls.append(args[1:3]) if not args[0].has(*args[1:3]) else 0, once(*args)][1]
-    )
-    again = started(
-        llm, dict(proposers), Journal(file, {"a": 1}, resume=stop_at > 1 or file.exists()) if file.exists() else None
-    )
-    assert again.run().chosen == Contender("draft", 4)
-    assert not set(first[: stop_at - 1]) & set(calls)
+    before = list(sought)
+    stop = 1000
+    assert started(llm, dict(proposers), Journal(file, {"a": 1}, resume=True)).run().chosen == Contender("ngram", 4)
+    assert len(before) == stop_at - 1 and len(sought) > len(before)
+    assert len(set(sought)) == len(sought)  # nothing was looked for twice
 
 
 def test_a_journal_of_another_question_is_refused(tmp_path: Path) -> None:
@@ -178,12 +170,11 @@ def test_recorded_answers_are_plain_decoding_s(llm: LLM, twin: Proposer) -> None
 def test_prices_are_of_rounds_that_the_engine_ran(llm: LLM, twin: Proposer) -> None:
     found = started(llm, {"draft": twin})
     found.texts = found.record()
-    before = GenerationStats()
     (priced,) = found.price("draft").values()
-    assert set(priced.rounds) == {0, 1, 2, 4, 8, 15} and priced.plain > 0
+    assert set(priced.rounds) >= {0, 1, 2, 4} and priced.plain > 0
     assert all(each.draft > 0 and each.score > 0 for depth, each in priced.rounds.items() if depth)
-    assert priced.rounds[0].draft == 0 and priced.rounds[15].draft > priced.rounds[1].draft
-    assert llm.proposer.name == PLAIN and llm.engine.observer is None and before.num_tokens == 0
+    assert priced.rounds[0].draft == 0 and priced.rounds[max(priced.rounds)].draft > priced.rounds[1].draft
+    assert llm.proposer.name == PLAIN and llm.engine.observer is None
 
 
 def test_a_method_that_never_drafts_is_priced_by_width_alone(llm: LLM) -> None:

@@ -46,13 +46,16 @@ class Choice:
     others: dict[str, str]
 
 
-def simplicity(contender: Contender, proposers: Mapping[str, Proposer]) -> tuple[int | str, ...]:
-    """Sorts what is simpler to serve first: no drafts, no model, no second model, one method; then a length that adapts."""
+def simplicity(contender: Contender, proposers: Mapping[str, Proposer]) -> tuple[int, ...]:
+    """Sorts what is simpler to serve first: no drafts, one method, no second model, no model; then a length that adapts.
+
+    What is equal by that comes in the order of ``proposers``.
+    """
     if contender.is_plain:
         return (0,)
     proposer, (name, _) = proposers[contender.method], split_method(contender.method)
     length = 0 if isinstance(contender.k, str) else contender.k
-    return 1, name.count("+"), proposer.takes_draft, not proposer.reads_text_only, length, contender.method
+    return 1, name.count("+"), proposer.takes_draft, not proposer.reads_text_only, [*proposers].index(contender.method), length
 
 
 def shortlist(predictions: Sequence[Prediction]) -> tuple[list[Contender], dict[str, str]]:
