@@ -12,6 +12,7 @@ from tiny_folder import make_folder
 
 from outrider import LLM
 from outrider.bench.contenders import PLAIN, Contender
+from outrider.engine import PhaseTimes, Round
 from outrider.engine.methods import chosen_methods, fitting_proposers
 from outrider.proposers.base import Proposer
 from outrider.proposers.degraded import Degraded
@@ -183,6 +184,13 @@ def test_a_method_that_never_drafts_is_priced_by_width_alone(llm: LLM) -> None:
     found.texts = found.record()
     (priced,) = found.price("ngram:min_n=20:max_n=20").values()
     assert set(priced.rounds) == {0, 1, 2, 4, 8, 15} and priced.rounds[8].score >= priced.rounds[0].score
+
+
+def test_a_block_s_first_round_and_a_hiccup_of_one_are_no_price() -> None:
+    watch = prices._Watch(1)
+    for number, (depth, seconds) in enumerate([(0, 1.0)] * 5 + [(2, 50.0), (2, 2.0), (2, 2.1), (2, 2.2), (3, 90.0)], start=1):
+        watch.rounds.append((number, Round(depth, [depth], [depth], [0], PhaseTimes(score=seconds))))
+    assert {depth: price.score for depth, price in watch.priced().items()} == {0: 1.0, 2: 2.1}
 
 
 def test_which_methods_a_target_can_have(llm: LLM) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 6  # of each draft length; the first, which may have text to catch up with, does not count
 MEASURED = (1, 2, 4, 8, 15)  # draft lengths, as far as a method goes; between them prices are straight lines
+ENOUGH = 3  # rounds with drafts of one length for a price: fewer may have been hiccups
 MOST_GROUPS = 16  # of prompts, over which the rounds are spread
 
 
@@ -136,6 +137,7 @@ class _Watch:
                 median(each.verify + each.host for each in times),
             )
             for depth, times in sorted(found.items())
+            if len(times) >= ENOUGH or not depth
         }
 
     def vain(self) -> float:
@@ -150,7 +152,8 @@ def measure(contenders: Contenders, method: str, texts: Sequence[Text], batch: i
     Where there never was a draft rounds are priced by passes of their width alone. Raises ``OutriderError`` where the proposer
     fails and where no answer is long enough for a round to be measured.
     """
-    blocks, watch = _Blocks([0, *(k for k in MEASURED if k < longest), longest]), _Watch(batch)
+    # Plain rounds at both ends: every prediction is a ratio to them.
+    blocks, watch = _Blocks([0, *(k for k in MEASURED if k < longest), longest, 0]), _Watch(batch)
     num_tokens, undrafted = 0, 0.0
     with contenders.active(Contender(method, longest)):
         llm = contenders.llm
@@ -173,7 +176,7 @@ def measure(contenders: Contenders, method: str, texts: Sequence[Text], batch: i
         if len(rounds) == 1:
             cache_len = int(fmean(len(text.prompt) for text in texts))
             one = llm.runner.pass_cost(1, batch, cache_len)
-            for k in blocks.lengths[1:]:
+            for k in blocks.lengths[1:-1]:
                 wider = llm.runner.pass_cost(1 + llm.proposer.num_nodes(k), batch, cache_len)
                 rounds[k] = Price(vain, rounds[0].score * max(wider / one, 1.0), rounds[0].outside)
     first_layer = max(round_.first_layer for _, round_ in watch.rounds)
