@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.engine.costs import pass_costs
 from outrider.engine.policy import POLICIES, FixedLength, LengthPolicy
 from outrider.proposers.base import Proposer, Setting
 from outrider.registry import (
@@ -134,5 +133,5 @@ def build_policy(speculation: Speculation, runner: ModelRunner, proposer: Propos
     if isinstance(k, int):
         return FixedLength(min(k, proposer.max_drafts))
     max_k = min(proposer.max_drafts, proposer.auto_drafts)
-    policy: LengthPolicy = POLICIES.get(k)(max_k, pass_costs(runner), proposer.num_nodes) if max_k else FixedLength(0)
+    policy: LengthPolicy = POLICIES.get(k)(max_k, runner.costs, proposer.num_nodes) if max_k else FixedLength(0)
     return policy
