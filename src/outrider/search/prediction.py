@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from outrider.engine import FixedLength, LengthPolicy, PhaseTimes, Round
-from outrider.engine.costs import PassCosts
 from outrider.engine.policy import POLICIES
 from outrider.proposers.base import Proposer
+from outrider.runner.costs import PassCosts
 from outrider.search.prices import Prices
 from outrider.search.traces import Replay
 from outrider.types import Context, Request, SamplingParams

@@ -176,7 +176,8 @@ class Search:
         if proposer.reads_text_only:
             return [replay_text(proposer, text, k, runner.vocab_size) for text in texts]
         coupled, traces = self.llm.speculation.same_text, list[Trace]()
-        together = min(TOGETHER, runner.max_batch)
+        # A tree may be as large as pays at its batch size; a chain's drafts are the same at any.
+        together = min(self.question.batches[0] if proposer.drafts_trees else TOGETHER, runner.max_batch)
         for start in range(0, len(texts), together):
             group = texts[start : start + together]
             traces += lead(runner, proposer, group, k, together, coupled)
