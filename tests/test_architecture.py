@@ -30,8 +30,17 @@ BELOW = {
     "tune": {"types", "sampling", "registry", "verifiers", "runner", "proposers", "engine"},
     "train": {"types", "sampling", "registry", "runner", "heads", "proposers", "family"},
 }
-TOP = {"bench", "audit", "doctor", "server", "cli", "__init__", "__main__"}  # may import everything below, and each other
-METHOD_BLIND = ("engine", "runner", "verifiers", "server", "tune")
+TOP = {
+    "bench",
+    "audit",
+    "doctor",
+    "search",
+    "server",
+    "cli",
+    "__init__",
+    "__main__",
+}  # may import everything below, and each other
+METHOD_BLIND = ("engine", "runner", "verifiers", "server", "tune", "search")
 COMMON_WORDS = {"draft", "plain"}  # also things, not only methods: looked for as whole string literals
 MAX_FILE, MAX_FUNCTION = 500, 60
 

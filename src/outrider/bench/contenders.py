@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from outrider.engine import Engine, FixedLength, LengthPolicy, Round
 from outrider.engine.config import Speculation, build_policy, build_proposer, build_verifiers
-from outrider.proposers.base import PlainProposer
+from outrider.proposers.base import PlainProposer, Proposer
 from outrider.registry import PROPOSERS, split_method
 from outrider.types import Context
 
@@ -58,10 +58,10 @@ class Recorder:
 class Contenders:
     """Switches one ``LLM`` between methods and draft lengths; the target, its cache and its compiled passes stay."""
 
-    def __init__(self, llm: LLM, draft: ModelSource | None = None) -> None:
-        """``draft``: for the methods that take one and have none of their own."""
+    def __init__(self, llm: LLM, draft: ModelSource | None = None, proposers: Mapping[str, Proposer] | None = None) -> None:
+        """``draft``: for the methods that take one and have none of their own; ``proposers``: those made already, by method."""
         self.llm = llm
-        self._draft = draft
+        self._draft, self._proposers = draft, proposers or {}
         self._engines: dict[str, Engine] = {llm.proposer.name: llm.engine}
         self._policies: dict[Contender, LengthPolicy] = {}
 
@@ -70,7 +70,7 @@ class Contenders:
         llm, method = self.llm, PLAIN if contender.is_plain else contender.method
         if method not in self._engines:
             speculation = self._speculation(method)
-            proposer = build_proposer(speculation, llm.runner, llm.tokenizer)
+            proposer = self._proposers.get(method) or build_proposer(speculation, llm.runner, llm.tokenizer)
             verifiers, policy = build_verifiers(speculation), FixedLength(0)
             scheduler, coupled = llm.engine.scheduler, speculation.same_text
             self._engines[method] = Engine(llm.runner, proposer, verifiers, policy, scheduler, coupled)

@@ -30,13 +30,9 @@ def check_installed() -> None:
 
 def page(result: Mapping[str, Any]) -> str:
     """The whole report. Raises ``OutriderError`` where a library of it is missing."""
-    check_installed()
-    import jinja2
-
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    source = files("outrider.bench").joinpath("report.html").read_text(encoding="utf-8")
     cells: Sequence[Cell] = result["cells"]
-    return environment.from_string(source).render(
+    return render(
+        title="Outrider benchmark",
         facts=[(name, result[name]) for name in FACTS if result.get(name) is not None],
         notes=_notes(result),
         sections=[
@@ -46,6 +42,16 @@ def page(result: Mapping[str, Any]) -> str:
         tables=[_reasons(cells), _predictions(cells), _latencies(cells), _all(cells)],
         meaning=MEANING,
     )
+
+
+def render(**parts: Any) -> str:
+    """The page's template with its parts: title, facts, notes, sections of plots, tables, and what words mean."""
+    check_installed()
+    import jinja2
+
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    source = files("outrider.bench").joinpath("report.html").read_text(encoding="utf-8")
+    return environment.from_string(source).render(**parts)
 
 
 def _plots(cells: Sequence[Cell]) -> list[Plot]:

@@ -128,17 +128,22 @@ def generate(
     contenders: Contenders,
     contender: Contender,
     prompts: Sequence[list[int]],
-    params: SamplingParams,
+    params: SamplingParams | Sequence[SamplingParams],
     batch: int,
     show: Callable[[str], None] | None = None,
 ) -> Run:
-    """Generates for every prompt, ``batch`` at a time, and times it. ``show`` is given the text as it comes."""
+    """Generates for every prompt, ``batch`` at a time, and times it. ``show`` is given the text as it comes.
+
+    ``params``: for all prompts, or one for each.
+    """
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     run, memory = Run(), PeakMemory(contenders.llm.runner.device)
     with contenders.active(contender) as recorder:
         faults = contenders.llm.stats.faults
         for at in range(0, len(prompts), batch):
             part = list(prompts[at : at + batch])
-            _generate_batch(contenders.llm.stream(part, params), len(part), run, recorder.rounds, show)
+            stream = contenders.llm.stream(part, each[at : at + batch])
+            _generate_batch(stream, len(part), run, recorder.rounds, show)
         run.faults = contenders.llm.stats.faults - faults
     run.peak_bytes = memory.read()
     return run

@@ -80,14 +80,14 @@ def speedup_by_k(found: Sequence[Pool]) -> Plot:
         axes.set(xlabel="K, drafts asked for in a round", ylabel="speedup after the first token (x)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(bottom=0)
-        _legend(axes)
+        legend(axes)
 
     note = (
         "Points: measured, with 95% intervals; dashed: the formula at the measured alpha and c of all points; dotted: auto. "
         "Workloads together, by geometric mean."
     )
     columns = ("method", "K", "speedup", "95%", "formula", "alpha", "c")
-    return Plot(title, _svg(title, draw), note, columns, tuple(rows))
+    return Plot(title, svg_of(title, draw), note, columns, tuple(rows))
 
 
 def _draw_method(axes: Axes, colour: str, method: str, mine: Sequence[Pool], rows: list[tuple[str, ...]]) -> None:
@@ -123,13 +123,13 @@ def tokens_per_pass(found: Sequence[Pool]) -> Plot:
             axes.bar(places, shares, width, color=colour, label=pool.label)
         axes.set(xlabel="tokens of a pass", ylabel="passes (%)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _legend(axes)
+        legend(axes)
 
     rows = tuple(
         (pool.label, f"{pool.tau():.2f}", *(f"{100 * pool.histogram().get(tokens, 0.0):.0f}%" for tokens in range(1, most + 1)))
         for pool in shown
     )
-    return Plot(title, _svg(title, draw), _note_of(found, shown), ("method", "mean", *map(str, range(1, most + 1))), rows)
+    return Plot(title, svg_of(title, draw), _note_of(found, shown), ("method", "mean", *map(str, range(1, most + 1))), rows)
 
 
 def acceptance_by_position(found: Sequence[Pool]) -> Plot:
@@ -146,7 +146,7 @@ def acceptance_by_position(found: Sequence[Pool]) -> Plot:
                 axes.plot(range(1, len(rates) + 1), rates, line, marker="o", markersize=3, color=colour, label=own)
         axes.set(xlabel="position of the draft", ylabel="accepted (%)", ylim=(0, 103))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _legend(axes)
+        legend(axes)
 
     rows = [
         (pool.label, f"of {base}", *(f"{100 * rate:.0f}%" for rate in pool.by_position(name)))
@@ -155,7 +155,7 @@ def acceptance_by_position(found: Sequence[Pool]) -> Plot:
     ]
     padded = tuple(row + ("",) * (longest + 2 - len(row)) for row in rows)
     note = "Solid: of the drafts reached there, all before them accepted; dotted: of all rounds. " + _note_of(found, shown)
-    return Plot(title, _svg(title, draw), note, ("method", "share", *map(str, range(1, longest + 1))), padded)
+    return Plot(title, svg_of(title, draw), note, ("method", "share", *map(str, range(1, longest + 1))), padded)
 
 
 def speedup_by_batch(cells: Sequence[Cell]) -> Plot:
@@ -174,14 +174,14 @@ def speedup_by_batch(cells: Sequence[Cell]) -> Plot:
         axes.axhline(1, color=INK, linewidth=0.8)
         axes.set(xlabel="prompts at a time", ylabel="speedup, prompts included (x)", xticks=batches)
         axes.set_ylim(bottom=0)
-        _legend(axes)
+        legend(axes)
 
     rows = tuple(
         (name, *(_figure(by_batch[batch][name].speedup("speedup")) if name in by_batch[batch] else "" for batch in batches))
         for name in labels
     )
     note = "Workloads together, by geometric mean."
-    return Plot(title, _svg(title, draw), note, ("method", *(f"batch {batch}" for batch in batches)), rows)
+    return Plot(title, svg_of(title, draw), note, ("method", *(f"batch {batch}" for batch in batches)), rows)
 
 
 def speedup_by_workload(cells: Sequence[Cell]) -> Plot:
@@ -202,14 +202,14 @@ def speedup_by_workload(cells: Sequence[Cell]) -> Plot:
         axes.axhline(1, color=INK, linewidth=0.8)
         axes.set(xlabel="workload", ylabel="speedup, prompts included (x)", xticks=range(len(workloads)), xticklabels=workloads)
         axes.grid(visible=False, axis="x")
-        _legend(axes)
+        legend(axes)
 
     def entry(name: str, pool: Pool) -> str:
         cell = of.get((name, pool.label))
         return "" if cell is None else f"{cell['speedup']:.2f} {_span(cell.get('speedup_interval'))}".strip()
 
     rows = tuple((name, *(entry(name, pool) for pool in shown)) for name in workloads)
-    return Plot(title, _svg(title, draw), _note_of(pools(cells), shown), ("workload", *(pool.label for pool in shown)), rows)
+    return Plot(title, svg_of(title, draw), _note_of(pools(cells), shown), ("workload", *(pool.label for pool in shown)), rows)
 
 
 def time_breakdown(found: Sequence[Pool]) -> Plot:
@@ -227,14 +227,16 @@ def time_breakdown(found: Sequence[Pool]) -> Plot:
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.set(xlabel="milliseconds for each token of a request, after the first", ylabel="method")
-        _legend(axes)
+        legend(axes)
 
     rows = tuple(
         (name, *(f"{each[phase]:.3g}" for phase in PHASES), f"{sum(each.values()):.3g}")
         for name, each in zip(names, times, strict=True)
     )
     note = "A round's time over the tokens it brings; host is everything outside drafting, the target's pass and verifying."
-    return Plot(title, _svg(title, draw, len(found)), note, ("method", *(f"{phase}, ms" for phase in PHASES), "sum, ms"), rows)
+    return Plot(
+        title, svg_of(title, draw, len(found)), note, ("method", *(f"{phase}, ms" for phase in PHASES), "sum, ms"), rows
+    )
 
 
 def _methods(found: Sequence[Pool]) -> list[str]:
@@ -278,12 +280,12 @@ def _span(bounds: Sequence[float] | None) -> str:
     return "" if bounds is None else f"{bounds[0]:.2f}-{bounds[1]:.2f}"
 
 
-def _legend(axes: Axes) -> None:
+def legend(axes: Axes) -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.3)
 
 
-def _svg(title: str, draw: Callable[[Axes], None], num_bars: int = 0) -> str:
+def svg_of(title: str, draw: Callable[[Axes], None], num_bars: int = 0) -> str:
     """A drawing as an ``<svg>`` element that names nothing outside of itself and inherits the page's colours."""
     with rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, max(HEIGHT, 0.9 + 0.28 * num_bars)), layout="constrained")

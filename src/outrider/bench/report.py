@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider import __version__
 from outrider.bench.cells import cells
 from outrider.bench.grid import Group, Plan
+from outrider.bench.provenance import provenance
 
 if TYPE_CHECKING:
     from outrider.runner import ModelRunner
@@ -29,61 +22,12 @@ DEFINITIONS = (
 
 def document(plan: Plan, groups: Sequence[Group], runner: ModelRunner, target: str, extra: Mapping[str, Any]) -> dict[str, Any]:
     """The whole result with what is needed to repeat it."""
-    import torch
-
     return {
-        "version": __version__,
-        "commit": commit(),
-        "device": device_name(runner.device),
-        "dtype": str(runner.model.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
         "target": target,
+        **provenance(runner),
         **extra,
-        "command": " ".join(["outrider", *sys.argv[1:]]),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in ("torch", "transformers")},
         "max_tokens": plan.max_tokens,
         "repeat": plan.repeat,
         "definitions": DEFINITIONS,
         "cells": cells(groups, bool(extra.get("same_text_mode"))),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def commit() -> str | None:
-    """The commit of the checkout Outrider runs from, "+" appended where files were changed; None outside of one."""
-    folder = Path(__file__).parent
-    try:
-        asked = {
-            what: subprocess.run(
-                ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=5, check=True
-            ).stdout
-            for what, arguments in {
-                "head": ["rev-parse", "--short=12", "HEAD"],
-                "changes": ["status", "--porcelain", "."],
-            }.items()
-        }
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return asked["head"].strip() + ("+" if asked["changes"].strip() else "")
-
-
-def device_name(device: Any) -> str:
-    """What a reader needs to know of the machine: ``cuda: NVIDIA H100``, ``cpu: Intel Xeon ... (2 cores)``."""
-    import torch
-
-    if device.type == "cuda":
-        return f"cuda: {torch.cuda.get_device_name(device)}"
-    name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return f"{device.type}: {name} ({os.cpu_count()} cores)"

@@ -68,23 +68,33 @@ def from_file(path: str | Path, num_prompts: int | None = None) -> list[Prompt]:
     The first three are workloads of those names, the others of the file's; ``workload`` in a line names another. Raises
     ``OutriderError`` with the line's number where a line is none of these.
     """
-    path = Path(path)
+    return [prompt for prompt, _ in entries(Path(path), num_prompts)]
+
+
+def entries(
+    path: Path, most: int | None = None, unwrap: Callable[[dict[str, Any]], dict[str, Any]] = dict
+) -> list[tuple[Prompt, dict[str, Any]]]:
+    """Prompts as ``from_file`` reads them, each with all the fields of its line.
+
+    ``unwrap`` finds them in what a line holds, and raises ``Refused`` where there are none.
+    """
     name = path.name.split(".")[0]
-    prompts: list[Prompt] = []
+    found: list[tuple[Prompt, dict[str, Any]]] = []
     for number, line in _lines(path):
-        if len(prompts) == num_prompts:
+        if len(found) == most:
             break
         if line.strip():
             try:
-                prompts.append(_prompt(_object(line.strip()), name))
-            except _Refused as refused:
+                item = unwrap(_object(line.strip()))
+                found.append((_prompt(item, name), item))
+            except Refused as refused:
                 raise OutriderError(f"{path}, line {number}: {refused}") from None
-    if not prompts:
+    if not found:
         raise OutriderError(f"{path} holds no prompts")
-    return prompts
+    return found
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """Why a line is no prompt."""
 
 
@@ -100,9 +110,9 @@ def _object(line: str) -> dict[str, Any]:
     try:
         item = json.loads(line)
     except json.JSONDecodeError as error:
-        raise _Refused(f"not JSON: {error.msg} at character {error.pos + 1}") from None
+        raise Refused(f"not JSON: {error.msg} at character {error.pos + 1}") from None
     if not isinstance(item, dict):
-        raise _Refused("not a JSON object")
+        raise Refused("not a JSON object")
     return item
 
 
@@ -111,15 +121,15 @@ def _prompt(item: Mapping[str, Any], file_name: str) -> Prompt:
         if needed <= item.keys():
             workload = item.get("workload", workload_of(item) or file_name)
             if not isinstance(workload, str):
-                raise _Refused('"workload" is not a text')
+                raise Refused('"workload" is not a text')
             return read(item, workload)
     fields = ", ".join(map(json.dumps, item)) or "nothing"
-    raise _Refused(f'no "prompt", "turns", "messages" or "question" in it, but {fields}')
+    raise Refused(f'no "prompt", "turns", "messages" or "question" in it, but {fields}')
 
 
 def _text(value: object, name: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise _Refused(f"{name} is not a text, or empty")
+        raise Refused(f"{name} is not a text, or empty")
     return value
 
 
@@ -134,16 +144,16 @@ def _asked(item: Mapping[str, Any], workload: str) -> Prompt:
 def _first_turn(item: Mapping[str, Any], workload: str) -> Prompt:
     turns = item["turns"]
     if not isinstance(turns, list) or not turns:
-        raise _Refused('"turns" is not a list of texts, or empty')
+        raise Refused('"turns" is not a list of texts, or empty')
     return Prompt(workload, messages=({"role": "user", "content": _text(turns[0], 'the first of "turns"')},))
 
 
 def _conversation(item: Mapping[str, Any], workload: str) -> Prompt:
     messages = item["messages"]
     if not isinstance(messages, list) or not messages:
-        raise _Refused('"messages" is not a list of messages, or empty')
+        raise Refused('"messages" is not a list of messages, or empty')
     if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages):
-        raise _Refused('each of "messages" needs "role" and "content"')
+        raise Refused('each of "messages" needs "role" and "content"')
     return Prompt(
         workload,
         messages=tuple(

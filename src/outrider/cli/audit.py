@@ -100,10 +100,10 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     Wrong verifiers run in the same way and must be caught, else the certificate is void. With --same-text: every method, draft
     length and batch says the same tokens.
     """
-    from outrider.audit.methods import ALL, chosen_methods, load_methods
     from outrider.cli.bench_documents import check_writable
     from outrider.cli.session import load, resolve
     from outrider.engine.config import build_verifiers, default_method
+    from outrider.engine.methods import ALL, chosen_methods, fitting_proposers
     from outrider.registry import split_methods
     from outrider.types import OutriderError
 
@@ -132,7 +132,8 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     )
     prompts = encode_prompts(llm, texts, params.max_tokens, max(lengths))
     verifier = build_verifiers(llm.speculation)[0]
-    proposers, reasons = load_methods(llm, methods, models.draft, verifier)
+    speculation = replace(llm.speculation, draft=models.draft)
+    proposers, reasons = fitting_proposers(speculation, llm.runner, llm.tokenizer, methods, verifier)
     missing = [name for name in reasons if ALL not in names or name in names]
     if missing:
         raise OutriderError(f"{missing[0]}: {reasons[missing[0]]}")
@@ -244,7 +245,7 @@ class Run:
         raise OutriderError(f"{self.output.out} is of another comparison: give the same options, or another --out")
 
     def _document(self, kind: str, seconds: float, certified: bool) -> dict[str, Any]:
-        from outrider.audit.provenance import provenance
+        from outrider.bench.provenance import provenance
 
         return {
             "schema": "outrider-audit/1",

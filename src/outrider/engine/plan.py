@@ -6,6 +6,7 @@ Every key is an option of ``LLM`` under the name that the command line gives it;
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,13 @@ class Plan:
                 raise OutriderError(f"{file}: {key} = {value!r} has the wrong type")
         return cls(values, file.parent)
 
-    def write(self, file: Path) -> None:
-        """Every value on a line of its own, with a comment that says what it is."""
+    def write(self, file: Path, notes: Sequence[str] = ()) -> None:
+        """Every value on a line of its own, with a comment that says what it is; ``notes`` are comments above them."""
         lines = [
             f"{key} = {_toml(self.values[key])}  # {comment}" for key, (_, _, comment) in KEYS.items() if key in self.values
         ]
-        file.write_text(HEAD + "\n" + "\n".join(lines) + "\n")
+        said = "".join(f"# {line}\n" for note in notes for line in note.splitlines())
+        file.write_text(HEAD + said + "\n" + "\n".join(lines) + "\n")
 
     def given(self, key: str) -> Any:
         """The value of a key, None where the plan leaves it out; a folder beside the plan is found from anywhere."""

@@ -122,6 +122,7 @@ class Proposer(ABC):
     takes_draft: bool = False  # whether it looks at the draft that the user names
     drafts_with: str = MODEL  # the kind of draft that it takes, as heads.checkpoint.kind_of names it
     own_draft: str | None = None  # the name under which a draft for it may come with the target
+    reads_text_only: bool = False  # it runs no model: what it drafts after a text needs nothing but the text
 
     @classmethod
     def build(cls, setting: Setting) -> Proposer:

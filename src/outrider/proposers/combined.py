@@ -85,6 +85,7 @@ class CombinedProposer(Proposer):
         self.max_drafts = max(first.max_drafts, second.max_drafts)
         self.auto_drafts = max(first.auto_drafts, second.auto_drafts)
         self.takes_draft = first.takes_draft or second.takes_draft
+        self.reads_text_only = first.reads_text_only and second.reads_text_only
         self._owners: list[_Part | None] = []  # of each row's drafts, this round
         self._proposal = Proposal.empty(0)
         self._samplers: dict[tuple[str, ...], Sampler] = {}
@@ -200,6 +201,10 @@ class Joint:
         config = replace(setting, options=options[""]).config(CombinedConfig)
         first, second = [part.build(replace(setting, options=options[part.name])) for part in self._parts]
         return CombinedProposer(first, second, config)
+
+    def join(self, first: Proposer, second: Proposer) -> CombinedProposer:
+        """Of two that are made already: their caches serve this one too, as long as no request runs in two of them."""
+        return CombinedProposer(first, second)
 
     def drafts_in(self, options: Mapping[str, Any], general: object, drafts: Mapping[str, object]) -> list[object]:
         """Those of both."""

@@ -27,6 +27,7 @@ class Degraded(Proposer):
         self.inner = inner
         self.name, self.needs_hidden, self.drafts_trees = inner.name, inner.needs_hidden, inner.drafts_trees
         self.max_drafts, self.auto_drafts, self.takes_draft = inner.max_drafts, inner.auto_drafts, inner.takes_draft
+        self.reads_text_only = inner.reads_text_only
         self.accuracy = accuracy
         self._wrong: dict[str, dict[int, int]] = {}  # request -> this round's node -> the token that stands there now
 

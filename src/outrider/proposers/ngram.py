@@ -28,6 +28,7 @@ class NgramProposer(Proposer):
     """Drafts what followed the most recent earlier occurrence of the longest n-gram that the text ends with."""
 
     name = "ngram"
+    reads_text_only = True
 
     def __init__(self, config: NgramConfig = NgramConfig()) -> None:
         self._config = config

@@ -235,6 +235,7 @@ class SuffixProposer(Proposer):
     """Drafts the most frequent continuation of the longest match in prompt, output and, if asked to, earlier requests."""
 
     name = "suffix"
+    reads_text_only = True
     auto_drafts = 31
 
     def __init__(self, config: SuffixConfig = SuffixConfig()) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.engine import Engine, FixedLength, Scheduler
 from outrider.engine.config import build_policy, build_proposer, build_verifiers, eos_token_ids
+from outrider.engine.methods import fitting_proposers
 from outrider.proposers.degraded import Degraded
 from outrider.server.demo.race import PLAIN, SPECULATIVE, Race
 from outrider.server.demo.race_request import MAX_DRAFTS, Event, Limits, RaceRequest
@@ -21,6 +22,7 @@ from outrider.types import OutriderError, SamplingParams
 if TYPE_CHECKING:
     from outrider.engine import LLM
     from outrider.engine.config import ModelSource
+    from outrider.proposers.base import Proposer
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +47,14 @@ class Track:
         if llm.tokenizer is None:
             raise OutriderError("the demo shows text, and this target has no tokenizer")
         self.llm, self.limits = llm, limits or Limits()
-        self._draft = draft
-        self._plain = self._engine(PLAIN)
-        self._engines: dict[str, Engine] = {}
-        for method in methods:
-            try:
-                self._engines[method] = self._engine(method)
-            except OutriderError as misfit:
-                if must_fit:
-                    raise
-                logger.info("not offered: %s (%s)", method, misfit)
+        self._plain = self._engine(build_proposer(replace(llm.speculation, method=PLAIN, proposer=None), llm.runner, None))
+        speculation = replace(llm.speculation, draft=draft)
+        proposers, reasons = fitting_proposers(speculation, llm.runner, llm.tokenizer, methods)
+        for method, misfit in reasons.items():
+            if must_fit:
+                raise OutriderError(misfit)
+            logger.info("not offered: %s (%s)", method, misfit)
+        self._engines = {method: self._engine(proposer) for method, proposer in proposers.items()}
         if not self._engines:
             raise OutriderError(f"none of the methods {', '.join(methods)} fits this target")
 
@@ -106,11 +106,9 @@ class Track:
                 events[-1]["faults"] = engine.stats.faults - faults
             yield events
 
-    def _engine(self, method: str) -> Engine:
-        """An engine of its own for the method, over the target that all share."""
-        llm = self.llm
-        speculation = replace(llm.speculation, method=method, draft=self._draft, proposer=None)
-        proposer = build_proposer(speculation, llm.runner, llm.tokenizer)
+    def _engine(self, proposer: Proposer) -> Engine:
+        """An engine of its own for a method, over the target that all share."""
+        llm, speculation = self.llm, self.llm.speculation
         scheduler = Scheduler(1, llm.runner.max_len, sorted(eos_token_ids(llm.runner, llm.tokenizer)))
         worn = Degraded(proposer) if proposer.max_drafts else proposer
         return Engine(llm.runner, worn, build_verifiers(speculation), FixedLength(0), scheduler, speculation.same_text)

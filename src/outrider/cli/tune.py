@@ -1,0 +1,263 @@
+"""``outrider tune``: the plan that is fastest for a traffic, found from recorded answers and a few measurements."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.bench import progress
+from outrider.cli.bench_documents import check_writable
+from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, parse_list, with_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from outrider.search import Question, Search
+    from outrider.search.choice import Choice
+    from outrider.search.traffic import Asked, Text
+
+TRAFFIC, SEARCH, OUTPUT = "The traffic", "The search", "Output"
+PLAN = "plan.toml"
+MAX_TOKENS = 96  # of an answer, unless said
+EXAMPLES = """Examples:
+
+outrider tune --traffic requests.jsonl
+
+outrider tune --target ./my-model --draft ./my-draft --traffic requests.jsonl --temperature 0.7 --report tune.html
+
+outrider tune --workloads code --methods suffix,draft,eagle:draft=./head --batch 1,4 --out code.toml
+
+outrider tune --traffic requests.jsonl --resume
+"""
+
+
+@dataclass(frozen=True)
+class TrafficOptions:
+    """What the plan is for."""
+
+    traffic: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSONL (.gz) of prompts, or of the bodies of OpenAI requests with their own sampling settings.",
+            rich_help_panel=TRAFFIC,
+        ),
+    ] = None
+    workloads: Annotated[
+        str | None,
+        typer.Option(help="Built-in prompts instead: code,edit,json,summary,math,chat,story.", rich_help_panel=TRAFFIC),
+    ] = None
+    num_prompts: Annotated[
+        int, typer.Option(min=1, help="Prompts to measure with, spread over the traffic.", rich_help_panel=TRAFFIC)
+    ] = 16
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What is tried."""
+
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Methods, separated by commas; name:draft=folder for one with a draft of its own; all for every other.",
+            rich_help_panel=SEARCH,
+        ),
+    ] = "all"
+    k: Annotated[
+        str | None,
+        typer.Option("--k", help="Drafts a round to try beside auto (default: 1,2,3,4,5,6,8,12,15).", rich_help_panel=SEARCH),
+    ] = None
+    batch: Annotated[str, typer.Option(help="Texts at a time that the plan is for.", rich_help_panel=SEARCH)] = "1"
+    repeat: Annotated[int, typer.Option(min=1, help="Repeats of the last confirming run.", rich_help_panel=SEARCH)] = 2
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """Where the result goes."""
+
+    out: Annotated[Path | None, typer.Option(help=f"The plan (default: {PLAN}).", rich_help_panel=OUTPUT)] = None
+    report: Annotated[Path | None, typer.Option(help="Write a report, one HTML file.", rich_help_panel=OUTPUT)] = None
+    json: Annotated[
+        Path | None,
+        typer.Option(help="All that was found, kept as it is found (default: beside the plan, .json).", rich_help_panel=OUTPUT),
+    ] = None
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where an interrupted search ended.", rich_help_panel=OUTPUT)
+    ] = False
+
+    @property
+    def plan(self) -> Path:
+        return self.out or Path(PLAN)
+
+    @property
+    def journal(self) -> Path:
+        return self.json or self.plan.with_suffix(".json")
+
+    def check(self) -> None:
+        """Refuses now what would lose the results of minutes later, and to replace a plan that was not named."""
+        from outrider.types import OutriderError
+
+        if self.out is None and self.plan.exists():
+            raise OutriderError(f"{self.plan} is there already: give --out {self.plan} to replace it, or another name")
+        if self.report is not None and self.report.suffix.lower() not in (".html", ".htm"):
+            raise OutriderError(f"--report {self.report}: it is an HTML file, so name it .html")
+        check_writable("--out", self.plan)
+        check_writable("--json", self.journal)
+        check_writable("--report", self.report)
+        if self.report is not None:
+            from outrider.bench.html import check_installed
+
+            check_installed()
+
+
+@with_groups
+def command(
+    *,
+    traffic: TrafficOptions,
+    asked: SearchOptions,
+    output: OutputOptions,
+    models: ModelOptions,
+    sampling: SamplingOptions,
+) -> None:
+    """Find the fastest plan for your traffic, plain decoding included, and write it for outrider serve.
+
+    The target's answers are recorded once; methods are replayed along them, their rounds are priced, and the best few are
+    confirmed in turn with plain decoding.
+    """
+    from outrider.cli.session import load
+    from outrider.engine.config import build_verifiers
+    from outrider.engine.methods import chosen_methods, fitting_proposers
+    from outrider.registry import split_methods
+    from outrider.search import Search
+    from outrider.search.journal import Journal
+    from outrider.search.traffic import encoded
+    from outrider.types import OutriderError
+
+    output.check()
+    question = read_question(asked)
+    methods = chosen_methods([name.strip() for name in split_methods(asked.methods)])
+    prompts = read_traffic(traffic, sampling)
+    check_drafts(models, asked)
+    llm = load(
+        replace(models, draft=None),
+        MethodOptions(method="plain"),
+        max_batch=max(*question.batches, 8),
+        compile=models.compile or "always",
+    )
+    texts = encoded(llm.tokenizer, prompts, llm.runner.max_len)
+    journal = Journal(output.journal, fingerprint(models, asked, question, texts), output.resume)
+    speculation = replace(llm.speculation, draft=models.draft)
+    verifier = build_verifiers(speculation)[0]
+    proposers, reasons = fitting_proposers(speculation, llm.runner, llm.tokenizer, methods, verifier)
+    missing = [name for name in reasons if name in split_methods(asked.methods)]
+    if missing:
+        raise OutriderError(f"{missing[0]}: {reasons[missing[0]]}")
+    try:
+        with progress() as report:
+            search = Search(llm, proposers, texts, question, journal, report, reasons)
+            chosen = search.run()
+    except KeyboardInterrupt:
+        from outrider.cli.console import err
+
+        err.print(f"what was found so far is in {output.journal}; the same command with --resume goes on from there")
+        raise
+    finish(search, chosen, models, output)
+
+
+def finish(search: Search, chosen: Choice, models: ModelOptions, output: OutputOptions) -> None:
+    """The plan, the document and the report to their files; the table and where they are to the screen."""
+    from rich.console import Console
+
+    from outrider.engine.plan import Plan
+    from outrider.search import report
+
+    found = report.result(search, chosen, models.target or "embedded")
+    search.journal.document["result"] = found
+    search.journal.write()
+    Plan(plan_values(models, chosen, search), output.plan.parent).write(output.plan, report.notes(found))
+    if output.report is not None:
+        output.report.write_text(report.page(found), encoding="utf-8")
+    out = Console(highlight=False)
+    if found["candidates"]:
+        out.print(report.table(found))
+    notes = [f"left behind: {said}" for said in report.left_behind(found)]
+    notes += [f"not possible: {method}: {why}" for method, why in found["not_possible"].items()]
+    written = [str(path) for path in (output.plan, output.journal, output.report) if path is not None]
+    for line in (*notes, report.stages(found["seconds"]), report.verdict(found), f"written: {', '.join(written)}"):
+        out.print(line, markup=False, soft_wrap=True)
+
+
+def plan_values(models: ModelOptions, chosen: Choice, search: Search) -> dict[str, Any]:
+    """The plan's keys: what was chosen, and what was given to run the models."""
+    contender = chosen.chosen
+    takes_draft = not contender.is_plain and search.proposers[contender.method].takes_draft
+    given = asdict(models) | {
+        "target": _findable(models.target),
+        "draft": _findable(models.draft) if takes_draft else None,
+        "method": contender.method,
+        "k": contender.k,
+        "same_text": models.same_text or None,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _findable(source: str | None) -> str | None:
+    """A local folder by its whole path, so that the plan works from anywhere."""
+    path = None if source is None else Path(source).expanduser()
+    return str(path.resolve()) if path is not None and path.is_dir() else source
+
+
+def read_question(asked: SearchOptions) -> Question:
+    """Raises ``OutriderError`` for lengths and batches that cannot be."""
+    from outrider.search import Question
+    from outrider.types import OutriderError
+
+    batches = parse_list("--batch", asked.batch, int)
+    lengths = Question.lengths if asked.k is None else parse_list("--k", asked.k, int)
+    if min(batches) < 1 or min(lengths) < 1:
+        raise OutriderError("--batch and --k hold numbers from 1 on; auto and plain decoding are always tried")
+    return Question(lengths, batches, asked.repeat)
+
+
+def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[Asked]:
+    """The prompts, read before a model is loaded so that a mistake shows at once."""
+    from outrider.search.traffic import read_builtin, read_file
+    from outrider.types import OutriderError
+
+    defaults = sampling.params(max_tokens=sampling.max_tokens or MAX_TOKENS)
+    if (traffic.traffic is None) == (traffic.workloads is None):
+        raise OutriderError(
+            "say what the plan is for: either --traffic FILE, or --workloads code,edit,... for built-in prompts"
+        )
+    if traffic.traffic is not None:
+        return read_file(traffic.traffic, traffic.num_prompts, defaults)
+    assert traffic.workloads is not None
+    return read_builtin(parse_list("--workloads", traffic.workloads, str), traffic.num_prompts, defaults)
+
+
+def check_drafts(models: ModelOptions, asked: SearchOptions) -> None:
+    """Refuses a folder that is none before the seconds that loading takes."""
+    from outrider.cli.session import check_source, resolve
+    from outrider.registry import split_method, split_methods
+
+    resolve(models, MethodOptions())
+    for method in split_methods(asked.methods):
+        for option, value in split_method(method.strip())[1].items():
+            if option.rpartition(".")[2] == "draft" and "/" in value:
+                check_source(value)
+
+
+def fingerprint(models: ModelOptions, asked: SearchOptions, question: Question, texts: Sequence[Text]) -> dict[str, Any]:
+    """All that the findings depend on."""
+    traffic = repr([(text.prompt, text.params) for text in texts])
+    return {
+        "models": asdict(models),
+        "methods": asked.methods,
+        "k": list(question.lengths),
+        "batch": list(question.batches),
+        "repeat": question.repeat,
+        "traffic": sha256(traffic.encode()).hexdigest()[:16],
+    }

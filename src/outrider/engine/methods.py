@@ -1,0 +1,56 @@
+"""Which methods a target can have: names that a user gives, the proposers they come to, and why some come to none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from outrider.engine.config import Speculation, build_proposer
+from outrider.proposers.base import Proposer
+from outrider.registry import PROPOSERS, split_method
+from outrider.types import OutriderError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from outrider.runner import ModelRunner
+    from outrider.verifiers.base import Verifier
+
+ALL = "all"
+
+
+def chosen_methods(names: Sequence[str]) -> list[str]:
+    """The methods named; ``"all"`` stands for every one that is not. Raises ``OutriderError`` for an unknown one."""
+    named = [name for name in dict.fromkeys(names) if name != ALL]
+    for name in named:
+        if not getattr(PROPOSERS.get(split_method(name)[0]), "max_drafts", 1):
+            raise OutriderError("plain decoding is what the others are held against: name a method that drafts")
+    if ALL in names:
+        known = {split_method(name)[0] for name in named}
+        named += [name for name in PROPOSERS if name not in known and PROPOSERS.get(name).max_drafts]
+    return named
+
+
+def fitting_proposers(
+    speculation: Speculation,
+    runner: ModelRunner,
+    tokenizer: PreTrainedTokenizerBase | None,
+    methods: Sequence[str],
+    verifier: Verifier | None = None,
+) -> tuple[dict[str, Proposer], dict[str, str]]:
+    """Proposers by method, and of the methods that this target or ``verifier`` cannot have the reason why.
+
+    ``speculation.draft`` is for the methods that take one and name none of their own.
+    """
+    proposers: dict[str, Proposer] = {}
+    reasons: dict[str, str] = {}
+    for method in methods:
+        if verifier is not None and not verifier.handles_trees and PROPOSERS.get(split_method(method)[0]).drafts_trees:
+            reasons[method] = f"it drafts trees, and {type(verifier).__name__} judges chains"
+            continue
+        try:
+            proposers[method] = build_proposer(replace(speculation, method=method, proposer=None), runner, tokenizer)
+        except OutriderError as misfit:
+            reasons[method] = str(misfit)
+    return proposers, reasons

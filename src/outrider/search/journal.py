@@ -1,0 +1,71 @@
+"""What a search has found so far, in a file: an interrupted one goes on where it ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TypeVar
+
+from outrider.types import OutriderError
+
+SCHEMA = "outrider-tune/1"
+Value = TypeVar("Value")
+
+
+class Journal:
+    """A JSON document that grows by whole findings, each written before the next is looked for."""
+
+    def __init__(self, path: Path | None, question: dict[str, Any], resume: bool = False) -> None:
+        """``question``: all that the findings depend on. ``path`` None: kept in memory only.
+
+        Raises ``OutriderError`` where ``resume`` is asked for and the file is none, or of another question.
+        """
+        self.path = path
+        question = json.loads(json.dumps(question))
+        self.document: dict[str, Any] = {"schema": SCHEMA, "question": question, "seconds": {}, "found": {}}
+        if resume:
+            self.document = self._earlier(question)
+
+    def once(self, stage: str, name: str, find: Callable[[], Value]) -> Value:
+        """The finding of that name; found, timed and written down if it is not there yet. Its form is what JSON keeps."""
+        stored = self.document["found"].setdefault(stage, {})
+        if name not in stored:
+            started = perf_counter()
+            found = find()
+            stored[name] = json.loads(json.dumps(found))
+            seconds = self.document["seconds"]
+            seconds[stage] = round(seconds.get(stage, 0.0) + perf_counter() - started, 3)
+            self.write()
+        value: Value = stored[name]
+        return value
+
+    def has(self, stage: str, name: str) -> bool:
+        return name in self.document["found"].get(stage, {})
+
+    def write(self) -> None:
+        """All of it or nothing: what was there stays until the new text is complete."""
+        if self.path is not None:
+            partly = self.path.with_name(self.path.name + ".part")
+            partly.write_text(json.dumps(self.document) + "\n", encoding="utf-8")
+            partly.replace(self.path)
+
+    def _earlier(self, question: dict[str, Any]) -> dict[str, Any]:
+        if self.path is None:
+            raise OutriderError("there is no file to go on from")
+        try:
+            document = json.loads(self.path.read_text(encoding="utf-8"))
+            if document["schema"] != SCHEMA:
+                raise KeyError
+            differing = [name for name in question if question[name] != document["question"].get(name)]
+            _ = document["found"], document["seconds"]
+        except OSError as error:
+            raise OutriderError(f"--resume: cannot read {self.path}: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise OutriderError(f"--resume: {self.path} is no document of outrider tune") from None
+        if differing:
+            raise OutriderError(
+                f"--resume: {self.path} is of a search with another {', '.join(differing)}: ask the same, or leave --resume out"
+            )
+        return dict(document)

@@ -1,0 +1,134 @@
+"""The traffic that a plan is for: prompts, each with the sampling settings it was asked with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from outrider.bench.workloads import Prompt, Refused, builtin, encode, entries
+from outrider.types import OutriderError, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Item = TypeVar("Item")
+# Fields of a line that say how to sample; OpenAI's other names for them. All others leave the text alone, or are not ours.
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+NUMBERS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", *PENALTIES)
+SETTINGS = (*NUMBERS, "stop", "ignore_eos", "seed")
+ALIASES = {"max_completion_tokens": "max_tokens"}
+OPENAI_TEMPERATURE = 1.0  # of a request that names none
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One prompt of the traffic, and how its answer is to be sampled."""
+
+    prompt: Prompt
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt as token ids, and what the target said to it."""
+
+    prompt: list[int]
+    params: SamplingParams
+    output: list[int]
+
+    @property
+    def again(self) -> SamplingParams:
+        """Asks for as many tokens once more, whatever they are: everyone who is compared generates equally many."""
+        return replace(self.params, max_tokens=len(self.output), ignore_eos=True, stop=(), stop_token_ids=())
+
+
+def read_file(path: Path, most: int, defaults: SamplingParams) -> list[Asked]:
+    """``most`` prompts of a JSONL file or of a log of requests, spread evenly over it.
+
+    A line is one that ``bench.workloads.from_file`` reads, or the body of an OpenAI request, alone or under ``"body"``. Its own
+    settings go before ``defaults``, but it gets at most ``defaults.max_tokens`` tokens. Raises ``OutriderError`` with the
+    line's number where it is none of these.
+    """
+    found = spread(entries(path, unwrap=_body), most)
+    seeded = [replace(defaults, seed=_seed(defaults, index)) for index in range(len(found))]
+    return [Asked(prompt, settings(item, params)) for (prompt, item), params in zip(found, seeded, strict=True)]
+
+
+def read_builtin(workloads: Sequence[str], most: int, defaults: SamplingParams) -> list[Asked]:
+    """``most`` built-in prompts, in turn from each of the kinds. Raises ``OutriderError`` for an unknown kind."""
+    kinds = [builtin(workload) for workload in workloads]
+    turns = [kind[turn] for turn in range(max(map(len, kinds))) for kind in kinds if turn < len(kind)]
+    return [Asked(prompt, replace(defaults, seed=_seed(defaults, i))) for i, prompt in enumerate(turns[:most])]
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase | None, asked: Sequence[Asked], max_len: int) -> list[Text]:
+    """Texts without an output yet; a prompt too long for the context keeps its end.
+
+    Raises ``OutriderError`` where there is no tokenizer, and for a prompt without tokens.
+    """
+    if tokenizer is None:
+        raise OutriderError("there is no tokenizer with the target, so the traffic cannot be read")
+    texts = []
+    for number, each in enumerate(asked, start=1):
+        room = max_len - each.params.max_tokens - 1
+        if room < 1:
+            raise OutriderError(
+                f"{each.params.max_tokens} tokens of answer leave no room for a prompt in a context of {max_len}"
+            )
+        token_ids = encode(tokenizer, each.prompt)[-room:]
+        if not token_ids:
+            raise OutriderError(f"prompt {number} of the traffic comes to no tokens")
+        texts.append(Text(token_ids, each.params, []))
+    return texts
+
+
+def spread(items: Sequence[Item], count: int) -> list[Item]:
+    """At most ``count`` of the items, evenly over all of them."""
+    count = min(count, len(items))
+    return [items[index * len(items) // count] for index in range(count)]
+
+
+def settings(item: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
+    """The sampling settings of a line over the defaults. Raises ``OutriderError`` for a value that cannot be."""
+    named = {ALIASES.get(name, name): value for name, value in item.items() if value is not None}
+    given = {name: value for name, value in named.items() if name in SETTINGS}
+    for name in NUMBERS:
+        if name in given and (isinstance(given[name], bool) or not isinstance(given[name], (int, float))):
+            raise OutriderError(f"the traffic asks for {name} = {given[name]!r}: it is a number")
+    if "stop" in given:
+        given["stop"] = (given["stop"],) if isinstance(given["stop"], str) else tuple(given["stop"])
+    if "max_tokens" in given:
+        given["max_tokens"] = min(int(given["max_tokens"]), defaults.max_tokens)
+    return replace(defaults, **given)
+
+
+def _body(line: dict[str, Any]) -> dict[str, Any]:
+    """The request in a line of a log. Raises ``Refused`` for a line that tells of one without its text."""
+    found = line.get("body", line)
+    if not isinstance(found, dict):
+        raise Refused('"body" is not a JSON object')
+    if {"event", "request_id"} <= found.keys():
+        raise Refused(
+            "a log of outrider serve, in which no text stands: give the bodies of the requests as clients sent them, one a line"
+        )
+    body: dict[str, Any] = dict(found)
+    if "body" in line or "model" in line:
+        body = {"temperature": OPENAI_TEMPERATURE} | body
+    if isinstance(body.get("messages"), list):
+        body["messages"] = [_plain(message) for message in body["messages"]]
+    return body
+
+
+def _plain(message: Any) -> Any:
+    """A message whose content is in parts, as OpenAI's clients may send it, with one text."""
+    parts = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(parts, list):
+        return message
+    texts = [part.get("text", "") for part in parts if isinstance(part, dict)]
+    return {**message, "content": "".join(text for text in texts if isinstance(text, str))}
+
+
+def _seed(defaults: SamplingParams, index: int) -> int:
+    return (defaults.seed or 0) + index

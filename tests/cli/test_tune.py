@@ -1,0 +1,127 @@
+"""`outrider tune` on tiny models: the plan that it writes, the page, what an interrupt leaves, and mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.cli import app
+from outrider.engine.plan import Plan
+
+Run = Callable[..., "tuple[int, str, str]"]
+QUICK = ["--compile", "never", "--num-prompts", 3, "--max-tokens", 20, "--repeat", 1, "--k", "1,3"]
+
+
+@pytest.fixture
+def traffic(tmp_path: Path) -> Path:
+    file = tmp_path / "traffic.jsonl"
+    lines: list[dict[str, Any]] = [
+        {"prompt": "def add(first, second):\n    return", "ignore_eos": True},
+        {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "naïve café"}]}], "max_tokens": 12},
+        {"custom_id": "3", "body": {"prompt": "for i in range(10):\n    print(i)\n" * 3, "temperature": 0, "stop": "zzz"}},
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def test_a_plan_is_written_that_serve_reads(
+    outrider: Run, target: Path, draft: Path, traffic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.search.choice.HOPELESS", 0.0)  # a tiny model's draft costs as much as its target
+    out, page = tmp_path / "plan.toml", tmp_path / "tune.html"
+    code, shown, err = outrider(
+        "tune", "--target", target, "--draft", draft, "--traffic", traffic, *QUICK, "--methods", "draft,suffix,early-exit",
+        "--batch", "1,2", "--out", out, "--report", page,
+    )  # fmt: skip
+    assert code == 0, err
+    plan = Plan.read(out)
+    document = json.loads((tmp_path / "plan.json").read_text())
+    found = document["result"]
+    assert document["schema"] == "outrider-tune/1"
+    assert plan.values["method"] == found["chosen"]["method"] and plan.values["k"] == found["chosen"]["k"]
+    assert plan.values["target"] == str(target) and plan.values["compile"] == "never"
+    assert ("draft" in plan.values) == ("draft" in plan.values["method"])
+    assert out.read_text().count("\n#") >= 3 and "the plan:" in shown
+    methods = {row["method"] for row in found["candidates"]}
+    assert {"draft", "suffix", "early-exit"} <= methods
+    assert {row["k"] for row in found["candidates"] if row["method"] == "draft"} == {1, 3, "auto"}
+    assert all(row["why"] and set(row["predicted_by_batch"]) == {"1", "2"} for row in found["candidates"])
+    assert any(row["confirmed"] for row in found["candidates"])
+    twin = next(row for row in found["candidates"] if row["method"] == "draft" and row["k"] == 3)
+    assert twin["tau"] > 2.5  # the draft is the target's twin
+    html = page.read_text()
+    assert html.startswith("<!doctype html>") and "Outrider plan" in html and html.count("<svg") == 1
+    assert not re.search(r"https?:|<script|<link|<img|@import|src=", html)
+
+
+def test_an_interrupted_search_goes_on_where_it_ended(
+    outrider: Run, target: Path, traffic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outrider.search import confirming, prices
+
+    out = tmp_path / "plan.toml"
+    command = ["tune", "--target", target, "--traffic", traffic, *QUICK, "--methods", "ngram,suffix", "--out", out]
+    measure = prices.measure
+
+    def interrupted(*args: Any) -> Any:
+        if args[1] == "suffix":
+            raise KeyboardInterrupt
+        return measure(*args)
+
+    monkeypatch.setattr(prices, "measure", interrupted)
+    code, _, err = outrider(*command)
+    assert code == app.EXIT_INTERRUPTED and "--resume" in err and not out.exists()
+    found = json.loads(out.with_suffix(".json").read_text())["found"]
+    assert set(found) == {"recorded", "replays", "prices"} and set(found["replays"]) == {"ngram", "suffix"}
+
+    asked: list[str] = []
+    monkeypatch.setattr(prices, "measure", lambda *args: [asked.append(args[1]), measure(*args)][1])
+    monkeypatch.setattr(confirming, "SHARES", ())
+    code, _, err = outrider(*command, "--seed", 7, "--resume")
+    assert code == 2 and "another traffic" in err
+    code, shown, err = outrider(*command, "--resume")
+    assert code == 0, err
+    assert asked == ["suffix"] and "the plan:" in shown
+    after = json.loads(out.with_suffix(".json").read_text())["found"]
+    assert after["recorded"] == found["recorded"] and after["prices"].items() >= found["prices"].items()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "say what the plan is for"),
+        (["--workloads", "code", "--traffic", "x.jsonl"], "say what the plan is for"),
+        (["--workloads", "opera"], "unknown workload"),
+        (["--traffic", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--workloads", "code", "--methods", "plain"], "name a method that drafts"),
+        (["--workloads", "code", "--methods", "nonsense"], "unknown method"),
+        (["--workloads", "code", "--methods", "medusa"], "medusa"),
+        (["--workloads", "code", "--k", "0"], "from 1 on"),
+        (["--workloads", "code", "--k", "auto"], "--k"),
+        (["--workloads", "code", "--batch", "0"], "from 1 on"),
+        (["--workloads", "code", "--report", "x.pdf"], ".html"),
+        (["--workloads", "code", "--resume"], "--resume"),
+        (["--workloads", "code", "--max-tokens", "600"], "no room for a prompt"),
+    ],
+)
+def test_bad_input_is_one_line(
+    outrider: Run, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = outrider("tune", "--target", target, "--compile", "never", *options)
+    lines = [line for line in err.splitlines() if line.strip() and not line.endswith("...")]
+    assert code == 2 and len(lines) == 1 and words in lines[0], err
+    assert not (tmp_path / "plan.toml").exists()
+
+
+def test_a_plan_that_is_there_is_not_replaced_unasked(outrider: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.toml").write_text("k = 3\n")
+    code, _, err = outrider("tune", "--workloads", "code")
+    assert code == 2 and "--out plan.toml to replace it" in err
+    assert (tmp_path / "plan.toml").read_text() == "k = 3\n"

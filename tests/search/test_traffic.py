@@ -1,0 +1,93 @@
+"""Traffic: what a line may be, whose settings count, and mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_folder import make_tokenizer
+
+from outrider.search.traffic import Text, encoded, read_builtin, read_file
+from outrider.types import OutriderError, SamplingParams
+
+DEFAULTS = SamplingParams(max_tokens=40, temperature=0.3)
+
+
+def written(path: Path, *lines: dict[str, Any]) -> Path:
+    file = path / "traffic.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def test_settings_of_a_line_go_before_the_command_s(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        {"prompt": "one"},
+        {"prompt": "two", "temperature": 0, "max_tokens": 9, "stop": "x", "top_p": 0.9},
+        {"prompt": "three", "max_tokens": 500, "n": 4, "seed": 3, "temperature": None},
+    )
+    one, two, three = (asked.params for asked in read_file(file, 8, DEFAULTS))
+    assert one == SamplingParams(max_tokens=40, temperature=0.3, seed=0)
+    assert two == SamplingParams(max_tokens=9, temperature=0.0, stop=("x",), top_p=0.9, seed=1)
+    assert three == SamplingParams(max_tokens=40, temperature=0.3, seed=3)
+
+
+def test_bodies_of_requests_are_read_with_their_defaults(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": " there"}]
+    file = written(
+        tmp_path,
+        {"model": "m", "messages": [{"role": "user", "content": parts}], "max_completion_tokens": 7, "stream": True},
+        {"custom_id": "a", "method": "POST", "body": {"model": "m", "prompt": "Hello", "temperature": 0.5}},
+    )
+    chat, completion = read_file(file, 8, DEFAULTS)
+    assert chat.prompt.messages[0]["content"] == "Hi there"
+    assert chat.params.temperature == 1.0 and chat.params.max_tokens == 7
+    assert completion.prompt.text == "Hello" and completion.params.temperature == 0.5
+
+
+def test_few_prompts_are_spread_over_the_whole_file(tmp_path: Path) -> None:
+    file = written(tmp_path, *({"prompt": str(number)} for number in range(10)))
+    assert [asked.prompt.text for asked in read_file(file, 5, DEFAULTS)] == ["0", "2", "4", "6", "8"]
+    assert len(read_file(file, 50, DEFAULTS)) == 10
+
+
+def test_built_in_kinds_take_turns() -> None:
+    asked = read_builtin(["code", "story"], 5, DEFAULTS)
+    assert [each.prompt.workload for each in asked] == ["code", "story", "code", "story", "code"]
+    assert len({each.params.seed for each in asked}) == 5
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ({"time": "t", "level": "info", "event": "request", "request_id": "r", "path": "/v1/completions"}, "no text stands"),
+        ({"body": 3}, "is not a JSON object"),
+        ({"answer": "x"}, 'no "prompt"'),
+        ({"prompt": "x", "temperature": "hot"}, "it is a number"),
+        ({"prompt": "x", "temperature": -1}, "temperature must be"),
+        ({"prompt": [1, 2]}, "is not a text"),
+    ],
+)
+def test_a_line_that_is_no_request_is_said_in_one_line(tmp_path: Path, line: dict[str, Any], words: str) -> None:
+    with pytest.raises(OutriderError, match=words) as caught:
+        read_file(written(tmp_path, line), 8, DEFAULTS)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_long_prompt_keeps_its_end_and_an_answer_its_room() -> None:
+    tokenizer = make_tokenizer()
+    asked = read_builtin(["story"], 1, SamplingParams(max_tokens=20))
+    (text,) = encoded(tokenizer, asked, 60)
+    assert len(text.prompt) == 39
+    with pytest.raises(OutriderError, match="no room for a prompt"):
+        encoded(tokenizer, asked, 20)
+    with pytest.raises(OutriderError, match="no tokenizer"):
+        encoded(None, asked, 60)
+
+
+def test_everyone_generates_as_many_tokens_as_were_recorded() -> None:
+    params = SamplingParams(max_tokens=50, temperature=0.7, stop=("x",), stop_token_ids=(3,))
+    again = Text([1], params, [4, 5, 6]).again
+    assert again == SamplingParams(max_tokens=3, temperature=0.7, ignore_eos=True)
