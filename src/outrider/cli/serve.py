@@ -81,7 +81,7 @@ def command(
 ) -> None:
     """Serve a model to OpenAI's clients: completions and chat, streamed or whole, drafted for and unchanged by it."""
     from outrider.cli.session import load
-    from outrider.engine.plan import Plan
+    from outrider.engine.plan import Plan, served_name
     from outrider.types import OutriderError
 
     try:
@@ -119,11 +119,3 @@ def merged(plan: Plan, models: ModelOptions, methods: MethodOptions) -> tuple[Mo
             models = replace(models, **{option: plan.given(option)})
     method, k = methods.method or plan.given("method"), methods.k if methods.k is not None else plan.given("k")
     return models, MethodOptions(method, None if k is None else str(k))
-
-
-def served_name(target: str | None) -> str:
-    """What clients call the model: the last part of its folder, its hub id, or outrider for the embedded one."""
-    if target is None:
-        return "outrider"
-    path = Path(target).expanduser()
-    return path.resolve().name if path.is_dir() else target

@@ -74,6 +74,14 @@ class Plan:
         return value
 
 
+def served_name(target: str | None) -> str:
+    """What clients call the model: the last part of its folder, its hub id, or outrider for the embedded one."""
+    if target is None:
+        return "outrider"
+    path = Path(target).expanduser()
+    return path.resolve().name if path.is_dir() else target
+
+
 def _toml(value: str | float | bool) -> str:
     if isinstance(value, bool):
         return str(value).lower()
