@@ -61,10 +61,14 @@ class Plan:
 
     def write(self, file: Path) -> None:
         """Every value on a line of its own, with a comment that says what it is."""
+        file.write_text(self.text())
+
+    def text(self) -> str:
+        """What ``write`` writes."""
         lines = [
             f"{key} = {_toml(self.values[key])}  # {comment}" for key, (_, _, comment) in KEYS.items() if key in self.values
         ]
-        file.write_text(HEAD + "\n" + "\n".join(lines) + "\n")
+        return HEAD + "\n" + "\n".join(lines) + "\n"
 
     def given(self, key: str) -> Any:
         """The value of a key, None where the plan leaves it out; a folder beside the plan is found from anywhere."""

@@ -42,6 +42,8 @@ class Engine(ABC):
 
     name: ClassVar[str]  # as its makers write it
     module: ClassVar[str]  # what its Python must be able to import
+    program: ClassVar[str | None] = None  # its server's command; None: it has none that `outrider serve` could become
+    entry: ClassVar[str] = ""  # the same as a module
     instead: ClassVar[Mapping[type[Portable], str]]  # way of drafting that it lacks -> what to use
 
     @abstractmethod

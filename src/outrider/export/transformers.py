@@ -91,14 +91,20 @@ class Transformers(Engine):
             return {"prompt_lookup_num_tokens": wanted.k, "max_matching_ngram_size": kind.max_n}, program
         if isinstance(kind, FirstLayers):
             layers = kind.layers or max(1, wanted.config.num_hidden_layers // EXIT_SHARE)
+            program["more"] = _given("model", assisted)
             return {**assisted, "assistant_early_exit": layers}, program
         if isinstance(kind, SmallModel):
             program["constants"] = f"DRAFT = {kind.source!r}\n"
             program["more"] = "assistant = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=model.dtype).to(model.device)\n"
-            program["more"] += "".join(f"assistant.generation_config.{name} = {value!r}\n" for name, value in assisted.items())
+            program["more"] += _given("assistant", assisted)
             program["arguments"] = ", assistant_model=assistant"
             if kind.other_tokenizer:
                 program["more"] += "assistant_tokenizer = AutoTokenizer.from_pretrained(DRAFT)\n"
                 program["arguments"] += ", tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer"
             return assisted, program
         raise self.refuse(kind, wanted)
+
+
+def _given(model: str, settings: Mapping[str, Any]) -> str:
+    """Lines that put settings where transformers looks for them: into the config of the model that drafts."""
+    return "".join(f"{model}.generation_config.{name} = {value!r}\n" for name, value in settings.items())

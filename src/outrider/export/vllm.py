@@ -28,7 +28,7 @@ from outrider.proposers.portable import (
 )
 from outrider.types import OutriderError
 
-FILE = "vllm.yaml"
+FILE, PROGRAM = "vllm.yaml", "vllm"
 ADAPTER = "outrider.export.vllm_adapter.TextProposer"
 ADAPTER_KEY = "outrider"  # of vLLM's additional_config
 SMALLER = "give the plan a draft model, or heads trained on the target"
@@ -44,6 +44,8 @@ class Vllm(Engine):
 
     name: ClassVar[str] = "vLLM"
     module: ClassVar[str] = "vllm"
+    program: ClassVar[str | None] = PROGRAM
+    entry: ClassVar[str] = "vllm.entrypoints.cli.main"
     instead: ClassVar[Mapping[type[Portable], str]] = {FirstLayers: SMALLER, FewerBits: SMALLER, Pair: "name one of the two"}
 
     def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
@@ -56,21 +58,15 @@ class Vllm(Engine):
         carried = speculative.get("model") == ADAPTER
         if speculative:
             settings["speculative-config"] = speculative
-            notes = [*self._usual(wanted), *notes]
+            if not wanted.has_own_k:
+                notes = [f"vLLM does not choose the number of drafts: {wanted.k} is a usual one, measure yours.", *notes]
         if carried:
             settings["additional-config"] = {ADAPTER_KEY: {"method": wanted.method}}
         environment = {}
         gpu = re.fullmatch(r"cuda:(\d+)", wanted.device or "")
         if gpu:
             environment["CUDA_VISIBLE_DEVICES"] = gpu[1]
-        return Export(("vllm", "serve", "--config", FILE), {FILE: yaml(settings)}, environment, carried, notes)
-
-    def _usual(self, wanted: Wanted) -> list[str]:
-        return (
-            []
-            if wanted.has_own_k
-            else [f"vLLM does not choose the number of drafts: {wanted.k} is a usual one, measure yours."]
-        )
+        return Export((PROGRAM, "serve", "--config", FILE), {FILE: yaml(settings)}, environment, carried, notes)
 
     def _speculative(self, wanted: Wanted, folder: Path, own_code: bool) -> tuple[dict[str, Any], list[str]]:
         """vLLM's speculative_config, and what will be different there."""
@@ -97,13 +93,11 @@ class Vllm(Engine):
             return config, ["vLLM takes each head's likeliest token, a chain; Outrider drafts a tree of several."]
         if isinstance(kind, FeatureHead):
             if kind.asks_for_tree:
-                raise OutriderError(
-                    "vLLM drafts chains, no trees: set top_k=1 in the method's options, or leave out its options"
-                )
+                raise OutriderError("vLLM drafts chains, no trees: set top_k=1 in the method's options, or leave the tree out")
             source, generation = heads.feature_head(kind, wanted, folder)
             method = "eagle3" if generation == 3 else "eagle"
-            note = [] if kind.top_k == 1 else ["vLLM drafts a chain; Outrider a tree, which is accepted further."]
-            return {"method": method, "model": _within(source), **count, **rule}, note
+            notes = [] if kind.top_k == 1 else ["vLLM drafts a chain; Outrider a tree, which is accepted further."]
+            return {"method": method, "model": _within(source), **count, **rule}, notes
         raise self.refuse(kind, wanted)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -49,8 +49,11 @@ class Wanted:
         return text_config(load_config(self.target))
 
 
-def wanted(plan: Plan) -> Wanted:
-    """Reads a plan. Raises ``OutriderError`` where it names what is not there, or a method refuses its options or draft."""
+def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wanted:
+    """Reads a plan. ``check``: refuses a model that can be neither a folder nor a hub id, before anything is looked for.
+
+    Raises ``OutriderError`` where the plan names what is not there, or a method refuses its options or its draft.
+    """
     from outrider.family import TARGET, drafts
 
     target, drafts_there = plan.given("target"), {}
@@ -58,10 +61,13 @@ def wanted(plan: Plan) -> Wanted:
         drafts_there = {name: str(folder) for name, folder in drafts().items()}
     name = served_name(target)
     target, draft = _located(target or str(TARGET)), plan.given("draft")
+    check(target)
     verifier = plan.given("verifier") or "rejection"
     VERIFIERS.get(verifier)
     method = plan.given("method") or default_method(draft, drafts_there)
     kind = _kind(method, draft, drafts_there)
+    if isinstance(kind, (SmallModel, ParallelHeads, FeatureHead)):
+        check(kind.source)
     if isinstance(kind, SmallModel) and not kind.other_tokenizer and _tokenizers_differ(target, kind.source):
         if plan.given("method") is not None:
             raise OutriderError(f"{kind.source} has another tokenizer than the target: leave the method out of the plan")
