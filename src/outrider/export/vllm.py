@@ -55,6 +55,8 @@ class Vllm(Engine):
             raise OutriderError(f"vLLM has no acceptance rule like {wanted.verifier!r}: use {', '.join(RULES)}")
         speculative, notes = self._speculative(wanted, folder, own_code)
         settings = _settings(wanted)
+        if "rejection_sample_method" in speculative:
+            notes = [*notes, "Block verification is a part of vLLM's newer model runner: on a CPU it verifies token by token."]
         carried = speculative.get("model") == ADAPTER
         if speculative:
             settings["speculative-config"] = speculative
