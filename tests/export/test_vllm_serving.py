@@ -1,7 +1,7 @@
 """vLLM itself runs what was exported, and accepts as many drafts as Outrider: scripts/test -m vllm, where vLLM is installed.
 
-vLLM pins a torch of its own: name the Python of its environment in VLLM_PYTHON. Each case starts a server, some two minutes on a
-CPU: VLLM_PYTHON=... scripts/test -m vllm -k "serving and draft" runs one.
+vLLM pins a torch of its own: name the Python of its environment in VLLM_PYTHON. Each case starts a server, which takes a CPU
+some minutes: VLLM_PYTHON=... scripts/test -m vllm -k "serving and draft" runs one.
 """
 
 from __future__ import annotations
