@@ -85,7 +85,7 @@ def test_the_plan_runs_there_with_options_passed_on_and_signals_reach_it(fake: A
     assert settings["max-num-seqs"] == 3 and settings["additional-config"] == {"outrider": {"method": "suffix"}}
     assert os.listdir(said["path"].split(":")[0]) == ["outrider"]
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=300)
     assert out == f"signal {signal.SIGTERM.value}\n" and process.returncode == 7
 
 
@@ -95,7 +95,7 @@ def test_without_a_python_the_program_on_the_path_is_run(fake: Any, serve: Any) 
     said = told(process)
     assert said["argv"] == ["serve", "--config", "vllm.yaml", "--seed", "3"]
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=300)
 
 
 @pytest.mark.parametrize(

@@ -57,16 +57,14 @@ def test_the_command_starts_a_server_and_ends_it(ends: str, target: Path, tmp_pa
     options = ["--target", target, "--method", "ngram", "--k", 2, "--compile", "never", "--max-len", 256, "--concurrency", 2]
     more = ["--requests", 1, "--repeat", 1 if ends == "by itself" else 1000, "--max-tokens", 8, "--workloads", "story"]
     command = [sys.executable, "-m", "outrider", "bench", "serve", *options, *more, "--num-prompts", 1, "--out", "out.json"]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         list(map(str, command)), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}
-    )
-    if ends == "by a signal":
-        assert process.stderr is not None
-        for line in process.stderr:  # the first repeat is done
-            if line.startswith("3/"):
-                break
-        process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=120)
+    ) as process:
+        if ends == "by a signal":
+            assert process.stderr is not None
+            next(line for line in process.stderr if line.startswith("3/"))  # the first repeat is done
+            process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=300)
     assert process.returncode == (0 if ends == "by itself" else 130), err
     result = json.loads(out.splitlines()[-1])
     assert result == json.loads((tmp_path / "out.json").read_text())

@@ -6,7 +6,7 @@ import asyncio
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -154,16 +154,12 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
     if server.inflate is not None:
         inflated, _ = inflate_target(replace(ModelOptions(), target=known.given("target")), server.inflate)
         known = Plan({**embedded_draft(known), "target": str(inflated.target)})
-    with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
+    with tempfile.TemporaryDirectory(prefix="outrider-") as folder, ExitStack() as stack:
         file = Path(folder) / "plan.toml"
         known.write(file)
-        starting = own_server([str(file)])
         with waiting("starting the server"):
-            url = starting.__enter__()
-        try:
-            yield url
-        finally:
-            starting.__exit__(None, None, None)
+            url = stack.enter_context(own_server([str(file)]))
+        yield url
 
 
 def embedded_draft(plan: Any) -> dict[str, Any]:

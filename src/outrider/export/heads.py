@@ -44,8 +44,7 @@ def feature_head(kind: FeatureHead, wanted: Wanted, folder: Path) -> tuple[str, 
 def parallel_heads(kind: ParallelHeads, wanted: Wanted, folder: Path) -> tuple[str, int]:
     """Where vLLM's form of the heads lies, and how many there are. Raises ``OutriderError`` for heads that do not fit."""
     heads, _ = medusa.load(kind.source, wanted.config.vocab_size)
-    written = json.loads((find_folder(kind.source) / "config.json").read_text())
-    if written.get("model_type") == "medusa" and written.get("num_heads") == heads.shape.num_heads:
+    if medusa.is_exported(find_folder(kind.source), heads):
         return kind.source, heads.shape.num_heads
     medusa.export(_as_stored(heads, kind.source), folder / FOLDER, wanted.config.vocab_size)
     return FOLDER, heads.shape.num_heads

@@ -56,7 +56,7 @@ class Asker:
                     sample.error = f"{answer.status_code}: {_message(await answer.aread())}"
                 else:
                     await self._read(answer, sample)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:  # the latter: an answer of another form
             sample.error = f"{type(error).__name__}: {error}"
         sample.ended = sample.ended or clock()
         return sample
