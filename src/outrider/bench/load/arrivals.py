@@ -25,7 +25,7 @@ class Load:
     def __post_init__(self) -> None:
         if (self.concurrency is None) == (self.rate is None):
             raise OutriderError("a load has either a number of clients or a rate")
-        if (self.concurrency or 1) < 1 or (self.rate if self.rate is not None else 1) <= 0:
+        if (self.concurrency is not None and self.concurrency < 1) or (self.rate is not None and self.rate <= 0):
             raise OutriderError("a number of clients must be at least 1, and a rate above 0")
 
     @property
