@@ -7,6 +7,7 @@ some minutes: VLLM_PYTHON=... scripts/test -m vllm -k "serving and draft" runs o
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import socket
@@ -26,6 +27,9 @@ from outrider import LLM, SamplingParams, ScriptedProposer
 from outrider.bench.load.counters import Counters, parse
 from outrider.bench.workloads import as_text, builtin
 from outrider.engine.plan import Plan
+from outrider.export.engine import write
+from outrider.export.vllm import Vllm
+from outrider.export.wanted import wanted
 from outrider.types import Context
 
 PYTHON = os.environ.get("VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else None)
@@ -111,6 +115,33 @@ def plan_of(folder: Path, **values: Any) -> Path:
         file
     )
     return file
+
+
+READ = {  # method -> vLLM's name, and what else it makes of it
+    "plain": (None, {}),
+    "draft": ("draft_model", {"rule": "block"}),
+    "ngram:min_n=1:max_n=3": ("ngram", {"window": [1, 3]}),
+    "eagle": ("eagle3", {}),
+    "medusa": ("medusa", {}),
+    "suffix+ngram": ("custom_class", {"additional": {"outrider": {"method": "suffix+ngram"}}}),
+}
+
+
+def test_vllm_reads_every_exported_plan(tmp_path: Path) -> None:
+    folders = [tmp_path / str(index) for index in range(len(READ))]
+    for method, folder in zip(READ, folders, strict=True):
+        values = {"k": K, "max_len": MAX_LEN, "max_batch": 4, "kv_memory": 1, "verifier": "block", "method": method}
+        write(Vllm(), wanted(Plan(values)), folder, False)
+    script = Path(__file__).with_name("vllm_read.py")
+    environment = {**os.environ, **ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": ""}
+    command = [str(PYTHON), str(script), *map(str, folders)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=START_SECONDS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == len(READ)
+    for (name, more), read in zip(READ.values(), lines, strict=True):
+        general = {"max_len": MAX_LEN, "max_batch": 4, "host": "127.0.0.1", "kv_memory": 1 << 30, "method": name}
+        assert read == read | general | more | ({} if name is None else {"k": K})
 
 
 @pytest.mark.parametrize("method", ["draft", "eagle:top_k=1", "suffix", "suffix+ngram"])
