@@ -12,10 +12,10 @@ from tiny_folder import make_folder, make_tokenizer
 from torch import nn
 
 from outrider import LLM, SamplingParams
-from outrider.engine.costs import PassCosts
 from outrider.proposers.base import Setting
 from outrider.proposers.early_exit import EarlyExitProposer, measure_exits, pick_exit
 from outrider.runner import ModelRunner, RunnerConfig, compiled, kernels
+from outrider.runner.costs import PassCosts
 from outrider.runner.layer_span import WHOLE, LayerSpan
 from outrider.sampling import Sampler
 from outrider.types import Context, OutriderError

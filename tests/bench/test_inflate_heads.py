@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from heads.writers import FFN, HIDDEN, write_eagle1, write_eagle3, write_medusa, write_speculators, write_vllm_medusa
 from safetensors.torch import load_file
 from tiny_folder import make_folder
@@ -54,7 +55,7 @@ def write(kind: str, folder: Path) -> None:
 
 def drafted(target: Path, head: Path, temperature: float) -> list[object]:
     """Every proposal of a generation, and its text."""
-    method = "medusa" if kind_of(head) == MEDUSA else "eagle"
+    method = "medusa:max_nodes=6" if kind_of(head) == MEDUSA else "eagle:max_nodes=6"  # not what pays: the two cost differently
     llm = LLM(str(target), draft=str(head), method=method, num_draft_tokens=4, compile="never", device="cpu")
     seen: list[object] = []
     propose = llm.proposer.propose
@@ -80,6 +81,16 @@ def test_the_large_head_drafts_what_the_small_one_does(kind, shape, family, tmp_
     for temperature in (0.0, 1.0):
         small = drafted(family["small"], tmp_path / "head", temperature)
         assert drafted(family[shape], large, temperature) == small
+
+
+def test_a_head_takes_the_dtype_of_its_target(tmp_path):
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": LAYERS, "dtype": "bfloat16"}
+    small = make_folder(tmp_path / "small", tie_word_embeddings=False, **sizes)
+    large = inflate(small, tmp_path / "large", SHAPES["twice as wide"], progress=False)
+    for kind in ("eagle1", "eagle3", "medusa"):
+        write(kind, tmp_path / kind)
+        tensors = load_file(inflate_head(tmp_path / kind, large, tmp_path / f"large-{kind}") / "model.safetensors")
+        assert {weight.dtype for weight in tensors.values() if weight.is_floating_point()} == {torch.bfloat16}
 
 
 def test_a_large_head_has_the_targets_widths_and_reads_the_same_layers(family, tmp_path):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.engine import GenerationStats, PhaseTimes, Round
-from outrider.engine.costs import PassCosts
-from outrider.engine.stats import PlainRound
+from outrider.runner.costs import PassCosts, PlainRound
 
 
 def drafted(num_accepted: int, score: float = 3.0) -> Round:

@@ -14,7 +14,7 @@ from torch import Tensor
 from toy import make_request
 
 from outrider.proposers import eagle
-from outrider.proposers.trees import best_tree, without
+from outrider.proposers.trees import grown, shape_of, without
 from outrider.sampling import Sampler
 from outrider.types import Context, Proposal, SamplingParams
 from outrider.verifiers.rejection import RejectionVerifier
@@ -36,7 +36,7 @@ from .enumeration import (
 )
 
 EXACT = 1e-12
-SHAPE = best_tree([(0.7, 0.5), (0.6, 0.2)], 4)  # two children of the root, two of the first or one of each
+SHAPE = shape_of(grown([(0.7, 0.5), (0.6, 0.2)], 4)[0])  # two children of the root, two of the first or one of each
 SETTINGS = {
     "warm": SamplingParams(temperature=1.0),
     "cool": SamplingParams(temperature=0.7),
@@ -155,7 +155,7 @@ def test_the_confident_tree_holds_the_likeliest_paths(k: int) -> None:
     text: Text = PROMPT
     sampler = Sampler([make_request(text)], VOCAB)
     round_ = eagle._Round(Context((make_request(text),), (9,), sampler), [0], k, VOCAB)
-    proposal = eagle._confident_tree(TableHead(text), round_, torch.zeros(1, 1), VOCAB**2, 5)
+    proposal = eagle._confident_tree(TableHead(text), round_, torch.zeros(1, 1), VOCAB**2, eagle._Candidates(5))
     worth: dict[Text, float] = {}
     for depth in range(1, k + 1):
         for path in itertools.product(range(VOCAB), repeat=depth):
@@ -174,7 +174,7 @@ def test_a_limit_cuts_the_tree_by_depth() -> None:
     sampler = Sampler([make_request(PROMPT)], VOCAB)
     round_ = eagle._Round(Context((make_request(PROMPT),), (1,), sampler), [0], 3, VOCAB)
     round_.limits = [1]
-    proposal = eagle._confident_tree(TableHead(PROMPT), round_, torch.zeros(1, 1), 2, 6)
+    proposal = eagle._confident_tree(TableHead(PROMPT), round_, torch.zeros(1, 1), 2, eagle._Candidates(6))
     assert set(proposal.parents[0, : int(proposal.lens[0])].tolist()) == {-1}
 
 
@@ -182,7 +182,7 @@ def test_a_limit_cuts_the_tree_by_depth() -> None:
 def test_the_best_tree_is_the_best_of_all_trees(num_nodes: int) -> None:
     """Any set of nodes closed under parents and earlier siblings is worth at most what the greedy choice is."""
     rates = [(0.6, 0.2, 0.1), (0.5, 0.25, 0.05)]
-    shape = best_tree(rates, num_nodes)
+    shape = shape_of(grown(rates, num_nodes)[0])
     worth: list[float] = []
     for parent, rank, depth in zip(shape.parents, shape.ranks, shape.depths, strict=True):
         worth.append((worth[parent] if parent >= 0 else 1.0) * rates[depth - 1][rank])

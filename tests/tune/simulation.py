@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.engine.costs import PassCosts
 from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.engine.stats import PhaseTimes, Round
+from outrider.runner.costs import PassCosts
 from outrider.tune import DraftLengthPolicy
 from outrider.types import Context, Request, SamplingParams
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.engine.costs import PassCosts
 from outrider.engine.stats import PhaseTimes, expected_speedup
+from outrider.runner.costs import PassCosts
 from outrider.tune import CostModel
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.engine.costs import PassCosts
 from outrider.engine.policy import FixedLength
+from outrider.runner.costs import PassCosts
 from outrider.tune import DraftLengthPolicy
 from tests.tune import grid
 from tests.tune.simulation import MAX_K, Cell, Machine, Recorded, Text, automatic, best_fixed, plain, simulate, weigh

@@ -131,7 +131,8 @@ class _WideEagle:
         states = tuple(map(self.target.hidden_state, self.shape.hidden_states))
         shape = replace(self.shape, llama=self._config(), target_hidden_size=self.target.large.hidden, hidden_states=states)
         made = EagleHead(shape).to(self.target.dtype)
-        made.load_state_dict({name: self._tensor(name, weight) for name, weight in self.head.state_dict().items()}, assign=True)
+        own = self.head.to(self.target.dtype).state_dict()
+        made.load_state_dict({name: self._tensor(name, weight) for name, weight in own.items()}, assign=True)
         return made
 
     def _config(self) -> LlamaConfig:

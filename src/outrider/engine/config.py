@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.engine.costs import pass_costs
 from outrider.engine.policy import POLICIES, FixedLength, LengthPolicy
 from outrider.proposers.base import Proposer, Setting
 from outrider.registry import (
@@ -20,6 +19,7 @@ from outrider.registry import (
     split_method,
 )
 from outrider.runner import ModelRunner, RunnerConfig
+from outrider.runner.costs import pass_costs
 from outrider.runner.tokenizers import DifferentVocabulary
 from outrider.types import OutriderError
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.engine.costs import pass_costs
 from outrider.engine.drafting import Drafts, GuardedProposer
 from outrider.engine.logprobs import TokenLogprobs, token_logprobs
 from outrider.engine.policy import LengthPolicy
 from outrider.engine.scheduler import Entry, Scheduler
 from outrider.engine.stats import GenerationStats, PhaseTimes, Round
+from outrider.runner.costs import pass_costs
 from outrider.sampling import Sampler
 from outrider.types import Context, OutriderError, Proposal, Request, Scores, Verdict
 

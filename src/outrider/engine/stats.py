@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+from outrider.runner.costs import PlainRound
+
 
 def expected_tau(alpha: float, k: float) -> float:
     """Tokens a round emits if each draft survives with probability alpha: (1 - alpha^(K+1)) / (1 - alpha), Leviathan eq. 1."""
@@ -41,14 +43,6 @@ class PhaseTimes:
         self.verify += other.verify
         self.host += other.host
         self.read += other.read
-
-
-@dataclass(frozen=True, slots=True)
-class PlainRound:
-    """What a decoding round without drafts takes, as far as it was measured: seconds of the target's pass and of the rest."""
-
-    score: float
-    outside: float | None  # verifier and host; None until such a round was run
 
 
 @dataclass(frozen=True, slots=True)

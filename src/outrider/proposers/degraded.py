@@ -80,8 +80,14 @@ class Degraded(Proposer):
                 path[b, at:], num_accepted[b], next_token[b] = -1, at, wrong[nodes[at]]
         self.inner.commit(context, Verdict(path, num_accepted, next_token))
 
+    def read(self, requests: Sequence[Request]) -> list[bool]:
+        return self.inner.read(requests)
+
     def release(self, request_ids: Sequence[str]) -> None:
         self.inner.release(request_ids)
+
+    def retire(self, request_ids: Sequence[str]) -> None:
+        self.inner.retire(request_ids)
 
     def num_nodes(self, k: int) -> int:
         return self.inner.num_nodes(k)

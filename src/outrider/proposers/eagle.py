@@ -10,7 +10,8 @@ distributions: multi-round rejection then has its full value, and the law of the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ from outrider.heads.head_runner import HeadRunner
 from outrider.proposers.base import Proposer, Setting
 from outrider.proposers.portable import FeatureHead
 from outrider.proposers.sample_text import TEXT
-from outrider.proposers.trees import TreeShape, best_tree, without
+from outrider.proposers.tree_sizes import Bill, TreeSizes
+from outrider.proposers.trees import TreeShape, without
 from outrider.runner import ModelRunner
 from outrider.sampling import Sampler
 from outrider.types import Context, Finding, OutriderError, Proposal
@@ -34,7 +36,7 @@ class EagleConfig:
 
     top_k: int = 6  # children of a node, and nodes of a level that are expanded
     max_depth: int = 8
-    max_nodes: int | None = None  # drafts in a proposal; None: 60 on a GPU, where they are nearly free, else 16
+    max_nodes: int | None = None  # drafts in a proposal; None: as many as pay
     acceptance: tuple[float, ...] = (0.72, 0.13, 0.05, 0.025, 0.01)  # of the first, second, ... sibling when sampling
     hidden_states: tuple[int, ...] | None = None  # of the target, in the place of those that the head names
 
@@ -62,8 +64,7 @@ class EagleProposer(Proposer):
         self.head = HeadRunner(head, target)
         self.max_drafts = config.max_depth
         self._config, self._vocab_size = config, target.vocab_size
-        self._max_nodes = config.max_nodes or (60 if target.device.type == "cuda" else 16)
-        self._shapes: dict[int, TreeShape] = {}
+        self._sizes = TreeSizes(target, config.max_nodes)
 
     @classmethod
     def build(cls, setting: Setting) -> EagleProposer:
@@ -106,9 +107,10 @@ class EagleProposer(Proposer):
         return [f"hidden_states={','.join(map(str, each))}" for each in fitting]
 
     def num_nodes(self, k: int) -> int:
-        return min(self._max_nodes, 2 * k) if k else 0
+        return self._sizes.expected(k)
 
     def propose(self, context: Context, k: int) -> Proposal:
+        started = perf_counter()
         # Before its prompt has been read by the target, a request has no features.
         able = [b for b in range(len(context.requests)) if len(context.hidden[self.needs_hidden[0]][b])]
         k = min(k, self.max_drafts, max((context.limits[b] for b in able), default=0))
@@ -119,8 +121,15 @@ class EagleProposer(Proposer):
             return Proposal.empty(len(context.requests))
         round_ = _Round(context, able, k, self._vocab_size)
         if context.sampler.is_deterministic:
-            return _confident_tree(self.head, round_, out, self._config.top_k, self.num_nodes(k))
-        return _drawn_tree(self.head, round_, out, self._shape(k))
+            found = _Candidates(self._sizes.most, self._sizes.bill(context), started)
+            proposal = _confident_tree(self.head, round_, out, self._config.top_k, found)
+            depth, num_steps = found.depth, found.num_levels
+        else:
+            shape = self._sizes.shape([self._config.acceptance] * k, context, is_levelwise=True)
+            proposal = _drawn_tree(self.head, round_, out, shape)
+            depth = num_steps = max(shape.depths)
+        self._sizes.learn(int(proposal.lens.max()), max(depth, 1), num_steps, started)
+        return proposal
 
     def _read(self, context: Context, able: list[int]) -> Tensor:
         """Catches up with the target's features: what the head puts out after each request's last token, [A, H]."""
@@ -133,11 +142,6 @@ class EagleProposer(Proposer):
         if not bool(torch.isfinite(out).all()):
             raise RuntimeError("the head puts out NaN or infinity")
         return out
-
-    def _shape(self, k: int) -> TreeShape:
-        if k not in self._shapes:
-            self._shapes[k] = best_tree([self._config.acceptance] * k, self.num_nodes(k))
-        return self._shapes[k]
 
     def release(self, request_ids: Sequence[str]) -> None:
         self.head.release(request_ids)
@@ -178,9 +182,8 @@ def _children_of(values: Tensor, parent: Tensor) -> Tensor:
     return values.gather(1, parent[:, :, None].expand(-1, -1, values.shape[2]))
 
 
-def _confident_tree(head: HeadRunner, round_: _Round, out: Tensor, top_k: int, num_nodes: int) -> Proposal:
-    """EAGLE-2, section 4.1 (expansion) and 4.2 (re-ranking)."""
-    found = _Candidates(num_nodes)
+def _confident_tree(head: HeadRunner, round_: _Round, out: Tensor, top_k: int, found: _Candidates) -> Proposal:
+    """EAGLE-2, section 4.1 (expansion) and 4.2 (re-ranking), as far as it pays."""
     beam: Tensor | None = None  # [A, W]: index among the candidates of each node that is expanded
     nodes = parents = torch.zeros(
         len(round_.able), 0, dtype=torch.long, device=out.device
@@ -213,10 +216,12 @@ def _confident_tree(head: HeadRunner, round_: _Round, out: Tensor, top_k: int, n
 class _Candidates:
     """All nodes ever proposed, and the choice among them: [A, C] tensors that grow by a level at a time."""
 
-    def __init__(self, num_nodes: int) -> None:
-        self.num_nodes = num_nodes
+    def __init__(self, num_nodes: int, bill: Bill | None = None, started: float = 0.0) -> None:
+        """At most ``num_nodes`` are chosen; with a ``bill`` as many as pay, of drafting that began at ``started``."""
+        self.num_nodes, self._bill, self._started = num_nodes, bill, started
         self.tokens = self.values = self.parents = torch.empty(0)
         self.depths: list[int] = []
+        self.num_levels = self.depth = 0  # drafted, and of the tree that was chosen
 
     def add(self, token_ids: Tensor, values: Tensor, beam: Tensor | None, depth: int) -> int:
         """Adds the children [A, W * top_k] of the nodes ``beam`` [A, W]. Returns the index of the first."""
@@ -228,20 +233,40 @@ class _Candidates:
             self.tokens, self.values = torch.cat((self.tokens, token_ids), 1), torch.cat((self.values, values), 1)
             self.parents = torch.cat((self.parents, parents), 1)
         self.depths += [depth] * count
+        self.num_levels = depth
         return first
 
     def can_grow(self, values: Tensor) -> bool:
-        """Whether a child of the level just added could still be among the best."""
-        if len(self.depths) < self.num_nodes:
+        """Whether a child of the level just added could still be among the best, and pay for its level."""
+        likeliest = values.amax(-1)
+        if len(self.depths) >= self.num_nodes:
+            worst = self.values.topk(self.num_nodes, -1).values[:, -1]
+            if not bool((likeliest > worst).any()):
+                return False
+        if self._bill is None:
             return True
-        worst = self.values.topk(self.num_nodes, -1).values[:, -1]
-        return bool((values.amax(-1) > worst).any())
+        so_far = self._drafted()
+        return so_far.pays(float(likeliest.exp().sum()), so_far.drafted / self.num_levels, self._worths(self.values))
+
+    def _drafted(self) -> Bill:
+        """The bill with the seconds drafted up to now."""
+        assert self._bill is not None
+        return replace(self._bill, drafted=perf_counter() - self._started)
+
+    def _worths(self, values: Tensor) -> list[float]:
+        """Expected accepted drafts that each further node adds over the batch, best first."""
+        best = values.topk(min(self.num_nodes, values.shape[1]), -1).values
+        worths: list[float] = best.exp().sum(0).tolist()
+        return worths
 
     def proposal(self, round_: _Round) -> Proposal:
         """The most confident nodes of each request, parents first, siblings by confidence: point masses."""
         is_beyond = torch.tensor(self.depths)[None] > torch.tensor(round_.limits)[:, None]
         values = self.values.cpu().masked_fill(is_beyond, float("-inf"))
-        best = values.topk(min(self.num_nodes, values.shape[1]), -1)
+        size = min(self.num_nodes, values.shape[1])
+        if self._bill is not None:
+            size = self._drafted().best(self._worths(values))[0]
+        best = values.topk(size, -1)
         tokens, above = self.tokens.tolist(), self.parents.tolist()
         token_ids = torch.zeros(round_.batch, best.indices.shape[1], dtype=torch.long)
         parents, lens = torch.full_like(token_ids, -1), torch.zeros(round_.batch, dtype=torch.long)
@@ -253,6 +278,7 @@ class _Candidates:
             place = {node: index for index, node in enumerate(kept)} | {-1: -1}
             lens[b] = len(kept)
             if kept:
+                self.depth = max(self.depth, self.depths[kept[-1]])
                 token_ids[b, : len(kept)] = torch.tensor([tokens[a][node] for node in kept])
                 parents[b, : len(kept)] = torch.tensor([place[above[a][node]] for node in kept])
         return Proposal(token_ids, lens, None, parents)

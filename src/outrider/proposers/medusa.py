@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 
@@ -18,7 +19,7 @@ from outrider.heads.medusa import Accuracies, MedusaHeads, check_fit, load
 from outrider.proposers.base import Proposer, Setting
 from outrider.proposers.portable import ParallelHeads
 from outrider.proposers.sample_text import TEXT
-from outrider.proposers.trees import TreeShape, best_tree
+from outrider.proposers.tree_sizes import TreeSizes
 from outrider.runner import ModelRunner
 from outrider.runner.linear import place
 from outrider.types import Context, Finding, OutriderError, Proposal
@@ -33,7 +34,7 @@ class MedusaConfig:
     """The tree."""
 
     accuracies: Accuracies | None = None  # [head][rank]; None: the usual ones
-    max_nodes: int | None = None  # drafts in a proposal; None: 63 on a GPU, where they are nearly free, else 16
+    max_nodes: int | None = None  # drafts in a proposal; None: as many as pay
 
     def __post_init__(self) -> None:
         if (self.max_nodes is not None and self.max_nodes < 1) or (self.accuracies is not None and not self.accuracies):
@@ -58,8 +59,7 @@ class MedusaProposer(Proposer):
         count = heads.shape.num_heads
         self.accuracies = config.accuracies or tuple(tuple(FALL**head * each for each in USUAL) for head in range(count))
         self.max_drafts = min(count, len(self.accuracies))
-        self._max_nodes = config.max_nodes or (63 if target.device.type == "cuda" else 16)
-        self._shapes: dict[int, TreeShape] = {}
+        self._sizes = TreeSizes(target, config.max_nodes)
 
     @classmethod
     def build(cls, setting: Setting) -> MedusaProposer:
@@ -86,26 +86,23 @@ class MedusaProposer(Proposer):
             yield from findings.of_medusa(folder_of(setting.draft), setting.target, sample)
 
     def num_nodes(self, k: int) -> int:
-        return len(self._shape(k).parents) if k else 0
-
-    def _shape(self, k: int) -> TreeShape:
-        if k not in self._shapes:
-            self._shapes[k] = best_tree(self.accuracies[:k], min(self._max_nodes, 4 * k))
-        return self._shapes[k]
+        return self._sizes.expected(k)
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
+        started = perf_counter()
         (states,) = (context.hidden[index] for index in self.needs_hidden)
         k = min(k, self.max_drafts, max(context.limits))
         # Before its prompt has been read by the target, a request has no features.
         able = [b for b, each in enumerate(states) if len(each) and context.limits[b] > 0]
         if k <= 0 or not able:
             return Proposal.empty(len(states))
-        shape = self._shape(k)
+        shape = self._sizes.shape(self.accuracies[:k], context, is_levelwise=False)
         last = torch.stack([states[b][-1] for b in able]).to(self.device, self.dtype)  # [A, H]
         found = self.heads.candidates(last, k, 1 + max(shape.ranks))  # [A, heads, ranks]
         nodes = found[:, torch.tensor(shape.depths) - 1, torch.tensor(shape.ranks)]  # [A, N]
         token_ids = torch.zeros(len(states), len(shape.parents), dtype=torch.long, device=self.device)
         token_ids[able] = nodes
         lens = torch.tensor([shape.cut(min(k, limit)) if b in able else 0 for b, limit in enumerate(context.limits)])
+        self._sizes.learn(len(shape.parents), max(shape.depths), 1, started)
         return Proposal(token_ids, lens, None, torch.tensor(shape.parents).repeat(len(states), 1))

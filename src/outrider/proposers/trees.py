@@ -32,13 +32,15 @@ class TreeShape:
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
 
-def best_tree(acceptance: Sequence[Sequence[float]], num_nodes: int) -> TreeShape:
-    """The tree of ``num_nodes`` nodes with the most expected accepted drafts (Cai et al. 2024, section 2.3.3, greedily).
+def grown(acceptance: Sequence[Sequence[float]], num_nodes: int) -> tuple[list[tuple[int, ...]], list[float]]:
+    """The nodes of the tree with the most expected accepted drafts, best first, and what each adds (Cai et al. 2024, 2.3.3).
 
     ``acceptance[d][r]``: the chance that at depth d + 1 the draft of rank r is the one accepted, given that its parent was. A
-    node is worth the product along its path; the node that adds most is added until the tree is full.
+    node, written as the ranks along its path, is worth their product; the one that adds most is added until the tree is full.
+    Every beginning of the list is a tree.
     """
-    best: list[tuple[int, ...]] = []  # nodes as the ranks along their paths
+    best: list[tuple[int, ...]] = []
+    worths: list[float] = []
     heap: list[tuple[float, tuple[int, ...]]] = []
 
     def offer(path: tuple[int, ...], value: float) -> None:
@@ -52,13 +54,19 @@ def best_tree(acceptance: Sequence[Sequence[float]], num_nodes: int) -> TreeShap
         negative, path = heapq.heappop(heap)
         worth[path] = -negative
         best.append(path)
+        worths.append(-negative)
         offer((*path[:-1], path[-1] + 1), worth[path[:-1]])
         offer((*path, 0), worth[path])
-    inner = {path[:-1] for path in best}
-    best.sort(key=lambda path: (len(path), path not in inner, path))
-    place = {path: index for index, path in enumerate(best)} | {(): -1}
+    return best, worths
+
+
+def shape_of(paths: Sequence[tuple[int, ...]]) -> TreeShape:
+    """The tree of these nodes, each with its parent among them."""
+    inner = {path[:-1] for path in paths}
+    nodes = sorted(paths, key=lambda path: (len(path), path not in inner, path))
+    place = {path: index for index, path in enumerate(nodes)} | {(): -1}
     return TreeShape(
-        tuple(place[path[:-1]] for path in best), tuple(path[-1] for path in best), tuple(len(path) for path in best)
+        tuple(place[path[:-1]] for path in nodes), tuple(path[-1] for path in nodes), tuple(len(path) for path in nodes)
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.runner.attention import PassLayout
 from outrider.runner.kv_cache import KVCache
-from outrider.runner.tree_mask import tree_positions, tree_visibility
+from outrider.runner.tree_mask import tree_inputs
 from outrider.types import Proposal
 
 SHORT = 16  # tokens up to which text is scored in the same pass as the drafts, not read before; and up to which masks are kept
@@ -42,9 +42,8 @@ class Layouts:
         """The layout where the proposal's tree stands behind the first ``text_lens[b]`` tokens of each row."""
         assert proposal.parents is not None
         width = chain.positions.shape[1]
-        visible = tree_visibility(proposal.parents, text_lens, width)
-        positions = tree_positions(proposal.parents, text_lens, width) + chain.bases.cpu()[:, None]
-        positions = positions.clamp_(max=self._max_len - 1).to(self._device)
+        visible, positions = tree_inputs(proposal.parents, text_lens, width)
+        positions = (positions + chain.bases.cpu()[:, None]).clamp_(max=self._max_len - 1).to(self._device)
         return replace(chain, positions=positions, visible=visible.to(self._device))
 
     def arange(self, start: int, stop: int) -> Tensor:

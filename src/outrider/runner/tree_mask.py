@@ -22,24 +22,19 @@ def ancestor_matrix(parents: Tensor) -> Tensor:
     return torch.from_numpy(sees)
 
 
-def tree_visibility(parents: Tensor, text_lens: Sequence[int], width: int) -> Tensor:
-    """Which of the pass's tokens each one sees: bool [B, W, W].
+def tree_inputs(parents: Tensor, text_lens: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
+    """Which of the pass's tokens each one sees, bool [B, W, W], and positions relative to the first, int64 [B, W].
 
-    Row b holds ``text_lens[b]`` committed tokens (a causal chain that ends in the root), then the nodes, then padding.
+    Row b holds ``text_lens[b]`` committed tokens (a causal chain that ends in the root), then the nodes, then padding. Siblings
+    share a position; padding counts on.
     """
     batch, nodes = parents.shape
     visible = torch.ones(width, width, dtype=torch.bool).tril().repeat(batch, 1, 1)
+    positions = torch.arange(width).repeat(batch, 1)
     sees = ancestor_matrix(parents)
+    depths = sees.sum(-1)  # [B, N]: 1 for a child of the root
     for b, text in enumerate(text_lens):
-        visible[b, text : text + nodes, text : text + nodes] = sees[b]
-    return visible
-
-
-def tree_positions(parents: Tensor, text_lens: Sequence[int], width: int) -> Tensor:
-    """Position of each token relative to the pass's first: int64 [B, W]. Siblings share one; padding counts on."""
-    nodes = parents.shape[1]
-    depths = ancestor_matrix(parents).sum(-1)  # [B, N]: 1 for a child of the root
-    positions = torch.arange(width).repeat(len(text_lens), 1)
-    for b, text in enumerate(text_lens):
-        positions[b, text : text + nodes] = text - 1 + depths[b]
-    return positions
+        here = slice(text, text + nodes)
+        visible[b, here, here] = sees[b]
+        positions[b, here] = text - 1 + depths[b]
+    return visible, positions

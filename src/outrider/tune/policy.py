@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from outrider.engine.costs import PassCosts
 from outrider.engine.stats import Round
+from outrider.runner.costs import PassCosts
 from outrider.tune.acceptance import OPTIMISM, Acceptance
 from outrider.tune.cost import CostModel
 from outrider.types import Context, Request

@@ -105,9 +105,9 @@ def test_at_temperature_0_the_target_s_odds_before_its_choice_are_shown(track: T
 def test_trees_race_too(folders: dict[str, str]) -> None:
     llm = LLM(folders["target"], method="plain", max_batch=2, compile="never")
     heads: Any = medusa_heads(llm.runner.model)
-    track = Track(llm, ["medusa"], heads, PATIENT)
+    track = Track(llm, ["medusa:max_nodes=8"], heads, PATIENT)
     for accuracy in (1.0, 0.5):
-        events = run(track, replace(WANTED, method="medusa", accuracy=accuracy))
+        events = run(track, replace(WANTED, method="medusa:max_nodes=8", accuracy=accuracy))
         assert events[-1]["first_difference"] is None and events[-1]["faults"] == 0
         tried = [token["place"]["guesses"] for round_ in rounds_of(events, "speculative") for token in round_["tokens"]]
         assert max(map(len, tried)) > 1

@@ -108,7 +108,10 @@ class Lane:
         engine = self.engine
         engine.runner.needs_hidden = engine.proposer.needs_hidden
         engine.observer = seen.append
-        (emission,) = engine.step()
+        emissions = engine.step()
+        while not emissions:  # a long prompt is read in parts
+            emissions = engine.step()
+        (emission,) = emissions
         self.finish_reason = emission.finish_reason
         if not seen:  # the target failed
             return emission, None

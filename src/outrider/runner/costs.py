@@ -1,14 +1,13 @@
 """What a target pass costs: seconds by (width, batch, cache bucket), learned from the rounds as they are run.
 
-Knows numbers only; what to do with them is the policy's business.
+Knows numbers only; what to do with them is the policy's business, and that of proposers whose trees grow as far as they pay.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
-
-from outrider.engine.stats import PlainRound
 
 if TYPE_CHECKING:
     from outrider.runner import ModelRunner
@@ -19,6 +18,14 @@ SPIKE = 1.25  # what lies higher above the mean is mostly a hiccup (compiling, a
 FIRST_SPIKE = 2.0  # the same for a width's first values; the very first is held against the widths around it
 JUMP = 0.7  # an observation below this part of the mean: the machine or the pass has become faster
 STEP_SLOPE = 0.05  # assumed growth of a pass per extra row, until two widths have been run
+
+
+@dataclass(frozen=True, slots=True)
+class PlainRound:
+    """What a decoding round without drafts takes, as far as it was measured: seconds of the target's pass and of the rest."""
+
+    score: float
+    outside: float | None  # verifier and host; None until such a round was run
 
 
 class PassCosts:

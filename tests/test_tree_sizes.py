@@ -1,0 +1,119 @@
+"""Trees are as large as they pay: by hand-computed prices, and by those that a real runner learned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from heads.writers import HIDDEN, write_eagle3, write_medusa
+from tiny_folder import make_folder
+
+from outrider import LLM, SamplingParams
+from outrider.proposers.tree_sizes import Bill, TreeSizes
+from outrider.runner import ModelRunner, RunnerConfig
+from outrider.runner.costs import PassCosts, pass_costs
+from outrider.types import Context, Request
+
+ACCEPTANCE = [(0.6, 0.2, 0.1)] * 3
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("priced")
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 4}
+    make_folder(folder / "target", **sizes)
+    write_medusa(folder / "medusa", 320, 3)
+    write_eagle3(folder / "eagle3", 320, 100)
+    return folder
+
+
+@pytest.fixture
+def runner(home):
+    return ModelRunner.load(home / "target", RunnerConfig(compile="never", device="cpu"))
+
+
+def context(batch=1):
+    requests = tuple(Request(str(b), [1] * 9, 9, SamplingParams(), 0, torch.Generator()) for b in range(batch))
+    return Context(requests, (9,) * batch, None)  # type: ignore[arg-type]
+
+
+def test_the_best_size_is_that_of_the_most_tokens_a_second():
+    passes = [1.0, 1.2, 1.4, 1.6, 1.8]
+    # 1/1, 1.5/1.2, 1.8/1.4, 1.9/1.6, 1.95/1.8 tokens a second
+    assert Bill(1, 0.0, passes).best([0.5, 0.3, 0.1, 0.05]) == (2, pytest.approx(1.8 / 1.4))
+    # what was drafted is paid for whatever the size, so it pays to score more of it
+    assert Bill(1, 4.0, passes).best([0.5, 0.3, 0.1, 0.05])[0] == 3
+    assert Bill(1, 0.0, [1.0, 5.0]).best([0.1])[0] == 1  # none at all is for the policy to choose
+
+
+def test_a_level_pays_if_its_likeliest_node_brings_more_than_its_time_is_worth():
+    bill = Bill(1, 0.0, [1.0, 1.1, 1.2, 1.3])
+    worths = [0.6, 0.3]
+    speed = 1.9 / 1.2
+    assert bill.pays(speed * (0.2 + 0.1) + 1e-6, 0.2, worths)
+    assert not bill.pays(speed * (0.2 + 0.1) - 1e-6, 0.2, worths)
+
+
+def priced(runner, row):
+    costs = pass_costs(runner)
+    for _ in range(3):
+        for width in range(1, 18):
+            costs.observe(width, 1, 0, 1.0 + row * (width - 1))
+    return costs
+
+
+def test_free_rows_make_full_trees_and_dear_rows_chains(runner):
+    priced(runner, 0.0)
+    assert len(TreeSizes(runner, None).shape(ACCEPTANCE, context(), is_levelwise=False).parents) == 16
+
+
+@pytest.mark.parametrize(("row", "nodes"), [(0.05, 6), (0.2, 2), (3.0, 1)])
+def test_a_node_is_added_as_long_as_it_raises_the_speed(runner, row, nodes):
+    priced(runner, row)
+    shape = TreeSizes(runner, None).shape(ACCEPTANCE, context(), is_levelwise=False)
+    worths = sorted((0.6**a * 0.2**b * 0.1**c for a, b, c in exponents()), reverse=True)
+    speeds = [(1 + sum(worths[:n])) / (1 + row * n) for n in range(1, 17)]
+    assert len(shape.parents) == 1 + max(range(16), key=speeds.__getitem__) == nodes
+
+
+def exponents():
+    """How often each rank occurs on the paths of up to three."""
+    import itertools
+
+    for depth in (1, 2, 3):
+        for path in itertools.product(range(3), repeat=depth):
+            yield tuple(path.count(rank) for rank in range(3))
+
+
+def test_steps_of_drafting_make_trees_shallower(runner):
+    priced(runner, 0.01)
+    sizes = TreeSizes(runner, None)
+    deep = max(sizes.shape(ACCEPTANCE, context(), is_levelwise=True).depths)
+    sizes._step = 2.0  # seconds, twice a pass
+    assert max(sizes.shape(ACCEPTANCE, context(), is_levelwise=True).depths) < deep == 3
+
+
+def test_a_batch_never_run_is_priced_by_its_rows(runner):
+    priced(runner, 0.2)
+    bill = TreeSizes(runner, None).bill(context(batch=2))
+    assert bill.passes[3] == pytest.approx(1.0 + 0.2 * 7)
+
+
+def test_a_fixed_size_asks_for_no_price_and_measures_nothing(runner):
+    sizes = TreeSizes(runner, 5)
+    assert sizes.bill(context()) is None and pass_costs(runner).plain_round(1, 0) is None
+    assert len(sizes.shape(ACCEPTANCE, context(), is_levelwise=True).parents) == 5
+
+
+@pytest.mark.parametrize("method", ["eagle", "medusa"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_dear_rows_shrink_what_the_methods_draft(home, method, temperature, monkeypatch):
+    monkeypatch.setattr(PassCosts, "seconds", lambda costs, width, batch, cache_len: 1.0 + 100.0 * (width - 1))
+    folder = home / ("eagle3" if method == "eagle" else method)
+    options = {"compile": "never", "device": "cpu", "num_draft_tokens": 3}
+    params = SamplingParams(max_tokens=12, temperature=temperature, seed=1, ignore_eos=True)
+    llm = LLM(home / "target", method=f"{method}:draft={folder}", **options)
+    text = llm.generate([[5, 6, 7]], params)[0].token_ids
+    assert 0 < llm.stats.num_drafts <= llm.stats.num_rounds and llm.stats.faults == 0
+    if temperature == 0:
+        plain = LLM(home / "target", method="plain", **options)
+        assert text == plain.generate([[5, 6, 7]], params)[0].token_ids
