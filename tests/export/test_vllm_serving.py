@@ -144,7 +144,7 @@ def test_vllm_reads_every_exported_plan(tmp_path: Path) -> None:
         assert read == read | general | more | ({} if name is None else {"k": K})
 
 
-@pytest.mark.parametrize("method", ["draft", "eagle:top_k=1", "suffix", "suffix+ngram"])
+@pytest.mark.parametrize("method", ["draft", f"eagle:top_k=1:max_nodes={K}", "suffix", "suffix+ngram"])
 def test_serving_in_vllm_accepts_what_outrider_accepts(method: str, tmp_path: Path) -> None:
     from outrider.family import drafts
 
