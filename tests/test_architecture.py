@@ -28,7 +28,7 @@ BELOW = {
     "family": set(),
     "engine": {"types", "sampling", "registry", "verifiers", "runner", "proposers", "family"},
     "tune": {"types", "sampling", "registry", "verifiers", "runner", "proposers", "engine"},
-    "export": {"types", "registry", "sampling", "runner", "heads", "proposers", "family", "engine"},
+    "export": {"types", "registry", "disk_cache", "sampling", "runner", "heads", "proposers", "family", "engine"},
     "train": {"types", "sampling", "registry", "runner", "heads", "proposers", "family"},
 }
 TOP = {"bench", "audit", "doctor", "server", "cli", "__init__", "__main__"}  # may import everything below, and each other
