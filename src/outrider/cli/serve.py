@@ -173,7 +173,7 @@ def serve_elsewhere(
     export = write(engine, wanted(known, check_source), folder, elsewhere.own_code)
     given = {"host": listening.host, "port": listening.port, "served-model-name": listening.name}
     more = [part for name, value in given.items() if value is not None for part in (f"--{name}", str(value))]
-    become([*command, *export.command[1:], *more, *passed], folder, export)
+    become([*command, *export.options, *more, *passed], folder, export)
 
 
 def merged(plan: Plan, models: ModelOptions, methods: MethodOptions) -> tuple[ModelOptions, MethodOptions]:

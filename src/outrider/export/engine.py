@@ -30,7 +30,8 @@ ENGINES = Registry(
 class Export:
     """What an engine is told."""
 
-    command: Sequence[str]  # run in the folder
+    command: Sequence[str]  # the program
+    options: Sequence[str] = ()  # and what it is told, in the folder
     files: Mapping[str, str] = field(default_factory=dict)  # name -> text
     environment: Mapping[str, str] = field(default_factory=dict)
     needs_outrider: bool = False  # in the engine's own Python environment
@@ -43,7 +44,8 @@ class Engine(ABC):
     name: ClassVar[str]  # as its makers write it
     module: ClassVar[str]  # what its Python must be able to import
     program: ClassVar[str | None] = None  # its server's command; None: it has none that `outrider serve` could become
-    entry: ClassVar[str] = ""  # the same as a module
+    entry: ClassVar[Sequence[str]] = ()  # the same as a module and its arguments
+    nameless_entry: ClassVar[Sequence[str]] = ()  # of builds that are installed under another name than the module's
     instead: ClassVar[Mapping[type[Portable], str]]  # way of drafting that it lacks -> what to use
 
     @abstractmethod
@@ -85,4 +87,4 @@ def _script(engine: Engine, wanted: Wanted, export: Export) -> str:
     lines += [f"export {name}={shlex.quote(value)}" for name, value in export.environment.items()]
     if export.needs_outrider:
         lines.append("# What drafts is Outrider's: pip install --no-deps outrider, into the environment of this command.")
-    return "\n".join([*lines, f'exec {shlex.join(export.command)} "$@"']) + "\n"
+    return "\n".join([*lines, f'exec {shlex.join([*export.command, *export.options])} "$@"']) + "\n"

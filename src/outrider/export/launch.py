@@ -16,7 +16,16 @@ from outrider.disk_cache import cache_dir
 from outrider.export.engine import Engine, Export
 from outrider.types import OutriderError
 
-CHECK = "import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+CHECK = """
+import importlib.metadata, importlib.util, sys
+if importlib.util.find_spec({module!r}) is None:
+    sys.exit(1)
+try:
+    importlib.metadata.version({module!r})
+except importlib.metadata.PackageNotFoundError:
+    sys.exit({nameless})
+"""
+NAMELESS = 3  # the module is there, in a package of another name
 
 
 def working_folder(engine: Engine, plan: str) -> Path:
@@ -32,24 +41,26 @@ def find_command(engine: Engine, python: str | None) -> list[str]:
     if engine.program is None:
         raise OutriderError(f"{engine.name} is not run by `outrider serve`: write its command with outrider export")
     if python is not None:
-        if not _has(python, engine.module):
+        found_there = _asked(python, engine.module)
+        if found_there not in (0, NAMELESS):
             raise OutriderError(f"{engine.name} is not installed for {python}: give the Python of the environment that has it")
-        return [os.path.abspath(python), "-m", engine.entry]
+        return [os.path.abspath(python), "-m", *(engine.nameless_entry if found_there else engine.entry)]
     found = shutil.which(engine.program) or shutil.which(engine.program, path=str(Path(sys.executable).parent))
     if found is None:
         raise OutriderError(
             f"{engine.name} is not installed here: install {engine.module} in an environment of its own, and name its Python "
             "with --engine-python"
         )
-    return [os.path.abspath(found)]
+    return [os.path.abspath(found), *engine.entry[1:]]
 
 
-def _has(python: str, module: str) -> bool:
-    """Whether a Python can import a module, which is not run for it."""
+def _asked(python: str, module: str) -> int | None:
+    """What ``CHECK`` says in another Python: the module is found, but not run. None where there is no such Python."""
+    program = CHECK.format(module=module, nameless=NAMELESS)
     try:
-        return subprocess.run([python, "-c", CHECK.format(module=module)], timeout=60, check=False).returncode == 0
+        return subprocess.run([python, "-c", program], timeout=60, check=False, capture_output=True).returncode
     except (OSError, subprocess.TimeoutExpired):
-        return False
+        return None
 
 
 def become(command: Sequence[str], folder: Path, export: Export) -> NoReturn:

