@@ -10,7 +10,7 @@ from tiny_folder import make_folder
 from outrider import LLM, SamplingParams
 from outrider.proposers.tree_sizes import Bill, TreeSizes
 from outrider.runner import ModelRunner, RunnerConfig
-from outrider.runner.costs import PassCosts, pass_costs
+from outrider.runner.costs import PassCosts
 from outrider.types import Context, Request
 
 ACCEPTANCE = [(0.6, 0.2, 0.1)] * 3
@@ -54,7 +54,7 @@ def test_a_level_pays_if_its_likeliest_node_brings_more_than_its_time_is_worth()
 
 
 def priced(runner, row):
-    costs = pass_costs(runner)
+    costs = runner.costs
     for _ in range(3):
         for width in range(1, 18):
             costs.observe(width, 1, 0, 1.0 + row * (width - 1))
@@ -100,7 +100,7 @@ def test_a_batch_never_run_is_priced_by_its_rows(runner):
 
 def test_a_fixed_size_asks_for_no_price_and_measures_nothing(runner):
     sizes = TreeSizes(runner, 5)
-    assert sizes.bill(context()) is None and pass_costs(runner).plain_round(1, 0) is None
+    assert sizes.bill(context()) is None and runner.costs.plain_round(1, 0) is None
     assert len(sizes.shape(ACCEPTANCE, context(), is_levelwise=True).parents) == 5
 
 

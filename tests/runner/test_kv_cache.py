@@ -182,3 +182,16 @@ def test_layers_of_different_shapes_are_refused():
     config.__dict__["num_key_value_heads"] = [2, 1]  # past transformers' own checks, as remote code may
     with pytest.raises(OutriderError, match="num_key_value_heads that holds for all layers"):
         cache_shape(config)
+
+
+def test_a_cache_that_grew_in_a_pass_can_be_written_to_outside_of_one():
+    cache = KVCache(CacheShape(1, 1, 2, 2), 2, 64, torch.float32, torch.device("cpu"))
+    with torch.inference_mode():
+        cache.row("a")
+        cache.reserve(16)
+    cache.keys.normal_()
+    with torch.inference_mode():
+        cache.values.zero_()
+    cache.cached_lens[cache.row("a")] = 3
+    cache.keep(cache.row("a"), 1, [1])
+    cache.copy("a", "b")

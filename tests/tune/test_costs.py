@@ -18,12 +18,24 @@ def test_a_hiccup_in_the_first_pass_is_forgotten():
     assert passes.seconds(1, 1, 0) < 0.13
 
 
-def test_when_one_pass_becomes_faster_the_others_do_not_keep_their_old_price():
+def test_a_pass_that_was_slow_for_a_while_leaves_the_others_alone():
     passes = PassCosts()
-    for width in (1, 5, 5, 5):
-        passes.observe(width, 1, 0, 1.0)
-    passes.observe(5, 1, 0, 0.5)
-    assert passes.seconds(1, 1, 0) == passes.seconds(5, 1, 0) == 0.5
+    passes.observe(1, 1, 0, 1.0)
+    for _ in range(9):
+        passes.observe(5, 1, 0, 2.4)
+    passes.observe(5, 1, 0, 1.2)
+    assert passes.seconds(5, 1, 0) == 1.2 and passes.seconds(1, 1, 0) == 1.0
+
+
+def test_other_passes_have_other_prices():
+    passes = PassCosts()
+    behind = passes.behind(3)
+    for table in (passes, behind):
+        table.observe(1, 1, 0, 1.0)
+        table.observe_outside(1, 0.1)
+    passes.renew()
+    assert passes.seconds(1, 1, 0) is behind.seconds(1, 1, 0) is passes.plain_round(1, 0) is None
+    assert passes.behind(3) is behind
 
 
 def test_unmeasured_passes_are_interpolated():
@@ -45,6 +57,12 @@ def test_a_width_seen_once_is_not_believed_to_cost_many_times_its_neighbours():
     for _ in range(9):
         passes.observe(2, 1, 0, 4.0)
     assert passes.seconds(2, 1, 0) > 3  # it really is that steep
+
+
+def test_narrower_passes_than_any_measured_are_cheaper_than_it():
+    passes = PassCosts()
+    passes.observe(9, 1, 0, 1.4)
+    assert passes.seconds(1, 1, 0) == pytest.approx(1.0) and passes.seconds(5, 1, 0) == pytest.approx(1.2)
 
 
 def test_wider_passes_than_any_measured_follow_the_slope_up_to_it():

@@ -19,7 +19,6 @@ from outrider.registry import (
     split_method,
 )
 from outrider.runner import ModelRunner, RunnerConfig
-from outrider.runner.costs import pass_costs
 from outrider.runner.tokenizers import DifferentVocabulary
 from outrider.types import OutriderError
 
@@ -134,5 +133,5 @@ def build_policy(speculation: Speculation, runner: ModelRunner, proposer: Propos
     if isinstance(k, int):
         return FixedLength(min(k, proposer.max_drafts))
     max_k = min(proposer.max_drafts, proposer.auto_drafts)
-    policy: LengthPolicy = POLICIES.get(k)(max_k, pass_costs(runner), proposer.num_nodes) if max_k else FixedLength(0)
+    policy: LengthPolicy = POLICIES.get(k)(max_k, runner.costs, proposer.num_nodes) if max_k else FixedLength(0)
     return policy

@@ -20,7 +20,6 @@ from outrider.engine.logprobs import TokenLogprobs, token_logprobs
 from outrider.engine.policy import LengthPolicy
 from outrider.engine.scheduler import Entry, Scheduler
 from outrider.engine.stats import GenerationStats, PhaseTimes, Round
-from outrider.runner.costs import pass_costs
 from outrider.sampling import Sampler
 from outrider.types import Context, OutriderError, Proposal, Request, Scores, Verdict
 
@@ -86,7 +85,7 @@ class Engine:
         self._decided = 0  # K of this round, as the policy has it
         self._read_seconds = 0.0  # of prompts since the last round
         self._guarded = GuardedProposer(proposer, runner.vocab_size, self._make_sampler, self.stats)
-        self.costs = pass_costs(runner)
+        self.costs = runner.costs
         runner.needs_hidden = proposer.needs_hidden
         if proposer.drafts_trees:
             self._check_tree(self._sampled)

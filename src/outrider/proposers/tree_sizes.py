@@ -13,7 +13,7 @@ from time import perf_counter
 
 from outrider.proposers.trees import TreeShape, grown, shape_of
 from outrider.runner import ModelRunner
-from outrider.runner.costs import CACHE_BUCKET, pass_costs
+from outrider.runner.costs import CACHE_BUCKET
 from outrider.types import Context
 
 MEMORY = 0.9  # of what was seen of earlier rounds
@@ -52,7 +52,7 @@ class TreeSizes:
         """``fixed``: drafts in a proposal; None: as many as pay, measured here at the two ends where nobody has yet."""
         self.is_fixed = fixed is not None
         self.most = fixed or (60 if target.device.type == "cuda" else 16)
-        self._passes = pass_costs(target)
+        self._passes = target.costs
         self._bills: dict[tuple[int, int], tuple[int, Bill]] = {}  # (batch, cache bucket) -> rounds that it still holds, bill
         self._step = 0.0  # seconds of a step of drafting
         self._nodes_a_level = 2.0

@@ -6,17 +6,12 @@ Knows numbers only; what to do with them is the policy's business, and that of p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
-
-if TYPE_CHECKING:
-    from outrider.runner import ModelRunner
 
 CACHE_BUCKET = 256  # committed tokens that share an entry
 WEIGHT = 0.1  # of a new observation in the running mean
 SPIKE = 1.25  # what lies higher above the mean is mostly a hiccup (compiling, another process) and is cut to it
 FIRST_SPIKE = 2.0  # the same for a width's first values; the very first is held against the widths around it
-JUMP = 0.7  # an observation below this part of the mean: the machine or the pass has become faster
+JUMP = 0.7  # an observation below this part of the mean: the mean is no longer true
 STEP_SLOPE = 0.05  # assumed growth of a pass per extra row, until two widths have been run
 
 
@@ -36,6 +31,14 @@ class PassCosts:
         self._tables: dict[tuple[int, int], dict[int, float]] = {}  # (batch, cache bucket) -> width -> seconds
         self._counts: dict[tuple[int, int, int], int] = {}  # (batch, cache bucket, width) -> how often it was measured there
         self._outside: dict[int, float] = {}  # batch -> seconds that a round without drafts takes beside its pass
+
+    def renew(self) -> None:
+        """Forgets all prices: the passes are others now, compiled ones in the place of eager ones."""
+        self._tables.clear()
+        self._counts.clear()
+        self._outside.clear()
+        for prices in self._behind.values():
+            prices.renew()
 
     def behind(self, first_layer: int) -> PassCosts:
         """The prices of passes that begin at that layer, because drafting has run those before it; at 0 these."""
@@ -57,11 +60,8 @@ class PassCosts:
         elif seconds >= JUMP * mean:
             spike = SPIKE if count > 1 else FIRST_SPIKE
             table[width] = mean + max(WEIGHT, 1 / (1 + count)) * (min(seconds, spike * mean) - mean)
-        elif count > 1:
-            self._scale(seconds / mean)
-            return
         else:
-            table[width] = seconds
+            table[width] = seconds  # the mean was of a slow phase of the machine
         self._counts[(*key, width)] = count + 1
 
     def observe_outside(self, batch: int, seconds: float) -> None:
@@ -90,22 +90,16 @@ class PassCosts:
             if (*key, width) not in self._counts:
                 table[width] *= factor
 
-    def _scale(self, factor: float) -> None:
-        """Everything has become faster: a compiled pass took over. What is not being run must not keep its old price."""
-        for table in self._tables.values():
-            for width in table:
-                table[width] *= factor
-        self._counts = dict.fromkeys(self._counts, 1)
-
     def _at(self, table: dict[int, float], width: int, batch: int) -> float | None:
-        """The price of a width, between those of its neighbours and beyond the widest as the slope up to it has it."""
+        """The price of a width, between those of its neighbours; beyond the widest as the slope up to it has it, and below the
+        narrowest as rows usually cost, so that what is never run does not look as dear as what is."""
         if width in table or not table:
             return table.get(width)
         below = max((w for w in table if w < width), default=None)
         above = min((w for w in table if w > width), default=None)
         if below is None:
             assert above is not None  # the table has an entry
-            return table[above]
+            return table[above] * (1 + STEP_SLOPE * (width - 1)) / (1 + STEP_SLOPE * (above - 1))
         if above is None:
             slope = _slope(table) if len(table) > 1 else self._slope_of_others(batch, table[below])
             return table[below] + slope * (width - below)
@@ -130,11 +124,3 @@ def _slope(table: dict[int, float]) -> float:
     """Seconds a width from the narrowest to the widest."""
     narrow, wide = min(table), max(table)
     return max((table[wide] - table[narrow]) / (wide - narrow), 0.0)
-
-
-_of_runners: WeakKeyDictionary[ModelRunner, PassCosts] = WeakKeyDictionary()
-
-
-def pass_costs(runner: ModelRunner) -> PassCosts:
-    """The one table of a runner, whichever engines it serves."""
-    return _of_runners.setdefault(runner, PassCosts())

@@ -73,7 +73,8 @@ class KVCache(Cache):
 
     def _allocate(self, rows: int, slots: int, dim: int) -> Tensor:
         shape = (self.shape.num_layers, rows, self.shape.num_kv_heads, slots, dim)
-        return torch.empty(shape, dtype=self.dtype, device=self._device)  # attention never reads what was not written
+        with torch.inference_mode(False):  # it outlives the pass that it grew in, and is written to outside of passes too
+            return torch.empty(shape, dtype=self.dtype, device=self._device)  # attention never reads what was not written
 
     @property
     def capacity(self) -> int:

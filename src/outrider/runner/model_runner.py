@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from outrider.runner import kernels, linear, loading
 from outrider.runner.config import RunnerConfig
+from outrider.runner.costs import PassCosts
 from outrider.runner.kv_cache import KVCache, cache_shape
 from outrider.runner.layer_span import WHOLE, LayerSpan, behind
 from outrider.runner.layouts import SHORT, Layouts, rows_from
@@ -54,7 +55,8 @@ class ModelRunner:
         budget = None if config.kv_memory is None else int(config.kv_memory * 2**30)
         self.cache = KVCache(cache_shape(text), config.max_batch, self.max_len, compute, device, budget)
         self.max_len = self.cache.max_len  # less where the memory says so
-        self.passes = PassRunner(model, self.cache, config.compile)
+        self.costs = PassCosts()  # of its passes: one table, whichever engines it serves
+        self.passes = PassRunner(model, self.cache, config.compile, self.costs.renew)
         self.needs_hidden: tuple[int, ...] = ()  # hidden states that every score reports, counted as types.Scores says
         self.first_layers: FirstLayers | None = None  # of this round's drafts, where drafting ran them
         self._read = ReadHidden()

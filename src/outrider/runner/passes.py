@@ -99,8 +99,11 @@ Kind = tuple[tuple[int, ...], LayerSpan]  # hidden states wanted, layers run
 class PassRunner:
     """Runs passes of one model: compiled where that is at hand, asked for or worth its time, else eager."""
 
-    def __init__(self, model: PreTrainedModel, cache: KVCache, compile: str) -> None:
-        self._model, self._cache, self._compile = model, cache, compile
+    def __init__(
+        self, model: PreTrainedModel, cache: KVCache, compile: str, on_compiled: Callable[[], None] | None = None
+    ) -> None:
+        """``on_compiled`` is called where a compiled pass takes over from an eager one that was run."""
+        self._model, self._cache, self._compile, self._on_compiled = model, cache, compile, on_compiled
         self._runs: dict[Kind, Run] = {}
         self._compiled: set[Kind] = set()
         self._eager: dict[Kind, float] = {}  # seconds spent in eager passes of that kind
@@ -121,7 +124,7 @@ class PassRunner:
         if started:
             self._eager[kind] += time.perf_counter() - started
             if self._eager[kind] > PATIENCE:
-                self._runs[kind] = self._prepare(kind, insist=True)
+                self._take_over(kind)
         logits, hidden = (out[0], out[1:]) if span.head else (tokens.new_empty(0), out)
         return logits, dict(zip(layers, hidden, strict=True))
 
@@ -137,12 +140,18 @@ class PassRunner:
         if self._compile != "never":
             for kind in list(self._runs):
                 if kind not in self._compiled:
-                    self._runs[kind] = self._prepare(kind, insist=True)
+                    self._take_over(kind)
 
     @property
     def is_compiled(self) -> bool:
         """Whether every kind of pass run so far is compiled."""
         return bool(self._runs) and self._compiled == self._runs.keys()
+
+    def _take_over(self, kind: Kind) -> None:
+        """A compiled pass in the place of the eager one, if there can be one."""
+        self._runs[kind] = self._prepare(kind, insist=True)
+        if kind in self._compiled and self._on_compiled is not None:
+            self._on_compiled()
 
     def _prepare(self, kind: Kind, insist: bool = False) -> Run:
         module = Pass(self._model, self._cache, *kind)
