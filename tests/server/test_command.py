@@ -19,8 +19,8 @@ import pytest
 
 from outrider.cli import main
 from outrider.cli.options import MethodOptions, ModelOptions
-from outrider.cli.serve import merged, served_name
-from outrider.engine.plan import KEYS, Plan
+from outrider.cli.serve import merged
+from outrider.engine.plan import KEYS, Plan, served_name
 from outrider.types import OutriderError
 
 from .served import Served

@@ -8,6 +8,7 @@ from time import perf_counter
 
 from outrider.bench.contenders import PLAIN, Contender, Contenders
 from outrider.bench.measure import Run, generate
+from outrider.bench.progress import Progress
 from outrider.types import SamplingParams
 
 WARMUP_TOKENS = 24  # of an untimed generation before a contender's first timed one
@@ -54,16 +55,6 @@ class Group:
     batch: int
     workload: str
     repeats: list[dict[Contender, Run]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a benchmark stands."""
-
-    done: int
-    total: int
-    seconds_left: float | None  # None until something is measured
-    what: str
 
 
 def run_grid(contenders: Contenders, plan: Plan, report: Callable[[Progress], None] = lambda progress: None) -> Iterator[Group]:

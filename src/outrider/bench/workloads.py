@@ -189,6 +189,13 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
         messages = [dict(message) for message in prompt.messages]
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(as_text(prompt))["input_ids"])
+
+
+def as_text(prompt: Prompt) -> str:
+    """The prompt as a text to continue; a chat becomes a plain dialogue."""
+    if not prompt.is_chat:
+        return prompt.text
     said = {"user": "Question: ", "assistant": "Answer: "}
     turns = [said.get(message["role"], "") + message["content"] for message in prompt.messages]
-    return list(tokenizer("\n\n".join([*turns, "Answer:"]))["input_ids"])
+    return "\n\n".join([*turns, "Answer:"])

@@ -17,7 +17,7 @@ import typer
 
 # Each is outrider.cli.<name>:command, or, where there are several of a kind, the functions in its COMMANDS; with both, the
 # command is what runs where none of the kinds is named.
-COMMANDS = ("generate", "chat", "compare", "bench", "audit", "doctor", "tune", "train", "demo", "serve")
+COMMANDS = ("generate", "chat", "compare", "bench", "audit", "doctor", "tune", "train", "demo", "serve", "export")
 EXIT_INTERNAL, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 

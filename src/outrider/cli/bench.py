@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.bench_documents import COMMANDS, check_writable, write_page
+from outrider.cli import bench_documents, bench_serve
+from outrider.cli.bench_documents import check_writable, write_page
 from outrider.cli.options import MethodOptions, ModelOptions, parse_k, parse_list, with_groups
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from outrider.bench.contenders import Contender
     from outrider.bench.grid import Group, Plan
-    from outrider.bench.grid import Progress as State
+    from outrider.bench.progress import Progress as State
     from outrider.engine import LLM
 
 GRID, OUTPUT = "What is measured", "Output"
@@ -34,7 +35,10 @@ outrider bench --inflate 1b --methods draft --k 5 --prompts HumanEval.jsonl.gz -
 outrider bench --target ./my-model --draft ./my-draft --batch 1,4,8 --repeat 5 --out new.json --html new.html
 
 outrider bench compare old.json new.json
+
+outrider bench serve --concurrency 1,4,16 --out load.json
 """
+COMMANDS = {**bench_documents.COMMANDS, "serve": bench_serve.command}
 __all__ = ["COMMANDS", "EXAMPLES", "command"]
 
 

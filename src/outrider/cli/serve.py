@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from outrider.cli.options import MethodOptions, ModelOptions, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, parse_k, with_groups
 
 if TYPE_CHECKING:
     from outrider.engine.plan import Plan
@@ -21,9 +21,11 @@ outrider serve --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --port 9000
 
 outrider serve plan.toml --api-keys keys.txt --host 0.0.0.0
 
+outrider serve --engine vllm plan.toml -- --tensor-parallel-size 4 --pipeline-parallel-size 2
+
 curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "def quicksort(", "max_tokens": 64}'
 """
-LISTEN, LIMITS = "Listening", "Limits"
+LISTEN, LIMITS, ELSEWHERE = "Listening", "Limits", "Another engine"
 MAX_BATCH = 32  # sequences at once, unless said: the cache grows with those that come
 
 
@@ -70,10 +72,32 @@ class LimitOptions:
     ] = None
 
 
+@dataclass(frozen=True)
+class EngineOptions:
+    """Which engine, where it is not Outrider's own."""
+
+    engine: Annotated[
+        str | None, typer.Option(help="vllm: run the plan there, with its own options behind --.", rich_help_panel=ELSEWHERE)
+    ] = None
+    engine_python: Annotated[
+        str | None, typer.Option(help="Python of its environment (default: found on PATH).", rich_help_panel=ELSEWHERE)
+    ] = None
+    own_code: Annotated[
+        bool,
+        typer.Option(
+            "--own-code", help="Draft with Outrider's proposer where it has one of its own.", rich_help_panel=ELSEWHERE
+        ),
+    ] = False
+
+
 @with_groups
 def command(
     *,
     plan: Annotated[Path | None, typer.Argument(help="A TOML file with options; those given here go before it.")] = None,
+    engine_options: Annotated[
+        list[str] | None, typer.Argument(help="With --engine, behind --: options of that engine.", show_default=False)
+    ] = None,
+    elsewhere: EngineOptions,
     listening: ListenOptions,
     limits: LimitOptions,
     models: ModelOptions,
@@ -81,9 +105,16 @@ def command(
 ) -> None:
     """Serve a model to OpenAI's clients: completions and chat, streamed or whole, drafted for and unchanged by it."""
     from outrider.cli.session import load
-    from outrider.engine.plan import Plan
+    from outrider.engine.plan import Plan, served_name
     from outrider.types import OutriderError
 
+    passed = list(engine_options or ())
+    if plan is not None and str(plan).startswith("-"):  # what stands behind -- where there is no plan
+        plan, passed = None, [str(plan), *passed]
+    if elsewhere.engine is not None:
+        serve_elsewhere(plan, passed, elsewhere, listening, limits, (models, methods))
+    if passed or elsewhere.engine_python is not None or elsewhere.own_code:
+        raise OutriderError("options of another engine need --engine: outrider serve --engine vllm plan.toml -- ...")
     try:
         from outrider.server.config import KeyRing, ServerConfig
         from outrider.server.run import listen, log_json, serve
@@ -111,6 +142,40 @@ def command(
         serve(llm, config, keys, listener)
 
 
+def serve_elsewhere(
+    plan: Path | None,
+    passed: list[str],
+    elsewhere: EngineOptions,
+    listening: ListenOptions,
+    limits: LimitOptions,
+    drafting: tuple[ModelOptions, MethodOptions],
+) -> NoReturn:
+    """Becomes the other engine's server. Raises ``OutriderError`` where it is not there, or an option means nothing to it."""
+    from outrider.cli.session import check_source
+    from outrider.engine.plan import Plan
+    from outrider.export.engine import ENGINES, write
+    from outrider.export.launch import become, find_command, working_folder
+    from outrider.export.wanted import wanted
+    from outrider.types import OutriderError
+
+    own = {"api_keys", "trust_remote_code", "max_queue", "max_body", "request_timeout", "shutdown_grace"}
+    for name, value in {**asdict(listening), **asdict(limits)}.items():
+        if name in own and value:
+            raise OutriderError(
+                f"--{name.replace('_', '-')} is of Outrider's own server: give the engine's own options behind --"
+            )
+    engine = ENGINES.get(elsewhere.engine or "")()
+    known = joined(
+        Plan() if plan is None else Plan.read(plan), *drafting, max_batch=limits.max_batch, kv_memory=limits.kv_memory
+    )
+    command = find_command(engine, elsewhere.engine_python)
+    folder = working_folder(engine, known.text())
+    export = write(engine, wanted(known, check_source), folder, elsewhere.own_code)
+    given = {"host": listening.host, "port": listening.port, "served-model-name": listening.name}
+    more = [part for name, value in given.items() if value is not None for part in (f"--{name}", str(value))]
+    become([*command, *export.options, *more, *passed], folder, export)
+
+
 def merged(plan: Plan, models: ModelOptions, methods: MethodOptions) -> tuple[ModelOptions, MethodOptions]:
     """Options with the plan's values where the command line gives none."""
     own = {"target", "draft", "verifier", "same_text", "max_len", "dtype", "device", "compile"}
@@ -121,9 +186,11 @@ def merged(plan: Plan, models: ModelOptions, methods: MethodOptions) -> tuple[Mo
     return models, MethodOptions(method, None if k is None else str(k))
 
 
-def served_name(target: str | None) -> str:
-    """What clients call the model: the last part of its folder, its hub id, or outrider for the embedded one."""
-    if target is None:
-        return "outrider"
-    path = Path(target).expanduser()
-    return path.resolve().name if path.is_dir() else target
+def joined(plan: Plan, models: ModelOptions, methods: MethodOptions, **limits: float | None) -> Plan:
+    """A plan with the command line's values in it. ``limits``: of its keys ``max_batch`` and ``kv_memory``."""
+    from outrider.engine.plan import KEYS, Plan
+
+    models, methods = merged(plan, models, methods)
+    given = {**asdict(models), "method": methods.method, "k": None if methods.k is None else parse_k(methods.k)}
+    given |= {name: limits.get(name) or plan.given(name) for name in ("max_batch", "kv_memory")}
+    return Plan({name: value for name, value in given.items() if name in KEYS and value not in (None, False)})

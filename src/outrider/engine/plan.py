@@ -62,11 +62,15 @@ class Plan:
 
     def write(self, file: Path, notes: Sequence[str] = ()) -> None:
         """Every value on a line of its own, with a comment that says what it is; ``notes`` are comments above them."""
+        file.write_text(self.text(notes))
+
+    def text(self, notes: Sequence[str] = ()) -> str:
+        """What ``write`` writes."""
         lines = [
             f"{key} = {_toml(self.values[key])}  # {comment}" for key, (_, _, comment) in KEYS.items() if key in self.values
         ]
         said = "".join(f"# {line}\n" for note in notes for line in note.splitlines())
-        file.write_text(HEAD + said + "\n" + "\n".join(lines) + "\n")
+        return HEAD + said + "\n" + "\n".join(lines) + "\n"
 
     def given(self, key: str) -> Any:
         """The value of a key, None where the plan leaves it out; a folder beside the plan is found from anywhere."""
@@ -74,6 +78,14 @@ class Plan:
         if key in FOLDERS and value is not None and (self.folder / value).is_dir():
             return str(self.folder / value)
         return value
+
+
+def served_name(target: str | None) -> str:
+    """What clients call the model: the last part of its folder, its hub id, or outrider for the embedded one."""
+    if target is None:
+        return "outrider"
+    path = Path(target).expanduser()
+    return path.resolve().name if path.is_dir() else target
 
 
 def _toml(value: str | float | bool) -> str:

@@ -9,11 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import torch
 
 from outrider.heads.checkpoint import MODEL, kind_of
+from outrider.proposers.portable import NoDrafts, Portable
 from outrider.registry import PROPOSERS
 from outrider.types import Context, Finding, OutriderError, Proposal, Request, Verdict
 
@@ -40,6 +41,11 @@ class Setting:
     draft_tokenizer: PreTrainedTokenizerBase | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # the method's own, by name
     drafts: Mapping[str, object] = field(default_factory=dict)  # those that come with the target, by name
+
+    @classmethod
+    def without_target(cls, **given: Any) -> Setting:
+        """For what is said or built from options and drafts alone: whoever looks at ``target`` finds None."""
+        return cls(cast("ModelRunner", None), **given)
 
     def of(self, kind: type[Proposer]) -> Setting:
         """The setting as a method sees it: ``draft`` is the one that it drafts with, and no longer among the options.
@@ -122,7 +128,7 @@ class Proposer(ABC):
     takes_draft: bool = False  # whether it looks at the draft that the user names
     drafts_with: str = MODEL  # the kind of draft that it takes, as heads.checkpoint.kind_of names it
     own_draft: str | None = None  # the name under which a draft for it may come with the target
-    reads_text_only: bool = False  # it runs no model: what it drafts after a text needs nothing but the text
+    reads_text_only: bool = False  # whether ``build`` and ``propose`` look at options and committed text alone: at no target
 
     @classmethod
     def build(cls, setting: Setting) -> Proposer:
@@ -134,6 +140,14 @@ class Proposer(ABC):
     def drafts_in(cls, options: Mapping[str, Any], general: object, drafts: Mapping[str, object]) -> list[object]:
         """What it will draft with, before anything is loaded. Raises ``OutriderError`` as ``chosen_draft`` does."""
         return [chosen_draft(cls, options.get("draft"), general, drafts)] if cls.takes_draft else []
+
+    @classmethod
+    def portable(cls, setting: Setting) -> Portable:
+        """What it is in words that other engines have too, before any model is there: ``setting.target`` is None.
+
+        Raises ``OutriderError`` for options that it refuses, and where a draft is missing.
+        """
+        return Portable()
 
     @classmethod
     def examine(cls, setting: Setting) -> Iterator[Finding]:
@@ -179,6 +193,10 @@ class PlainProposer(Proposer):
 
     name = "plain"
     max_drafts = 0
+
+    @classmethod
+    def portable(cls, setting: Setting) -> NoDrafts:
+        return NoDrafts()
 
     def propose(self, context: Context, k: int) -> Proposal:
         return Proposal.empty(len(context.requests))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.proposers.base import Proposer, Setting, merged, rows_of
+from outrider.proposers.portable import Pair, Portable, TextDrafts
 from outrider.sampling import Sampler
 from outrider.types import Context, OutriderError, Proposal, Request, Verdict
 
@@ -194,6 +195,15 @@ class Joint:
         self.name = f"{first.name}+{second.name}"
         self.drafts_trees = first.drafts_trees or second.drafts_trees
         self.takes_draft = first.takes_draft or second.takes_draft
+        self.reads_text_only = first.reads_text_only and second.reads_text_only
+
+    def portable(self, setting: Setting) -> Portable:
+        """Raises ``OutriderError`` for options that one of the two refuses."""
+        options = self._by_part(setting.options)
+        replace(setting, options=options[""]).config(CombinedConfig)
+        for part in self._parts:
+            part.portable(replace(setting, options=options[part.name]))
+        return TextDrafts() if self.reads_text_only else Pair()
 
     def build(self, setting: Setting) -> CombinedProposer:
         """Raises ``OutriderError`` where one of the two does not fit the target."""

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.proposers.base import NoOptions, Setting, chain_proposal, merged, rows_of
 from outrider.proposers.draft_model import DraftModelProposer, draft_tokenizer
+from outrider.proposers.portable import SmallModel
 from outrider.runner import ModelRunner
 from outrider.runner.tokenizers import Spelling
 from outrider.types import Context, OutriderError, Proposal, Request, SamplingParams, Verdict
@@ -59,6 +60,12 @@ class CrossTokenizerProposer(DraftModelProposer):
         assert setting.tokenizer is not None and tokenizer is not None
         draft = ModelRunner.load(setting.draft, setting.target.config)  # type: ignore[arg-type]
         return cls(draft, setting.target.vocab_size, TokenizerPair(setting.tokenizer, tokenizer))
+
+    @classmethod
+    def portable(cls, setting: Setting) -> SmallModel:
+        setting = setting.of(cls)
+        setting.config(NoOptions)
+        return SmallModel(str(setting.draft), other_tokenizer=True)
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:

@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.proposers.base import NoOptions, Proposer, Setting
+from outrider.proposers.portable import Portable, SmallModel
 from outrider.runner import ModelRunner
 from outrider.runner.loading import load_config, text_config
 from outrider.runner.self_draft import SelfDraft
@@ -45,6 +46,12 @@ class DraftModelProposer(Proposer):
         if tokenizer is None and draft.vocab_size != setting.target.vocab_size:
             raise OutriderError(f"the target has {setting.target.vocab_size} token ids, the draft {draft.vocab_size}")
         return cls(draft, setting.target.vocab_size)
+
+    @classmethod
+    def portable(cls, setting: Setting) -> Portable:
+        setting = setting.of(cls)
+        setting.config(NoOptions)
+        return SmallModel(str(setting.draft))
 
     @classmethod
     def examine(cls, setting: Setting) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from outrider.heads.checkpoint import EAGLE, folder_of
 from outrider.heads.eagle import EagleHead, check_fit
 from outrider.heads.head_runner import HeadRunner
 from outrider.proposers.base import Proposer, Setting
+from outrider.proposers.portable import FeatureHead
 from outrider.proposers.sample_text import TEXT
 from outrider.proposers.tree_sizes import Bill, TreeSizes
 from outrider.proposers.trees import TreeShape, without
@@ -75,6 +76,13 @@ class EagleProposer(Proposer):
         folder = folder_of(source)
         head = eagle_formats.load(folder, target.num_layers, target.vocab_size, target.hidden_size)
         return cls(head, target, setting.config(EagleConfig, acceptance=eagle_formats.measured_acceptance(folder)))
+
+    @classmethod
+    def portable(cls, setting: Setting) -> FeatureHead:
+        setting = setting.of(cls)
+        config = setting.config(EagleConfig)
+        asks_for_tree = config.top_k > 1 and not {"top_k", "max_nodes"}.isdisjoint(setting.options)
+        return FeatureHead(str(setting.draft), config.hidden_states, config.top_k, config.max_nodes, asks_for_tree)
 
     @classmethod
     def examine(cls, setting: Setting) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.proposers.base import Setting
 from outrider.proposers.draft_model import DraftModelProposer
+from outrider.proposers.portable import FirstLayers
 from outrider.proposers.sample_text import TEXT
 from outrider.runner import ModelRunner
 from outrider.runner.layer_span import LayerSpan
@@ -57,6 +58,10 @@ class EarlyExitProposer(DraftModelProposer):
 
     name = "early-exit"
     takes_draft = False
+
+    @classmethod
+    def portable(cls, setting: Setting) -> FirstLayers:
+        return FirstLayers(setting.config(EarlyExitConfig).layers)
 
     @classmethod
     def examine(cls, setting: Setting) -> Iterator[Finding]:

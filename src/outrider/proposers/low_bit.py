@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from outrider.proposers.base import Setting
 from outrider.proposers.draft_model import DraftModelProposer
+from outrider.proposers.portable import FewerBits
 from outrider.runner.linear import is_packed
 from outrider.runner.passes import PassRunner
 from outrider.runner.quantized import quantized_bytes, quantized_copy
@@ -38,6 +39,10 @@ class LowBitProposer(DraftModelProposer):
 
     name = "low-bit"
     takes_draft = False
+
+    @classmethod
+    def portable(cls, setting: Setting) -> FewerBits:
+        return FewerBits(setting.config(LowBitConfig).bits)
 
     @classmethod
     def examine(cls, setting: Setting) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from outrider.heads import findings
 from outrider.heads.checkpoint import MEDUSA, folder_of
 from outrider.heads.medusa import Accuracies, MedusaHeads, check_fit, load
 from outrider.proposers.base import Proposer, Setting
+from outrider.proposers.portable import ParallelHeads
 from outrider.proposers.sample_text import TEXT
 from outrider.proposers.tree_sizes import TreeSizes
 from outrider.runner import ModelRunner
@@ -69,6 +70,12 @@ class MedusaProposer(Proposer):
             return cls(source, target, setting.config(MedusaConfig))
         heads, accuracies = load(folder_of(source), target.vocab_size)
         return cls(heads, target, setting.config(MedusaConfig, accuracies=accuracies))
+
+    @classmethod
+    def portable(cls, setting: Setting) -> ParallelHeads:
+        setting = setting.of(cls)
+        setting.config(MedusaConfig)
+        return ParallelHeads(str(setting.draft))
 
     @classmethod
     def examine(cls, setting: Setting) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.proposers.base import Proposer, Setting, chain_proposal
+from outrider.proposers.portable import Lookup
 from outrider.types import Context, OutriderError, Proposal, Request
 
 
@@ -37,6 +38,11 @@ class NgramProposer(Proposer):
     @classmethod
     def build(cls, setting: Setting) -> NgramProposer:
         return cls(setting.config(NgramConfig))
+
+    @classmethod
+    def portable(cls, setting: Setting) -> Lookup:
+        config = setting.config(NgramConfig)
+        return Lookup(config.min_n, config.max_n)
 
     def propose(self, context: Context, k: int) -> Proposal:
         """Point masses, at most k; none where nothing repeats."""

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.proposers.base import Proposer, Setting, chain_proposal
+from outrider.proposers.portable import TextDrafts
 from outrider.types import Context, OutriderError, Proposal, Request
 
 END = -1  # stands behind each earlier text: no token, so no match and no draft crosses it
@@ -246,6 +247,11 @@ class SuffixProposer(Proposer):
     @classmethod
     def build(cls, setting: Setting) -> SuffixProposer:
         return cls(setting.config(SuffixConfig))
+
+    @classmethod
+    def portable(cls, setting: Setting) -> TextDrafts:
+        setting.config(SuffixConfig)
+        return TextDrafts()
 
     def propose(self, context: Context, k: int) -> Proposal:
         """Point masses; none where nothing repeats."""

@@ -12,7 +12,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from outrider.bench.contenders import Contender, Contenders
-from outrider.bench.grid import PLAIN_CONTENDER, Progress
+from outrider.bench.grid import PLAIN_CONTENDER
+from outrider.bench.progress import Progress
 from outrider.proposers.base import Proposer
 from outrider.registry import PROPOSERS, join_method, split_method
 from outrider.search import choice, confirming, prices

@@ -39,6 +39,7 @@ class StreamOptions(Body):
     """Of a streamed answer."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: the counts so far in every chunk
     include_obfuscation: bool = False  # accepted for clients that always send it; there is none
 
 

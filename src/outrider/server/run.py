@@ -48,7 +48,10 @@ def log_json() -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("outrider").setLevel(logging.INFO)
+    ours = logging.getLogger("outrider")
+    ours.handlers.clear()  # loading showed its notices as plain lines
+    ours.propagate = True
+    ours.setLevel(logging.INFO)
 
 
 def listen(config: ServerConfig) -> socket.socket:

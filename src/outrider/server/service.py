@@ -21,7 +21,7 @@ from outrider.server.config import KeyRing, ServerConfig
 from outrider.server.gate import CLOSED, Call, error_body
 from outrider.server.grammar import GrammarCompiler
 from outrider.server.metrics import Metrics
-from outrider.server.protocol import ChatBody, CompletionBody, SamplingFields
+from outrider.server.protocol import ChatBody, CompletionBody, SamplingFields, StreamOptions
 from outrider.types import Grammar, OutriderError, SamplingParams
 from outrider.types import Request as EngineRequest
 
@@ -103,8 +103,7 @@ class Service:
         self.metrics.asked(sum(map(len, prompts)))
         watched = Watched(stream, answer, call, self.metrics)
         if body.stream:
-            with_usage = body.stream_options is not None and body.stream_options.include_usage
-            return EventStream(watched, with_usage)
+            return EventStream(watched, body.stream_options or StreamOptions())
         return await _whole(watched, http)
 
 
@@ -184,8 +183,8 @@ async def _whole(watched: Watched, http: Request) -> Response:
 class EventStream(StreamingResponse):
     """Server-sent events. However it ends, even before it began, nothing of it stays in the engine."""
 
-    def __init__(self, watched: Watched, with_usage: bool) -> None:
-        self._watched, self._with_usage = watched, with_usage
+    def __init__(self, watched: Watched, options: StreamOptions) -> None:
+        self._watched, self._options = watched, options
         super().__init__(self._events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -201,11 +200,12 @@ class EventStream(StreamingResponse):
         try:
             async for index, chunk in self._watched.chunks():
                 if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
-                    yield _event(answer.chunk(index, chunk))
+                    usage = {"usage": answer.usage()} if self._options.continuous_usage_stats else {}
+                    yield _event({**answer.chunk(index, chunk), **usage})
         except (OutriderError, asyncio.TimeoutError) as error:
             yield _event(explained(error)[1])
             return
-        if self._with_usage:
+        if self._options.include_usage:
             yield _event(answer.last())
         yield DONE
 

@@ -1,0 +1,62 @@
+"""When requests are sent: so many at a time, or at random at a given rate. Knows no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from outrider.types import OutriderError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Ask = Callable[[Item], Awaitable[Result]]
+
+
+@dataclass(frozen=True)
+class Load:
+    """So many clients, each of which asks again when it is answered; or arrivals at a rate, however many run already."""
+
+    concurrency: int | None = None
+    rate: float | None = None  # requests per second, as a Poisson process
+
+    def __post_init__(self) -> None:
+        if (self.concurrency is None) == (self.rate is None):
+            raise OutriderError("a load has either a number of clients or a rate")
+        if (self.concurrency is not None and self.concurrency < 1) or (self.rate is not None and self.rate <= 0):
+            raise OutriderError("a number of clients must be at least 1, and a rate above 0")
+
+    @property
+    def label(self) -> str:
+        return f"{self.concurrency} at a time" if self.concurrency else f"{self.rate:g}/s"
+
+    async def send(self, ask: Ask[Item, Result], items: Sequence[Item], seed: int) -> list[Result]:
+        """Asks for all items. ``seed``: of the arrivals, so that two runs have the same."""
+        if self.concurrency is not None:
+            return await _in_turn(ask, items, self.concurrency)
+        assert self.rate is not None
+        return await _at_random(ask, items, self.rate, seed)
+
+
+async def _in_turn(ask: Ask[Item, Result], items: Sequence[Item], concurrency: int) -> list[Result]:
+    waiting, results = iter(items), []
+
+    async def client() -> None:
+        for item in waiting:
+            results.append(await ask(item))
+
+    await asyncio.gather(*[client() for _ in range(min(concurrency, len(items)))])
+    return results
+
+
+async def _at_random(ask: Ask[Item, Result], items: Sequence[Item], rate: float, seed: int) -> list[Result]:
+    """Gaps are exponential; each is counted from the last arrival's planned time, so that no delay adds up."""
+    loop, choose = asyncio.get_running_loop(), random.Random(seed)
+    tasks, at = [], loop.time()
+    for item in items:
+        await asyncio.sleep(max(0.0, at - loop.time()))
+        tasks.append(asyncio.ensure_future(ask(item)))
+        at += choose.expovariate(rate)
+    return list(await asyncio.gather(*tasks))

@@ -1,0 +1,118 @@
+"""One streamed request, and when its tokens came. Times are the event loop's seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+PATH = "/v1/completions"
+
+
+@dataclass
+class Sample:
+    """What one request was answered."""
+
+    started: float
+    first: float | None = None  # when the first token came
+    ended: float = 0.0
+    num_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_accepted: int = 0  # drafts, where the server counts them for each request
+    num_drafts: int = 0
+    pauses: list[tuple[float, int]] = field(default_factory=list)  # seconds before each later chunk, tokens in it
+    error: str | None = None
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """From the request to its first token."""
+        return None if self.first is None else self.first - self.started
+
+    @property
+    def token_seconds(self) -> float | None:
+        """Mean seconds of a token after the first chunk; None where there was only one."""
+        tokens = sum(count for _, count in self.pauses)
+        return sum(seconds for seconds, _ in self.pauses) / tokens if tokens else None
+
+
+class Asker:
+    """Sends requests to one server."""
+
+    def __init__(self, http: httpx.AsyncClient, body: Mapping[str, Any]) -> None:
+        """``body``: what all requests have in common. Without ``continuous_usage_stats`` in it, tokens are spread evenly."""
+        self.http, self.body = http, body
+
+    async def ask(self, prompt: str, **more: Any) -> Sample:
+        """One request; whatever goes wrong with it is in the sample."""
+        clock = asyncio.get_running_loop().time
+        sample = Sample(clock())
+        try:
+            async with self.http.stream("POST", PATH, json={**self.body, "prompt": prompt, **more}) as answer:
+                if answer.status_code != 200:
+                    sample.error = f"{answer.status_code}: {_message(await answer.aread())}"
+                else:
+                    await self._read(answer, sample)
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:  # the latter: an answer of another form
+            sample.error = f"{type(error).__name__}: {error}"
+        sample.ended = sample.ended or clock()
+        return sample
+
+    async def _read(self, answer: httpx.Response, sample: Sample) -> None:
+        """Takes the stream in. Tokens of a chunk are those that its usage counts beyond the last one's."""
+        clock, last, is_done = asyncio.get_running_loop().time, 0.0, False
+        async for data in events(answer):
+            if data == b"[DONE]":
+                is_done = True
+                break
+            now, event = clock(), json.loads(data)
+            if "error" in event:
+                sample.error = _message(data)
+                return
+            usage = event.get("usage")
+            count = usage["completion_tokens"] - sample.num_tokens if usage else 0
+            if event.get("choices") and (count if usage else event["choices"][0].get("text")):
+                if sample.first is None:
+                    sample.first = now
+                else:
+                    sample.pauses.append((now - last, count))
+                last = sample.ended = now
+            if usage:
+                sample.num_tokens = usage["completion_tokens"]
+                sample.num_prompt_tokens = usage.get("prompt_tokens") or 0
+                _count_drafts(usage, sample)
+        if not is_done or sample.first is None:
+            sample.error = "the stream ended before its end"
+        elif not any(count for _, count in sample.pauses):
+            share = (sample.num_tokens - 1) / max(len(sample.pauses), 1)
+            sample.pauses = [(seconds, round(share) or 1) for seconds, _ in sample.pauses]
+
+
+async def events(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """The data of server-sent events, as they arrive."""
+    rest = b""
+    async for piece in answer.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: "):
+                yield line[6:].rstrip(b"\r")
+
+
+def _count_drafts(usage: Mapping[str, Any], sample: Sample) -> None:
+    details = usage.get("completion_tokens_details") or {}
+    accepted, rejected = details.get("accepted_prediction_tokens"), details.get("rejected_prediction_tokens")
+    if accepted is not None and rejected is not None:
+        sample.num_accepted, sample.num_drafts = accepted, accepted + rejected
+
+
+def _message(body: bytes) -> str:
+    """What an error's body says, in one line."""
+    try:
+        error = json.loads(body)["error"]
+        text = error["message"] if isinstance(error, dict) else error
+    except (ValueError, KeyError, TypeError):
+        text = body.decode(errors="replace")
+    return " ".join(str(text).split())[:200]

@@ -1,0 +1,65 @@
+"""An Outrider server for the time of a measurement: a process of its own, so that it shares nothing with those who ask."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import sleep
+
+from outrider.types import OutriderError
+
+GRACE = 20.0  # seconds that it gets to end
+
+
+@contextmanager
+def own_server(arguments: Sequence[str]) -> Iterator[str]:
+    """Starts ``outrider serve`` with these arguments and gives its address; SIGTERM is Ctrl-C meanwhile, so that it is ended.
+
+    Raises ``OutriderError``, with the server's own words, where it does not start.
+    """
+    with tempfile.TemporaryDirectory(prefix="outrider-") as folder, _terminated_as_interrupted():
+        log = Path(folder) / "server.log"
+        with log.open("w") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "outrider", "serve", *arguments, "--port", "0"],
+                stderr=errors,
+                start_new_session=True,  # Ctrl-C is for who measures; the server is ended below
+            )
+        try:
+            yield _address(process, log)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _address(process: subprocess.Popen[bytes], log: Path) -> str:
+    while True:
+        lines = log.read_text(errors="replace").splitlines()
+        for line in lines:
+            if line.startswith("{"):
+                said = json.loads(line)
+                if said.get("event") == "ready":
+                    return str(said["url"])
+        if process.poll() is not None:
+            last = next((line for line in reversed(lines) if line.strip()), f"it ended with code {process.returncode}")
+            raise OutriderError(f"the server did not start: {last.removeprefix('error: ')}")
+        sleep(0.1)

@@ -1,0 +1,180 @@
+"""Loads x repeats, plain and speculative in turn, and what each run was: samples, seconds, counted drafts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import chain, cycle, islice
+from typing import Any
+
+import httpx
+
+from outrider.bench.load import counters
+from outrider.bench.load.arrivals import Load
+from outrider.bench.load.client import Asker, Sample
+from outrider.bench.load.counters import Counters
+from outrider.bench.progress import Progress
+
+PLAIN, SPECULATIVE = "plain", "speculative"
+WARMUP_TOKENS = 8
+TIMEOUT = httpx.Timeout(600.0, connect=30.0)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One of those compared: a server, and what requests to it say beyond the rest."""
+
+    name: str
+    url: str
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What is asked for."""
+
+    prompts: Sequence[str]  # taken in turn
+    requests_per_client: int = 4
+    num_requests: int = 32  # of a run with a rate
+    max_tokens: int = 64
+    temperature: float = 0.0
+    shared_prefix: str = ""  # that all prompts of a run begin with
+    repeat: int = 3
+    seed: int = 0
+
+    def count(self, load: Load) -> int:
+        """Requests of one run."""
+        return self.num_requests if load.concurrency is None else load.concurrency * self.requests_per_client
+
+    def texts(self, load: Load, run: str) -> list[str]:
+        """The prompts of one run. What they begin with is found in no server's cache, but for what they share by intent."""
+        texts = islice(cycle(self.prompts), self.count(load))
+        if self.shared_prefix:
+            return [f"{_mark(run)}{self.shared_prefix}\n{text}" for text in texts]
+        return [f"{_mark(f'{run}, {index}')}{text}" for index, text in enumerate(texts)]
+
+    def body(self, model: str) -> dict[str, Any]:
+        """What all requests say: so many tokens, whatever the text, so that every mode generates as much."""
+        return {
+            "model": model,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+
+@dataclass
+class Run:
+    """One load in one mode, once."""
+
+    samples: list[Sample]
+    seconds: float  # from the first request to the last token
+    counted: Counters | None  # drafts meanwhile, where the server counts them
+
+
+@dataclass
+class Group:
+    """The repeats of one load: each holds a run of every mode."""
+
+    load: Load
+    repeats: list[dict[str, Run]] = field(default_factory=list)
+
+
+def _mark(what: str) -> str:
+    return f"# {sha256(what.encode()).hexdigest()[:8]}\n"
+
+
+class Sweep:
+    """Measures group by group; what is measured stays in ``groups`` whenever it is stopped."""
+
+    def __init__(
+        self,
+        modes: Sequence[Mode],
+        loads: Sequence[Load],
+        traffic: Traffic,
+        headers: Mapping[str, str] | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.modes, self.loads, self.traffic = modes, loads, traffic
+        self.groups: list[Group] = []
+        self.servers: dict[str, dict[str, Any]] = {}  # mode -> what /v1/models says of it
+        self._headers, self._transport = dict(headers or {}), transport
+
+    @property
+    def num_runs(self) -> int:
+        return len(self.loads) * self.traffic.repeat * len(self.modes)
+
+    async def run(self, report: Callable[[Progress], None] = lambda progress: None) -> None:
+        """Everything, each repeat's modes beginning with another one. Raises ``httpx.HTTPError`` where no server answers."""
+        clock = asyncio.get_running_loop().time
+        async with AsyncExitStack() as stack:
+            askers = {mode.name: await stack.enter_async_context(self._connected(mode)) for mode in self.modes}
+            bodies = {mode.name: await self._body(askers[mode.name], mode) for mode in self.modes}
+            done, spent = 0, 0.0
+            for load in self.loads:
+                report(self._progress(done, spent, f"{load.label}: warming up"))
+                for mode in self.modes:
+                    await self._warm_up(load, Asker(askers[mode.name], bodies[mode.name]), mode.name)
+                group = Group(load)
+                for repeat in range(self.traffic.repeat):
+                    runs: dict[str, Run] = {}
+                    for mode in self._order(repeat):
+                        report(self._progress(done, spent, f"{load.label}, {mode.name}"))
+                        before = clock()
+                        runs[mode.name] = await self._measure(load, Asker(askers[mode.name], bodies[mode.name]), mode, repeat)
+                        spent += clock() - before
+                        done += 1
+                    if not group.repeats:
+                        self.groups.append(group)
+                    group.repeats.append(runs)
+
+    def _order(self, repeat: int) -> Iterator[Mode]:
+        start = repeat % len(self.modes)
+        return chain(self.modes[start:], self.modes[:start])
+
+    def _progress(self, done: int, spent: float, what: str) -> Progress:
+        """The time left by requests, since runs of many clients take longer."""
+        traffic = self.traffic
+        each = [traffic.count(load) for load in self.loads for _ in range(traffic.repeat * len(self.modes))]
+        left = spent / sum(each[:done]) * sum(each[done:]) if done else None
+        return Progress(done, self.num_runs, left, what)
+
+    def _connected(self, mode: Mode) -> httpx.AsyncClient:
+        most = max([load.concurrency or self.traffic.num_requests for load in self.loads], default=1) + 1
+        limits = httpx.Limits(max_connections=most, max_keepalive_connections=most)
+        return httpx.AsyncClient(
+            base_url=mode.url, headers=self._headers, timeout=TIMEOUT, limits=limits, transport=self._transport
+        )
+
+    async def _body(self, http: httpx.AsyncClient, mode: Mode) -> dict[str, Any]:
+        """What requests of a mode say, with the counts in every chunk where the server gives them."""
+        answer = await http.get("/v1/models")
+        answer.raise_for_status()
+        self.servers[mode.name] = about = dict(answer.json()["data"][0])
+        body = self.traffic.body(str(about["id"])) | dict(mode.more)
+        counting = body | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        sample = await Asker(http, counting).ask("a", max_tokens=1)
+        return counting if sample.error is None else body
+
+    async def _warm_up(self, load: Load, asker: Asker, mode: str) -> None:
+        texts = self.traffic.texts(load, f"{load.label}, {mode}, warming up")[: load.concurrency or 4]
+        await asyncio.gather(*[asker.ask(text, max_tokens=WARMUP_TOKENS) for text in texts])
+
+    async def _measure(self, load: Load, asker: Asker, mode: Mode, repeat: int) -> Run:
+        traffic = self.traffic
+        texts = traffic.texts(load, f"{traffic.seed}, {load.label}, {mode.name}, {repeat}")
+        seeds = range(traffic.seed, traffic.seed + len(texts))
+        before = await counters.read(asker.http)
+
+        async def ask(item: tuple[str, int]) -> Sample:
+            return await asker.ask(item[0], seed=item[1])
+
+        samples = await load.send(ask, list(zip(texts, seeds, strict=True)), traffic.seed + repeat)
+        after = await counters.read(asker.http)
+        seconds = max(sample.ended for sample in samples) - min(sample.started for sample in samples)
+        return Run(samples, seconds, None if before is None or after is None else after - before)

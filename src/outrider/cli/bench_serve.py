@@ -1,0 +1,230 @@
+"""``outrider bench serve``: load on a server, plain and speculative in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.options import MethodOptions, ModelOptions, parse_list, with_groups
+
+if TYPE_CHECKING:
+    from outrider.bench.load.arrivals import Load
+    from outrider.bench.load.sweep import Mode, Sweep, Traffic
+
+LOAD, SERVER, OUTPUT = "Load", "Server", "Output"
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What is asked for, and how often; several values are separated by commas."""
+
+    concurrency: Annotated[str, typer.Option(help="Clients at a time.", rich_help_panel=LOAD)] = "1,2,4,8,16,32,64"
+    rate: Annotated[str | None, typer.Option(help="Requests a second, arriving at random.", rich_help_panel=LOAD)] = None
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each client.", rich_help_panel=LOAD)] = 4
+    arrivals: Annotated[int, typer.Option(min=1, help="Requests of a run with a rate.", rich_help_panel=LOAD)] = 32
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.", rich_help_panel=LOAD)] = 64
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.", rich_help_panel=LOAD)] = 0.0
+    workloads: Annotated[
+        str, typer.Option(help="Built-in prompts, mixed: code,edit,json,summary,math,chat,story.", rich_help_panel=LOAD)
+    ] = "code,edit,json,summary,math,chat,story"
+    prompts: Annotated[Path | None, typer.Option(help="Prompts of your own, as JSONL (.gz).", rich_help_panel=LOAD)] = None
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.", rich_help_panel=LOAD)] = 8
+    shared_prefix: Annotated[
+        int, typer.Option(min=0, help="Characters that all prompts of a run begin with.", rich_help_panel=LOAD)
+    ] = 0
+    repeat: Annotated[int, typer.Option(min=1, help="Repeats; medians are shown.", rich_help_panel=LOAD)] = 3
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and sampling.", rich_help_panel=LOAD)] = 0
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Who is asked."""
+
+    url: Annotated[
+        str | None, typer.Option(help="A running server (default: start one of these models).", rich_help_panel=SERVER)
+    ] = None
+    plain_url: Annotated[
+        str | None,
+        typer.Option(help="The same model without drafts, where it cannot be asked per request.", rich_help_panel=SERVER),
+    ] = None
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="For it.", rich_help_panel=SERVER)] = None
+    max_batch: Annotated[int | None, typer.Option(help="Of the server that is started.", rich_help_panel=SERVER)] = None
+    inflate: Annotated[
+        str | None,
+        typer.Option(help="Start it with the same function at a larger model's cost: 350m, 1b, 8b.", rich_help_panel=SERVER),
+    ] = None
+
+
+@dataclass(frozen=True)
+class ResultOptions:
+    """What counts, and where it goes."""
+
+    slo_first_token: Annotated[
+        float, typer.Option(help="Milliseconds to the first token of a good answer.", rich_help_panel=OUTPUT)
+    ] = 2000.0
+    slo_token: Annotated[float, typer.Option(help="Mean milliseconds of its later tokens.", rich_help_panel=OUTPUT)] = 200.0
+    out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file too.", rich_help_panel=OUTPUT)] = None
+
+
+@with_groups
+def command(
+    *,
+    plan: Annotated[Path | None, typer.Argument(help="A plan for the server that is started.")] = None,
+    load: LoadOptions,
+    server: ServerOptions,
+    result: ResultOptions,
+    models: ModelOptions,
+    methods: MethodOptions,
+) -> None:
+    """Put a server under load, plain and speculative in turn: speed, latencies, goodput, acceptance by number of clients."""
+    from outrider.types import OutriderError
+
+    try:
+        from outrider.bench.load.sweep import Sweep
+    except ModuleNotFoundError as error:
+        raise OutriderError(f"load needs {error.name}: pip install 'outrider[serve]'") from error
+    from outrider.cli.bench_documents import check_writable
+
+    check_writable("--out", result.out)
+    traffic, loads = read_traffic(load), read_loads(load)
+    with address(server, plan, models, methods) as url:
+        headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
+        sweep = Sweep(modes(url, server.plain_url, headers), loads, traffic, headers)
+        interrupted = measure(sweep)
+    finish(sweep, result, {"interrupted": True} if interrupted else {})
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def read_traffic(load: LoadOptions) -> Traffic:
+    """The prompts, workloads mixed, and what is asked of each. Raises ``OutriderError`` for a file that holds none."""
+    from outrider.bench import workloads
+    from outrider.bench.load.sweep import Traffic
+
+    names = parse_list("--workloads", load.workloads, str)
+    if load.prompts is not None:
+        kinds = [workloads.from_file(load.prompts, load.num_prompts)]
+    else:
+        kinds = [workloads.builtin(name, load.num_prompts) for name in names]
+    longest = max(map(len, kinds))
+    mixed = [workloads.as_text(kind[index]) for index in range(longest) for kind in kinds if index < len(kind)]
+    story = "\n".join(workloads.as_text(prompt) for prompt in workloads.builtin("story"))
+    prefix = (story * (load.shared_prefix // len(story) + 1))[: load.shared_prefix]
+    return Traffic(mixed, load.requests, load.arrivals, load.max_tokens, load.temperature, prefix, load.repeat, load.seed)
+
+
+def read_loads(load: LoadOptions) -> list[Load]:
+    """Numbers of clients, then rates. Raises ``OutriderError`` for a number that is none."""
+    from outrider.bench.load.arrivals import Load
+    from outrider.types import OutriderError
+
+    loads = (
+        [Load(concurrency=count) for count in parse_list("--concurrency", load.concurrency, int)] if load.concurrency else []
+    )
+    loads += [Load(rate=rate) for rate in parse_list("--rate", load.rate, float)] if load.rate else []
+    if not loads:
+        raise OutriderError("give --concurrency or --rate")
+    return loads
+
+
+@contextmanager
+def address(server: ServerOptions, plan: Path | None, models: ModelOptions, methods: MethodOptions) -> Iterator[str]:
+    """Where requests go: the server named, or one that is started for as long as it is measured."""
+    from outrider.bench.load.own_server import own_server
+    from outrider.cli.bench import inflate_target
+    from outrider.cli.console import waiting
+    from outrider.cli.serve import joined
+    from outrider.engine.plan import Plan
+    from outrider.types import OutriderError
+
+    if server.url is not None:
+        if plan is not None or server.inflate is not None or models != ModelOptions() or methods != MethodOptions():
+            raise OutriderError("give either --url or models of your own")
+        yield server.url.rstrip("/").removesuffix("/v1")
+        return
+    known = joined(Plan() if plan is None else Plan.read(plan), models, methods, max_batch=server.max_batch)
+    if server.inflate is not None:
+        inflated, _ = inflate_target(replace(ModelOptions(), target=known.given("target")), server.inflate)
+        known = Plan({**embedded_draft(known), "target": str(inflated.target)})
+    with tempfile.TemporaryDirectory(prefix="outrider-") as folder, ExitStack() as stack:
+        file = Path(folder) / "plan.toml"
+        known.write(file)
+        with waiting("starting the server"):
+            url = stack.enter_context(own_server([str(file)]))
+        yield url
+
+
+def embedded_draft(plan: Any) -> dict[str, Any]:
+    """The plan's values; the embedded target's draft is named, since an inflated target is a folder like any other."""
+    from outrider.family import DRAFT
+
+    needs_draft = plan.given("target") is None and plan.given("draft") is None
+    return {**({"draft": str(DRAFT)} if needs_draft else {}), **plan.values}
+
+
+def modes(url: str, plain_url: str | None, headers: dict[str, str]) -> list[Mode]:
+    """Plain and speculative. A server of Outrider's is asked for both; another's is what it is. Raises ``OutriderError``."""
+    import httpx
+
+    from outrider.bench.load.sweep import PLAIN, SPECULATIVE, Mode
+    from outrider.types import OutriderError
+
+    try:
+        answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=30)
+        answer.raise_for_status()
+        owner = answer.json()["data"][0].get("owned_by")
+    except (httpx.HTTPError, ValueError, LookupError) as error:
+        raise OutriderError(f"{url} does not answer as an OpenAI-compatible server: {error}") from error
+    if plain_url is not None:
+        return [Mode(PLAIN, plain_url.rstrip("/").removesuffix("/v1")), Mode(SPECULATIVE, url)]
+    if owner == "outrider":
+        return [Mode(PLAIN, url, {"speculative": {"k": 0}}), Mode(SPECULATIVE, url)]
+    return [Mode("as served", url)]
+
+
+def measure(sweep: Sweep) -> bool:
+    """Runs the sweep with its progress shown. Returns whether Ctrl-C ended it: what was measured by then stays."""
+    import httpx
+
+    from outrider.cli.bench import progress
+    from outrider.types import OutriderError
+
+    try:
+        with progress() as report:
+            asyncio.run(sweep.run(report))
+    except KeyboardInterrupt:
+        return True
+    except httpx.HTTPError as error:
+        if not sweep.groups:
+            raise OutriderError(f"the server does not answer: {type(error).__name__} {error}") from error
+        return True
+    return False
+
+
+def finish(sweep: Sweep, options: ResultOptions, extra: dict[str, Any]) -> None:
+    """The table to stderr, the document to its file and, as the last line, to stdout."""
+    from outrider.bench.load.cells import Objective
+    from outrider.bench.load.report import document, table, verdict
+    from outrider.cli.console import err
+
+    result = document(sweep, Objective(options.slo_first_token / 1000, options.slo_token / 1000), extra)
+    if result["cells"]:
+        err.print(table(result))
+        err.print(verdict(result))
+        for cell in result["cells"]:
+            if cell["failed"]:
+                err.print(f"{cell['load']}, {cell['mode']}: {cell['failed']} failed: {'; '.join(cell['errors'])}", markup=False)
+    if options.out is not None:
+        try:
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+        except OSError as error:
+            err.print(f"[red]error:[/] cannot write {options.out}: {error.strerror}; the document follows on standard output")
+    print(json.dumps(result), flush=True)

@@ -1,0 +1,51 @@
+"""``outrider export``: a plan as the launch command and config of another engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider.cli.options import MethodOptions, ModelOptions, with_groups
+
+EXAMPLES = """Examples:
+
+outrider export plan.toml --to vllm
+
+outrider export --to sglang --target Qwen/Qwen3-8B --method eagle:draft=./head --k 5 --out sglang
+
+outrider export plan.toml --to vllm --own-code && ./outrider-vllm/run.sh --tensor-parallel-size 2
+"""
+
+
+@with_groups
+def command(
+    *,
+    plan: Annotated[Path | None, typer.Argument(help="A TOML file with options; those given here go before it.")] = None,
+    to: Annotated[str, typer.Option("--to", help="vllm, sglang or transformers.")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write (default: outrider-<engine>).")] = None,
+    own_code: Annotated[
+        bool,
+        typer.Option("--own-code", help="vLLM: draft with Outrider's proposer where vLLM has one of its own (n-grams)."),
+    ] = False,
+    models: ModelOptions,
+    methods: MethodOptions,
+) -> None:
+    """Write the launch command and config of vLLM, SGLang or transformers for a plan, converted heads included."""
+    from outrider.cli.console import err
+    from outrider.cli.serve import joined
+    from outrider.cli.session import check_source
+    from outrider.engine.plan import Plan
+    from outrider.export.engine import ENGINES, SCRIPT, write
+    from outrider.export.wanted import wanted
+
+    engine = ENGINES.get(to)()
+    known = joined(Plan() if plan is None else Plan.read(plan), models, methods)
+    folder = out or Path(f"outrider-{to}")
+    export = write(engine, wanted(known, check_source), folder, own_code)
+    for note in export.notes:
+        err.print(note, style="dim", soft_wrap=True)
+    if export.needs_outrider:
+        err.print("Outrider drafts there too: pip install --no-deps outrider into its environment", style="dim", soft_wrap=True)
+    print(folder / SCRIPT)

@@ -1,0 +1,90 @@
+"""The interface of every engine that a plan can be written for, and the names under which they are found."""
+
+from __future__ import annotations
+
+import shlex
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from outrider.export.wanted import Wanted
+from outrider.proposers.portable import Portable
+from outrider.registry import Registry
+from outrider.types import OutriderError
+
+SCRIPT = "run.sh"
+
+ENGINES = Registry(
+    "engine",
+    {
+        "vllm": "outrider.export.vllm:Vllm",
+        "sglang": "outrider.export.sglang:Sglang",
+        "transformers": "outrider.export.transformers:Transformers",
+    },
+)
+
+
+@dataclass(frozen=True)
+class Export:
+    """What an engine is told."""
+
+    command: Sequence[str]  # the program
+    options: Sequence[str] = ()  # and what it is told, in the folder
+    files: Mapping[str, str] = field(default_factory=dict)  # name -> text
+    environment: Mapping[str, str] = field(default_factory=dict)
+    needs_outrider: bool = False  # in the engine's own Python environment
+    notes: Sequence[str] = ()  # what will be different there
+
+
+class Engine(ABC):
+    """One engine: what it can do of a plan, and how it is told."""
+
+    name: ClassVar[str]  # as its makers write it
+    module: ClassVar[str]  # what its Python must be able to import
+    program: ClassVar[str | None] = None  # its server's command; None: it has none that `outrider serve` could become
+    entry: ClassVar[Sequence[str]] = ()  # the same as a module and its arguments
+    nameless_entry: ClassVar[Sequence[str]] = ()  # of builds that are installed under another name than the module's
+    instead: ClassVar[Mapping[type[Portable], str]]  # way of drafting that it lacks -> what to use
+
+    @abstractmethod
+    def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
+        """Writes converted heads, if any, into the folder, and says the rest.
+
+        ``own_code``: Outrider's proposer rather than the engine's own of the same kind. Raises ``OutriderError``, in one line,
+        for what the engine lacks, with what to use instead.
+        """
+
+    def refuse(self, kind: Portable, wanted: Wanted) -> OutriderError:
+        """The error for a way of drafting that the engine lacks."""
+        advice = self.instead.get(type(kind), "serve the plan with `outrider serve`")
+        return OutriderError(f"{self.name} cannot draft with {kind.what} (method {wanted.method!r}): {advice}")
+
+
+def write(engine: Engine, wanted: Wanted, folder: Path, own_code: bool = False) -> Export:
+    """Writes everything into the folder: the engine's files and a script that starts it. Raises ``OutriderError``."""
+    if own_code and not wanted.reads_text_only:
+        raise OutriderError(f"method {wanted.method!r} needs more than the text, so its own code cannot be brought along")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        export = engine.export(wanted, folder, own_code)
+        for name, text in export.files.items():
+            (folder / name).write_text(text)
+        script = folder / SCRIPT
+        script.write_text(_script(engine, wanted, export))
+        script.chmod(0o755)
+    except OSError as error:
+        raise OutriderError(f"cannot write {folder}: {error.strerror or error}") from error
+    return export
+
+
+def _script(engine: Engine, wanted: Wanted, export: Export) -> str:
+    lines = ["#!/bin/sh", f"# {engine.name} for {wanted.name}: method {wanted.method}, {wanted.k} drafts a round."]
+    lines += ["# Written by outrider export; arguments are added to the command."]
+    lines += [f"# {note}" for note in export.notes]
+    lines += ["set -e", 'cd "$(dirname "$0")"']
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in export.environment.items()]
+    if export.needs_outrider:
+        lines.append("# What drafts is Outrider's: pip install --no-deps outrider, into the environment of this command.")
+    return "\n".join([*lines, f'exec {shlex.join([*export.command, *export.options])} "$@"']) + "\n"

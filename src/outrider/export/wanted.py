@@ -1,0 +1,126 @@
+"""A plan, read for another engine: which models, which way of drafting, how many drafts. Knows no engine's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outrider.engine.config import default_method
+from outrider.engine.plan import Plan, served_name
+from outrider.proposers.base import Setting
+from outrider.proposers.portable import FeatureHead, NoDrafts, ParallelHeads, Portable, SmallModel
+from outrider.registry import DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS, VERIFIERS, split_method
+from outrider.types import OutriderError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What another engine has to be told."""
+
+    target: str  # folder or hub id
+    name: str  # of the model, for clients
+    method: str  # as Outrider writes it, options included
+    kind: Portable
+    k: int  # drafts a round
+    has_own_k: bool  # the plan said so; else it is the usual number
+    verifier: str
+    reads_text_only: bool  # whether Outrider's own proposer could be brought along
+    dtype: str | None = None
+    device: str | None = None
+    max_len: int | None = None
+    max_batch: int | None = None
+    kv_memory: float | None = None  # GiB
+    never_compile: bool = False
+    same_text: bool = False
+
+    @cached_property
+    def config(self) -> PreTrainedConfig:
+        """The target's, of its text part."""
+        from outrider.runner.loading import load_config, text_config
+
+        return text_config(load_config(self.target))
+
+
+def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wanted:
+    """Reads a plan. ``check``: refuses a model that can be neither a folder nor a hub id, before anything is looked for.
+
+    Raises ``OutriderError`` where the plan names what is not there, or a method refuses its options or its draft.
+    """
+    from outrider.family import TARGET, drafts
+
+    target, drafts_there = plan.given("target"), {}
+    if target is None:
+        drafts_there = {name: str(folder) for name, folder in drafts().items()}
+    name = served_name(target)
+    target, draft = _located(target or str(TARGET)), plan.given("draft")
+    check(target)
+    verifier = plan.given("verifier") or "rejection"
+    VERIFIERS.get(verifier)
+    method = plan.given("method") or default_method(draft, drafts_there)
+    kind = _kind(method, draft, drafts_there)
+    if isinstance(kind, (SmallModel, ParallelHeads, FeatureHead)):
+        check(kind.source)
+    if isinstance(kind, SmallModel) and not kind.other_tokenizer and _tokenizers_differ(target, kind.source):
+        if plan.given("method") is not None:
+            raise OutriderError(f"{kind.source} has another tokenizer than the target: leave the method out of the plan")
+        method = DEFAULT_METHOD_WITH_FOREIGN_DRAFT
+        kind = _kind(method, draft, drafts_there)
+    k = plan.given("k")
+    if k == 0:
+        kind = NoDrafts()
+    dtype, device = plan.given("dtype"), plan.given("device")
+    return Wanted(
+        target,
+        name,
+        method,
+        kind,
+        k if isinstance(k, int) else kind.usual_k,
+        isinstance(k, int),
+        verifier,
+        bool(PROPOSERS.get(split_method(method)[0]).reads_text_only),
+        dtype=None if dtype == AUTO else dtype,
+        device=None if device == AUTO else device,
+        max_len=plan.given("max_len"),
+        max_batch=plan.given("max_batch"),
+        kv_memory=plan.given("kv_memory"),
+        never_compile=plan.given("compile") == "never",
+        same_text=bool(plan.given("same_text")),
+    )
+
+
+def _kind(method: str, draft: str | None, drafts: Mapping[str, str]) -> Portable:
+    name, options = split_method(method)
+    kind: Portable = PROPOSERS.get(name).portable(Setting.without_target(draft=draft, options=options, drafts=drafts))
+    if isinstance(kind, (SmallModel, ParallelHeads, FeatureHead)):
+        return replace(kind, source=_located(kind.source))
+    return kind
+
+
+def _located(source: str) -> str:
+    """A folder as its absolute path: what is written stands in another folder."""
+    path = Path(source).expanduser()
+    return str(path.resolve()) if path.is_dir() else source
+
+
+def _tokenizers_differ(target: str, draft: str) -> bool:
+    """Whether both have a tokenizer and the two give the same ids other meanings."""
+    from outrider.engine.config import load_tokenizer
+    from outrider.runner.tokenizers import DifferentVocabulary, check_same_vocabulary
+
+    try:
+        pair = load_tokenizer(target), load_tokenizer(draft)
+    except OutriderError:
+        return False
+    try:
+        check_same_vocabulary(pair[0], pair[1])  # type: ignore[arg-type]
+    except DifferentVocabulary:
+        return True
+    return False

