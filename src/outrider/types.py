@@ -75,7 +75,7 @@ class SamplingParams:
             "top_k must be >= 0 (0 keeps all)": self.top_k >= 0,
             "top_p must be in (0, 1]": 0 < self.top_p <= 1,
             "min_p must be in [0, 1]": 0 <= self.min_p <= 1,
-            "repetition_penalty must be > 0 and finite": 0 < self.repetition_penalty < float("inf"),
+            "repetition_penalty must be in [0.01, 100]": 0.01 <= self.repetition_penalty <= 100,
             "presence_penalty must be in [-2, 2]": -2 <= self.presence_penalty <= 2,
             "frequency_penalty must be in [-2, 2]": -2 <= self.frequency_penalty <= 2,
             "allowed_token_ids must not be empty": self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,

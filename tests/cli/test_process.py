@@ -64,10 +64,10 @@ def test_ctrl_c_while_loading_is_one_word(target: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores Ctrl-C
     )  # fmt: skip
     time.sleep(5)  # by now it waits for standard input; on a busy machine it may take a second Ctrl-C
-    for _ in range(60):
+    for _ in range(12):
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(timeout=1)
+            process.wait(timeout=5)  # another one while it ends would end it at once
             break
         except subprocess.TimeoutExpired:
             continue

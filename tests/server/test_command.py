@@ -116,7 +116,7 @@ def test_a_process_serves_until_a_signal_and_finishes_its_streams(target: Path, 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_the_curl_examples_of_the_page_run(served: Served) -> None:
-    examples = re.findall(r"^curl .*?(?<!\\)$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    examples = re.findall(r"^curl .*?(?=\n\n|\n```)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert len(examples) >= 4
     for example in examples:
         done = subprocess.run(

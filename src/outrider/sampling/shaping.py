@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.sampling.native import rows_for
 from outrider.types import SamplingParams
 
-_COLDEST = 1e-30  # a temperature below it would overflow float32 scores
+_COLDEST = 1e-6  # below, logits over temperature would overflow: it is greedy long before
 
 
 class Shaping:

@@ -99,7 +99,7 @@ class SamplingFields(Body):
     # beyond OpenAI's
     top_k: int = Field(0, ge=0, description="Keep the k likeliest tokens; 0 keeps all.")
     min_p: float = Field(0.0, ge=0, le=1, description="Drop tokens below this share of the likeliest.")
-    repetition_penalty: float = Field(1.0, gt=0, le=1e6, description="Over prompt and output; 1 is off.")
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100, description="Over prompt and output; 1 is off.")
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
     allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
     banned_token_ids: list[TokenId] = Field(default_factory=list)
