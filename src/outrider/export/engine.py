@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -47,13 +48,24 @@ class Engine(ABC):
     entry: ClassVar[Sequence[str]] = ()  # the same as a module and its arguments
     nameless_entry: ClassVar[Sequence[str]] = ()  # of builds that are installed under another name than the module's
     instead: ClassVar[Mapping[type[Portable], str]]  # way of drafting that it lacks -> what to use
+    rules: ClassVar[Sequence[str]] = ("rejection", "exact")  # its acceptance rules, under our names
+    takes_code: ClassVar[bool] = False  # whether proposers of others can be brought along
+
+    def check(self, wanted: Wanted, own_code: bool) -> None:
+        """Raises ``OutriderError``, in one line, for what the engine lacks whatever drafts."""
+        if own_code and not self.takes_code:
+            raise OutriderError(f"{self.name} takes no proposers of others: leave out --own-code, or export to vLLM")
+        if wanted.same_text:
+            raise OutriderError(f"{self.name} has no same-text mode: leave same_text out of the plan, or use `outrider serve`")
+        if wanted.verifier not in self.rules:
+            raise OutriderError(f"{self.name} has no acceptance rule like {wanted.verifier!r}: use {', '.join(self.rules)}")
 
     @abstractmethod
     def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
-        """Writes converted heads, if any, into the folder, and says the rest.
+        """Writes converted heads, if any, into the folder, and says the rest of a plan that passed ``check``.
 
         ``own_code``: Outrider's proposer rather than the engine's own of the same kind. Raises ``OutriderError``, in one line,
-        for what the engine lacks, with what to use instead.
+        for a way of drafting that the engine lacks, with what to use instead.
         """
 
     def refuse(self, kind: Portable, wanted: Wanted) -> OutriderError:
@@ -62,12 +74,19 @@ class Engine(ABC):
         return OutriderError(f"{self.name} cannot draft with {kind.what} (method {wanted.method!r}): {advice}")
 
 
+def gpu_environment(device: str | None) -> dict[str, str]:
+    """What lets a process see the one GPU that ``device`` names by its number, if it does."""
+    gpu = re.fullmatch(r"cuda:(\d+)", device or "")
+    return {"CUDA_VISIBLE_DEVICES": gpu[1]} if gpu else {}
+
+
 def write(engine: Engine, wanted: Wanted, folder: Path, own_code: bool = False) -> Export:
     """Writes everything into the folder: the engine's files and a script that starts it. Raises ``OutriderError``."""
     if own_code and not wanted.reads_text_only:
         raise OutriderError(f"method {wanted.method!r} needs more than the text, so its own code cannot be brought along")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        engine.check(wanted, own_code)
         export = engine.export(wanted, folder, own_code)
         for name, text in export.files.items():
             (folder / name).write_text(text)

@@ -5,13 +5,12 @@ It counts the last committed token among the drafts: ``--speculative-num-draft-t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
 from outrider.export import heads
-from outrider.export.engine import Engine, Export
+from outrider.export.engine import Engine, Export, gpu_environment
 from outrider.export.wanted import Wanted
 from outrider.proposers.portable import (
     FeatureHead,
@@ -46,27 +45,17 @@ class Sglang(Engine):
     }
 
     def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
-        if own_code:
-            raise OutriderError("SGLang takes no proposers of others: leave out --own-code, or export to vLLM")
-        if wanted.same_text:
-            raise OutriderError("SGLang has no same-text mode: leave same_text out of the plan, or use `outrider serve`")
-        if wanted.verifier not in ("rejection", "exact"):
-            raise OutriderError(f"SGLang has no acceptance rule like {wanted.verifier!r}: use rejection")
         flags, notes = self._drafting(wanted, folder)
         if flags and not wanted.has_own_k:
             notes = [f"{wanted.k} drafts a round is a usual number, measure yours.", *notes]
-        environment = {}
-        device = wanted.device
-        gpu = re.fullmatch(r"cuda:(\d+)", device or "")
-        if gpu:
-            device, environment["CUDA_VISIBLE_DEVICES"] = "cuda", gpu[1]
+        environment = gpu_environment(wanted.device)
         general = {
             "model-path": wanted.target,
             "served-model-name": wanted.name,
             "host": "127.0.0.1",
             "port": 8000,
             "dtype": wanted.dtype,
-            "device": device,
+            "device": "cuda" if environment else wanted.device,
             "context-length": wanted.max_len,
             "max-running-requests": wanted.max_batch,
         }

@@ -21,7 +21,6 @@ from outrider.proposers.portable import (
     SmallModel,
     TextDrafts,
 )
-from outrider.types import OutriderError
 
 FILE, PROGRAM = "generation_config.json", "generate.py"
 HEADS = "give the plan a draft model, or export to vLLM"
@@ -59,12 +58,6 @@ class Transformers(Engine):
     }
 
     def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
-        if own_code:
-            raise OutriderError("transformers takes no proposers of others by name: leave out --own-code, or export to vLLM")
-        if wanted.same_text:
-            raise OutriderError("transformers has no same-text mode: leave same_text out of the plan")
-        if wanted.verifier not in ("rejection", "exact"):
-            raise OutriderError(f"transformers has no acceptance rule like {wanted.verifier!r}: use rejection")
         settings, model = self._drafting(wanted)
         ends = {name: getattr(wanted.config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
         config: dict[str, Any] = {f"{name}_token_id": value for name, value in ends.items() if value is not None}

