@@ -221,7 +221,7 @@ class _Candidates:
         self.num_nodes, self._bill, self._started = num_nodes, bill, started
         self.tokens = self.values = self.parents = torch.empty(0)
         self.depths: list[int] = []
-        self.num_levels = self.depth = 0  # drafted, and of the tree that was chosen
+        self.depth = 0  # of the tree that was chosen
 
     def add(self, token_ids: Tensor, values: Tensor, beam: Tensor | None, depth: int) -> int:
         """Adds the children [A, W * top_k] of the nodes ``beam`` [A, W]. Returns the index of the first."""
@@ -233,47 +233,40 @@ class _Candidates:
             self.tokens, self.values = torch.cat((self.tokens, token_ids), 1), torch.cat((self.values, values), 1)
             self.parents = torch.cat((self.parents, parents), 1)
         self.depths += [depth] * count
-        self.num_levels = depth
         return first
+
+    @property
+    def num_levels(self) -> int:
+        """How many were drafted."""
+        return self.depths[-1]
 
     def can_grow(self, values: Tensor) -> bool:
         """Whether a child of the level just added could still be among the best, and pay for its level."""
-        likeliest = values.amax(-1)
-        if len(self.depths) >= self.num_nodes:
-            worst = self.values.topk(self.num_nodes, -1).values[:, -1]
-            if not bool((likeliest > worst).any()):
-                return False
+        likeliest, best = values.amax(-1), self.values.topk(min(self.num_nodes, len(self.depths)), -1).values
+        if best.shape[1] == self.num_nodes and not bool((likeliest > best[:, -1]).any()):
+            return False
         if self._bill is None:
             return True
         so_far = self._drafted()
-        return so_far.pays(float(likeliest.exp().sum()), so_far.drafted / self.num_levels, self._worths(self.values))
+        return so_far.pays(float(likeliest.exp().sum()), so_far.drafted / self.num_levels, _worths(best))
 
     def _drafted(self) -> Bill:
         """The bill with the seconds drafted up to now."""
         assert self._bill is not None
         return replace(self._bill, drafted=perf_counter() - self._started)
 
-    def _worths(self, values: Tensor) -> list[float]:
-        """Expected accepted drafts that each further node adds over the batch, best first."""
-        best = values.topk(min(self.num_nodes, values.shape[1]), -1).values
-        worths: list[float] = best.exp().sum(0).tolist()
-        return worths
-
     def proposal(self, round_: _Round) -> Proposal:
         """The most confident nodes of each request, parents first, siblings by confidence: point masses."""
         is_beyond = torch.tensor(self.depths)[None] > torch.tensor(round_.limits)[:, None]
         values = self.values.cpu().masked_fill(is_beyond, float("-inf"))
-        size = min(self.num_nodes, values.shape[1])
-        if self._bill is not None:
-            size = self._drafted().best(self._worths(values))[0]
-        best = values.topk(size, -1)
+        best = values.topk(min(self.num_nodes, values.shape[1]), -1)
+        size = best.values.shape[1] if self._bill is None else self._drafted().best(_worths(best.values))[0]
         tokens, above = self.tokens.tolist(), self.parents.tolist()
-        token_ids = torch.zeros(round_.batch, best.indices.shape[1], dtype=torch.long)
+        token_ids = torch.zeros(round_.batch, size, dtype=torch.long)
         parents, lens = torch.full_like(token_ids, -1), torch.zeros(round_.batch, dtype=torch.long)
         for a, b in enumerate(round_.able):
-            kept = [
-                node for node, value in zip(best.indices[a].tolist(), best.values[a].tolist(), strict=True) if value > -1e30
-            ]
+            ranked = zip(best.indices[a, :size].tolist(), best.values[a, :size].tolist(), strict=True)
+            kept = [node for node, value in ranked if value > -1e30]
             kept.sort(key=lambda node: self.depths[node])  # stable: by value within a depth
             place = {node: index for index, node in enumerate(kept)} | {-1: -1}
             lens[b] = len(kept)
@@ -282,6 +275,12 @@ class _Candidates:
                 token_ids[b, : len(kept)] = torch.tensor([tokens[a][node] for node in kept])
                 parents[b, : len(kept)] = torch.tensor([place[above[a][node]] for node in kept])
         return Proposal(token_ids, lens, None, parents)
+
+
+def _worths(best: Tensor) -> list[float]:
+    """Expected accepted drafts that each further node adds over the batch, by the requests' best values [A, N]."""
+    worths: list[float] = best.exp().sum(0).tolist()
+    return worths
 
 
 def _drawn_tree(head: HeadRunner, round_: _Round, out: Tensor, shape: TreeShape) -> Proposal:

@@ -93,8 +93,8 @@ class TreeSizes:
         self._step = min(seconds, MEMORY * self._step + (1 - MEMORY) * seconds) if self._step else seconds
         self._nodes_a_level = MEMORY * self._nodes_a_level + (1 - MEMORY) * num_nodes / depth
 
-    def shape(self, acceptance: Sequence[Sequence[float]], context: Context | None, is_levelwise: bool) -> TreeShape:
-        """The static tree, as deep as ``acceptance`` is long (see ``trees.grown``); without a context of full size.
+    def shape(self, acceptance: Sequence[Sequence[float]], context: Context, is_levelwise: bool) -> TreeShape:
+        """The static tree, as deep as ``acceptance`` is long (see ``trees.grown``).
 
         ``is_levelwise``: each level takes a step of drafting of its own.
         """
@@ -102,7 +102,7 @@ class TreeSizes:
         if k not in self._grown:
             self._grown[k] = grown(acceptance, self.most)
         paths, worths = self._grown[k]
-        size, bill = len(paths), None if context is None else self.bill(context)
+        size, bill = len(paths), self.bill(context)
         if bill is not None:
             depths = accumulate([len(path) for path in paths], max, initial=0)
             passes = [
