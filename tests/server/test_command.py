@@ -19,7 +19,7 @@ import pytest
 
 from outrider.cli import main
 from outrider.cli.options import MethodOptions, ModelOptions
-from outrider.cli.serve import merged
+from outrider.cli.serve import joined, merged
 from outrider.engine.plan import KEYS, Plan, served_name
 from outrider.types import OutriderError
 
@@ -69,10 +69,19 @@ def test_the_command_line_goes_before_the_plan(tmp_path: Path) -> None:
     assert served_name(models.target) == "model" and served_name("a/b") == "a/b" and served_name(None) == "outrider"
 
 
+def test_zero_is_a_value_that_was_given() -> None:
+    plan = Plan({"k": 4, "max_len": 64, "max_batch": 8, "kv_memory": 2})
+    found = joined(plan, ModelOptions(max_len=0), MethodOptions(k="0"), max_batch=0, kv_memory=0.0)
+    assert found.values == {"k": 0, "max_len": 0, "max_batch": 0, "kv_memory": 0.0}
+    assert joined(Plan({"k": 0}), ModelOptions(), MethodOptions()).values == {"k": 0}
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         (["nothing.toml"], "plan cannot be read"),
+        (["--port", "0", "--max-batch", "0"], "max_batch"),
+        (["--port", "0", "--kv-memory", "0"], "kv_memory"),
         (["--max-queue", "0"], "at least 1"),
         (["--api-keys", "none"], "keys cannot be read"),
     ],

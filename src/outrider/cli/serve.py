@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -131,8 +131,8 @@ def command(
     config = ServerConfig(**({"name": served_name(models.target)} | given))
     keys = KeyRing.load(listening.api_keys)
     more = {
-        "max_batch": limits.max_batch or known.given("max_batch") or MAX_BATCH,
-        "kv_memory": limits.kv_memory or known.given("kv_memory"),
+        "max_batch": first_given(limits.max_batch, known.given("max_batch"), MAX_BATCH),
+        "kv_memory": first_given(limits.kv_memory, known.given("kv_memory")),
         "prefix_cache": True,
         "trust_remote_code": listening.trust_remote_code,
     }
@@ -180,10 +180,10 @@ def merged(plan: Plan, models: ModelOptions, methods: MethodOptions) -> tuple[Mo
     """Options with the plan's values where the command line gives none."""
     own = {"target", "draft", "verifier", "same_text", "max_len", "dtype", "device", "compile"}
     for option in own:
-        if getattr(models, option) in (None, False) and plan.given(option) is not None:
+        if not is_given(getattr(models, option)) and plan.given(option) is not None:
             models = replace(models, **{option: plan.given(option)})
-    method, k = methods.method or plan.given("method"), methods.k if methods.k is not None else plan.given("k")
-    return models, MethodOptions(method, None if k is None else str(k))
+    k = first_given(methods.k, plan.given("k"))
+    return models, MethodOptions(first_given(methods.method, plan.given("method")), None if k is None else str(k))
 
 
 def joined(plan: Plan, models: ModelOptions, methods: MethodOptions, **limits: float | None) -> Plan:
@@ -192,5 +192,15 @@ def joined(plan: Plan, models: ModelOptions, methods: MethodOptions, **limits: f
 
     models, methods = merged(plan, models, methods)
     given = {**asdict(models), "method": methods.method, "k": None if methods.k is None else parse_k(methods.k)}
-    given |= {name: limits.get(name) or plan.given(name) for name in ("max_batch", "kv_memory")}
-    return Plan({name: value for name, value in given.items() if name in KEYS and value not in (None, False)})
+    given |= {name: first_given(limits.get(name), plan.given(name)) for name in ("max_batch", "kv_memory")}
+    return Plan({name: value for name, value in given.items() if name in KEYS and is_given(value)})
+
+
+def is_given(value: Any) -> bool:
+    """Whether an option was given. 0 is a value, ``--k 0`` for one; False is a flag left out."""
+    return value is not None and value is not False
+
+
+def first_given(*values: Any) -> Any:
+    """The first value that is not None, None where all are."""
+    return next((value for value in values if value is not None), None)
