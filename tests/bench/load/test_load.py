@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from statistics import fmean
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from outrider.bench.load.arrivals import Load
 from outrider.bench.load.cells import Objective, cells, worst
@@ -160,6 +162,25 @@ def test_the_document_and_the_table_name_the_worst_cell() -> None:
     assert table(result).row_count == 4
     only = swept(FakeServer(owner="vllm"), Load(concurrency=1), modes=(Mode("as served", URL),))
     assert "--plain-url" in verdict(document(only, Objective(), {}))
+
+
+@pytest.mark.parametrize("num_failed", [0, 256])
+def test_every_figure_of_the_table_can_be_read_in_80_columns(num_failed: int) -> None:
+    sweep = swept(FakeServer(), Load(concurrency=64), Load(rate=0.25), Load(rate=12.5), repeat=1)
+    result = document(sweep, Objective(), {})
+    for cell, longest in zip(result["cells"], (99_998.0, 1_234_567.0) * 3, strict=True):
+        cell["tok_s"] *= 123
+        cell["first_token_ms"] = {"p50": longest, "p95": longest}
+        cell["inter_token_ms"] = {"p50": 1234.0, "p95": 9876.0}
+        cell["goodput_s"], cell["mean_acceptance_length"], cell["speedup"] = 123.45, 17.01, 10.25
+    result["cells"][0]["failed"] = num_failed
+    screen = Console(width=80, file=io.StringIO())
+    screen.print(table(result))
+    shown = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "\u2026" not in shown and max(map(len, shown.splitlines())) <= 80
+    for figure in ("64", "0.25/s", "99998/99998", "1235s/1235s", "1234/9876", "123.45", "10.25", "17.01"):
+        assert figure in shown, figure
+    assert ("fail" in shown, "256" in shown) == (num_failed > 0, num_failed > 0)
 
 
 def test_counters_are_summed_over_engines() -> None:

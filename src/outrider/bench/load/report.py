@@ -54,45 +54,52 @@ def document(sweep: Sweep, objective: Objective, extra: Mapping[str, Any]) -> di
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """For a terminal of 80 columns."""
+    """For a terminal of 80 columns: failures have one only where something failed."""
     from rich import box
     from rich.table import Table
 
-    limits = result["objective_ms"]
+    limits, cells = result["objective_ms"], result["cells"]
     title = (
-        f"ms p50/p95; good: requests a second with the first token in {limits['first_token']:g} ms and "
-        f"{limits['token']:g} ms a token"
+        "load: clients at a time, or arrivals; ms p50/p95; good: requests a second with the first token in "
+        f"{limits['first_token']:g} ms and {limits['token']:g} ms a token"
     )
-    view = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    has_failed = any(cell["failed"] for cell in cells)
+    view = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=0)
     view.add_column("load", no_wrap=True)
     view.add_column("mode", no_wrap=True)
-    for name in ("tok/s", "x", "first token", "between", "good", "tau", "rate", "failed"):
+    for name in ("tok/s", "x", "first", "between", "good", "tau", "rate", *(("fail",) if has_failed else ())):
         view.add_column(name, justify="right", no_wrap=True)
     previous = None
-    for cell in result["cells"]:
-        if previous not in (None, cell["load"]):
+    for cell in cells:
+        load = str(cell["concurrency"] or cell["load"])
+        if previous not in (None, load):
             view.add_section()
-        view.add_row(cell["load"] if cell["load"] != previous else "", *_row(cell))
-        previous = cell["load"]
+        failed = [str(cell["failed"] or "")] if has_failed else []
+        view.add_row(load if load != previous else "", *_row(cell), *failed)
+        previous = load
     return view
 
 
 def _row(cell: Mapping[str, Any]) -> list[str]:
     return [
         cell["mode"],
-        number(cell["tok_s"], 1),
+        number(cell["tok_s"], 1 if cell["tok_s"] < 1000 else 0),
         number(cell["speedup"], 2),
         _pair(cell["first_token_ms"]),
         _pair(cell["inter_token_ms"]),
         number(cell["goodput_s"], 2),
         number(cell["mean_acceptance_length"], 2),
         number(cell["draft_acceptance_rate"], 2),
-        str(cell["failed"] or ""),
     ]
 
 
 def _pair(value: Mapping[str, float] | None) -> str:
-    return "" if value is None else f"{value['p50']:.0f}/{value['p95']:.0f}"
+    return "" if value is None else f"{_short(value['p50'])}/{_short(value['p95'])}"
+
+
+def _short(milliseconds: float) -> str:
+    """At most five characters."""
+    return f"{milliseconds:.0f}" if milliseconds < 99_999 else f"{milliseconds / 1000:.0f}s"
 
 
 def verdict(result: Mapping[str, Any]) -> str:
