@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import weakref
 
@@ -11,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider import LLM, GenerationInterrupted, OutriderError, SamplingParams, from_transformers
+from outrider.engine.config import load_tokenizer
 from outrider.proposers.base import ScriptedProposer
 
 from .test_detokenizer import byte_level
@@ -251,3 +253,18 @@ def test_a_dropped_llm_frees_its_models_at_once(model):
         assert [part() for part in kept] == [None] * 4
     finally:
         gc.enable()
+
+
+def test_a_tokenizers_own_code_runs_where_it_is_trusted_and_nobody_is_asked(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks on the terminal"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "model"
+    tokenizer.save_pretrained(folder)
+    (folder / "own.py").write_text("from transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast): pass\n")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "own"}))
+    with pytest.raises(OutriderError, match="custom code"):
+        load_tokenizer(folder)
+    assert type(load_tokenizer(folder, trust_remote_code=True)).__name__ == "Own"

@@ -59,14 +59,14 @@ def split_options(options: Mapping[str, Any]) -> tuple[Speculation, RunnerConfig
     return speculation, runner
 
 
-def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a folder or hub id; None for a model object, which has none."""
     if not isinstance(source, (str, Path)):
         return None
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise OutriderError(f"no tokenizer in {str(source)!r}: {first_line}") from error

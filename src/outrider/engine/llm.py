@@ -64,7 +64,7 @@ class LLM:
             target = TARGET
             options = {"drafts": drafts(), **options}
         self.speculation, runner_config = split_options(options)
-        self.tokenizer = tokenizer or load_tokenizer(target)
+        self.tokenizer = tokenizer or load_tokenizer(target, runner_config.trust_remote_code)
         self.runner = ModelRunner.load(target, runner_config)
         self.proposer = build_proposer(self.speculation, self.runner, self.tokenizer)
         self.policy = build_policy(self.speculation, self.runner, self.proposer)

@@ -57,7 +57,7 @@ class DraftModelProposer(Proposer):
     def examine(cls, setting: Setting) -> Iterator[Finding]:
         """Vocabulary, context, RoPE, dtype and size, from the draft's config and tokenizer."""
         setting = setting.of(cls)
-        tokenizer = setting.draft_tokenizer or _tokenizer_of(setting.draft)
+        tokenizer = setting.draft_tokenizer or _tokenizer_of(setting.draft, setting.target.config.trust_remote_code)
         if setting.tokenizer is None or tokenizer is None:
             yield Finding("suspicious", "vocabulary", "one of the two has no tokenizer, so ids cannot be compared")
         else:
@@ -154,7 +154,7 @@ def draft_tokenizer(setting: Setting) -> PreTrainedTokenizerBase | None:
     draft = setting.draft
     if not isinstance(draft, (str, Path, PreTrainedModel)):
         raise OutriderError(f"draft must be a folder, a hub id or a loaded model, not {type(draft).__name__}")
-    return setting.draft_tokenizer or _tokenizer_of(draft)
+    return setting.draft_tokenizer or _tokenizer_of(draft, setting.target.config.trust_remote_code)
 
 
 def _compared(target: PreTrainedConfig, draft: PreTrainedConfig, window: int) -> Iterator[Finding]:
@@ -190,11 +190,11 @@ def _num_weights(config: PreTrainedConfig) -> float:
     return float(config.num_hidden_layers * width * (4 * width + 3 * inner) + config.vocab_size * width)
 
 
-def _tokenizer_of(draft: object) -> PreTrainedTokenizerBase | None:
+def _tokenizer_of(draft: object, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
     """The tokenizer in the draft's folder or hub repository, if there is one."""
     source = str(getattr(draft, "name_or_path", draft))
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError):
         return None
     return tokenizer
