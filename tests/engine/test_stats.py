@@ -60,3 +60,16 @@ def test_a_plain_round_is_priced_from_plain_passes_only() -> None:
     found = costs.plain_round(1, 300)
     assert found is not None and found.score == 1.0 and found.outside == pytest.approx(0.5, rel=0.05)
     assert costs.plain_round(2, 100) is None
+
+
+def test_a_count_that_grows_while_it_is_read_is_no_error() -> None:
+    """As it does under a server, whose metrics are asked for while the engine's thread counts."""
+    stats = GenerationStats()
+
+    class Meanwhile(int):
+        def __mul__(self, rounds: int) -> int:
+            stats.count(num_drafts=4, num_judged=4, num_accepted=4 + len(stats.acceptance_histogram), num_emitted=1)
+            return int(self) * rounds
+
+    stats.acceptance_histogram = {Meanwhile(1): 2, Meanwhile(3): 1}
+    assert stats.num_accepted == 5

@@ -124,7 +124,8 @@ class GenerationStats:
 
     @property
     def num_accepted(self) -> int:
-        return sum(accepted * rounds for accepted, rounds in self.acceptance_histogram.items())
+        # From a copy: a server asks for it in another thread than the one that counts.
+        return sum(accepted * rounds for accepted, rounds in tuple(self.acceptance_histogram.items()))
 
     @property
     def mean_acceptance_length(self) -> float:
