@@ -8,6 +8,7 @@ from tiny_folder import make_folder
 
 from outrider import LLM, SamplingParams
 from outrider.engine.drafting import FIRST_PAUSE
+from outrider.engine.policy import FixedLength
 from outrider.engine.scheduler import Entry
 from outrider.proposers.base import ScriptedProposer
 from outrider.runner.kv_cache import SHARED, SLACK, CacheShape, KVCache
@@ -114,6 +115,34 @@ def test_a_proposer_reads_a_long_text_in_parts_and_nobody_waits_for_it():
     assert asked == [["r0", "r1", "r2"], *[["r1", "r2"]] * 4]
     assert [len(emission.token_ids) for emission in found["r0"]][:5] == [4] * 5
     assert [len(emission.token_ids) for emission in found["r1"]][:6] == [1, 1, 1, 1, 4, 4]
+
+
+def test_a_request_that_is_aborted_leaves_nothing_behind():
+    released = []
+    policy = FixedLength(2)
+    policy.release = released.extend
+    engine = make_engine(runner=TableRunner(), policy=policy)
+    for request in requests():
+        engine.add(request)
+    engine.step()
+    engine.abort("r1")
+    assert released == ["r1"]
+    assert "r1" not in engine.runner.cached
+
+
+def test_a_prompt_that_cannot_be_copied_fails_alone(monkeypatch):
+    runner = TableRunner()
+    monkeypatch.setattr(runner, "fork", lambda source_id, new_ids: 1 / 0)
+    engine = make_engine(runner=runner)
+    for request in requests():
+        engine.add(request)
+    engine.step()
+    engine.add(make_request("fork", PROMPTS[0], max_tokens=23), fork_of="r0")
+    ended = {}
+    while engine.has_work:
+        for emission in engine.step():
+            ended[emission.request_id] = emission.finish_reason
+    assert ended == {"r0": "length", "r1": "length", "r2": "length", "fork": "error"}
 
 
 # --- who is next ------------------------------------------------------------------------------------------------------------

@@ -115,6 +115,7 @@ class Engine:
         if entry is None:
             return ""
         self._forget([request_id], ended=True)
+        self.policy.release([request_id])
         return self.scheduler.finish(entry, "abort")
 
     @torch.no_grad()
@@ -123,8 +124,8 @@ class Engine:
 
         An exception leaves every request at its last committed token.
         """
-        self._admit()
-        failed = self._read_prompts()
+        failed = self._admit()
+        failed += self._read_prompts()
         started = perf_counter()
         entries, context = self.scheduler.next_batch(self._make_sampler)
         if not entries:
@@ -232,14 +233,23 @@ class Engine:
 
     # --- requests come and go -----------------------------------------------------------------------------------------------
 
-    def _admit(self) -> None:
-        """Takes waiting requests in; one whose prompt is cached already starts from a copy."""
+    def _admit(self) -> list[Emission]:
+        """Takes waiting requests in. Returns the ends of those for which there was no memory after all."""
+        failed = []
         for entry in self.scheduler.admit(self._fits):
-            if entry.fork_of is not None and self._guarded.fork(entry.fork_of, entry.request.request_id):
-                self.runner.fork(entry.fork_of, [entry.request.request_id])
-                # The source may have gone on; and the last token of the prompt is scored again, for this sample's first token.
-                self.runner.keep_len(entry.request.request_id, entry.request.num_prompt_tokens - 1)
-                entry.is_cached = True
+            try:
+                self._fork(entry)
+            except Exception as error:
+                failed.append(self._fail(entry, error))
+        return failed
+
+    def _fork(self, entry: Entry) -> None:
+        """A request whose prompt is cached already starts from a copy."""
+        if entry.fork_of is not None and self._guarded.fork(entry.fork_of, entry.request.request_id):
+            self.runner.fork(entry.fork_of, [entry.request.request_id])
+            # The source may have gone on; and the last token of the prompt is scored again, for this sample's first token.
+            self.runner.keep_len(entry.request.request_id, entry.request.num_prompt_tokens - 1)
+            entry.is_cached = True
 
     def _fits(self, entry: Entry) -> bool:
         return self.runner.admit(entry.request.request_id, self.scheduler.slots(entry.request))
