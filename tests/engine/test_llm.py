@@ -260,7 +260,9 @@ def test_a_tokenizers_own_code_runs_where_it_is_trusted_and_nobody_is_asked(tmp_
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "model"
     tokenizer.save_pretrained(folder)
-    (folder / "own.py").write_text("from transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast): pass\n")
+    (folder / "own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast): pass\n"
+    )
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
