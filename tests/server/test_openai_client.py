@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from outrider import LLM, SamplingParams
+from outrider.server.protocol import Message
 
 from .served import Served
 
@@ -77,6 +78,18 @@ def test_token_ids_are_a_prompt(client: openai.OpenAI, plain: LLM) -> None:
     for prompt in (ids, [ids]):
         answer = client.completions.create(model="outrider", prompt=prompt, temperature=0, max_tokens=8)
         assert answer.choices[0].text == offline(plain, ids, max_tokens=8)[0].text
+
+
+def test_null_is_as_if_it_were_left_out(served: Served, plain: LLM) -> None:
+    nothing = dict.fromkeys(["top_p", "n", "stop", "presence_penalty", "logit_bias", "stream", "logprobs", "user", "suffix"])
+    assert served.text(PROMPT, **nothing) == offline(plain)[0].text
+    said = {"role": "assistant", "content": "Hello", "refusal": None, "tool_calls": None}  # as clients write down an answer
+    answer = served.post("/v1/chat/completions", messages=[*MESSAGES, said], max_tokens=4, tools=None)
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_speakers_name_reaches_the_template() -> None:
+    assert Message(role="user", content="Hello", name="Ada").plain() == {"role": "user", "content": "Hello", "name": "Ada"}
 
 
 @pytest.mark.parametrize("stop", [None, ["e"]])

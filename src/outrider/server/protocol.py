@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from outrider.server.grammar import GrammarCompiler
 from outrider.types import Grammar, OutriderError, SamplingParams
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_FIELDS = 128  # of an object: each wrong one would be an error of its own
+MAX_BIASES = 4096
 PLAIN = "plain"
 
 
@@ -23,9 +25,16 @@ def _unicode(text: str) -> str:
     return text
 
 
+def _few(biases: Any) -> Any:
+    if isinstance(biases, dict) and len(biases) > MAX_BIASES:
+        raise ValueError(f"at most {MAX_BIASES} tokens can be biased")
+    return biases
+
+
 Text = Annotated[str, AfterValidator(_unicode)]
 Stop = Annotated[Text, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # one mistake is told, not a million of them
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -33,6 +42,16 @@ class Body(BaseModel):
     """Refuses what it does not know: a parameter that is silently dropped is a wrong answer."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, body: Any) -> Any:
+        """A field that is null is as if it were left out: many clients write all that they know."""
+        if not isinstance(body, dict):
+            return body
+        if len(body) > MAX_FIELDS:
+            raise ValueError(f"an object of more than {MAX_FIELDS} fields")
+        return {name: value for name, value in body.items() if value is not None}
 
 
 class StreamOptions(Body):
@@ -92,7 +111,7 @@ class SamplingFields(Body):
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[TokenId, Bias] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], BeforeValidator(_few)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -101,8 +120,8 @@ class SamplingFields(Body):
     min_p: float = Field(0.0, ge=0, le=1, description="Drop tokens below this share of the likeliest.")
     repetition_penalty: float = Field(1.0, ge=0.01, le=100, description="Over prompt and output; 1 is off.")
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
-    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
-    banned_token_ids: list[TokenId] = Field(default_factory=list)
+    allowed_token_ids: TokenIds | None = Field(None, min_length=1)
+    banned_token_ids: TokenIds = Field(default_factory=list)
     ignore_eos: bool = False
     speculative: Speculative | None = None
     # accepted, and without effect on the answer
@@ -132,8 +151,8 @@ class SamplingFields(Body):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias or {},
-            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
-            banned_token_ids=tuple(self.banned_token_ids),
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(set(self.allowed_token_ids)),
+            banned_token_ids=tuple(set(self.banned_token_ids)),
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
@@ -153,7 +172,7 @@ class SamplingFields(Body):
             return None
         if wanted.method not in (None, served, PLAIN):
             raise OutriderError(f"this server drafts with {served!r}: ask for that method, or for {PLAIN!r}")
-        if wanted.method in (PLAIN,) and served not in (PLAIN,):
+        if wanted.method == PLAIN:
             return 0
         return wanted.k if isinstance(wanted.k, int) else None
 
@@ -161,7 +180,7 @@ class SamplingFields(Body):
 class CompletionBody(SamplingFields):
     """``POST /v1/completions``."""
 
-    prompt: Text | list[TokenId] | list[Text] | list[list[TokenId]]
+    prompt: Text | TokenIds | Annotated[list[Text], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
@@ -185,19 +204,20 @@ class Message(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
     name: Text | None = None
 
     def plain(self) -> dict[str, str]:
         """As a chat template takes it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": content}
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": content, **named}
 
 
 class ChatBody(SamplingFields):
     """``POST /v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
