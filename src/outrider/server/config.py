@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,27 +72,30 @@ class KeyRing:
     def load(cls, file: Path | None) -> KeyRing:
         """From a file of lines ``key [name [priority]]``, or from ``OUTRIDER_API_KEYS``, the same joined by commas.
 
-        Raises ``OutriderError`` for a line that is neither, and for a file without any key.
+        Keys of one name are one client; a key without a name is a client of its own. Raises ``OutriderError`` for a line that
+        is neither, and for a file without any key.
         """
         if file is None:
             entries = os.environ.get(KEYS_VARIABLE, "").split(",")
-            return cls([_entry(entry, KEYS_VARIABLE) for entry in entries if entry.strip()])
+            return cls([_entry(entry, number, KEYS_VARIABLE) for number, entry in enumerate(entries, 1) if entry.strip()])
         try:
             lines = file.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise OutriderError(f"the API keys cannot be read: {error}") from error
-        keys = [_entry(line, str(file)) for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        if not keys:
+        numbered = [
+            (number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.lstrip().startswith("#")
+        ]
+        if not numbered:
             raise OutriderError(f"{file} holds no API key: write one a line")
-        return cls(keys)
+        return cls([_entry(line, number, str(file)) for number, line in numbered])
 
 
-def _entry(line: str, source: str) -> tuple[str, Client]:
-    key, *rest = line.split()
-    try:
-        return key, Client(rest[0] if rest else "client", int(rest[1]) if len(rest) > 1 else 0)
-    except ValueError:
-        raise OutriderError(f"{source}: an entry is a key, then a name and a whole number as priority if wanted") from None
+def _entry(line: str, number: int, source: str) -> tuple[str, Client]:
+    found = re.fullmatch(r"(\S+)(?:\s+(\S+)(?:\s+([+-]?\d+))?)?", line.strip())
+    if found is None:
+        raise OutriderError(f"{source}: an entry is a key, then a name and a whole number as priority if wanted")
+    key, name, priority = found.groups()
+    return key, Client(name or f"client-{number}", int(priority or 0))
 
 
 def _digest(key: str) -> bytes:
