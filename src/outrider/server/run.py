@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+from ipaddress import ip_address
+from math import ceil
+from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +23,16 @@ if TYPE_CHECKING:
     from outrider.engine import LLM
 
 logger = logging.getLogger("outrider.server")
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class GracefulServer(uvicorn.Server):
-    """At the first signal it takes nothing new, and ends when its streams have; at the second it ends at once."""
+    """At the first signal it takes nothing new, and says so, until its answers are finished; at the second it ends at once."""
 
-    def __init__(self, config: uvicorn.Config, bridge: EngineBridge, facts: dict[str, Any]) -> None:
+    def __init__(self, config: uvicorn.Config, bridge: EngineBridge, facts: dict[str, Any], grace: float) -> None:
+        """``grace``: seconds that running answers get."""
         super().__init__(config)
-        self._bridge, self._facts = bridge, facts
+        self._bridge, self._facts, self._grace = bridge, facts, grace
+        self._deadline: float | None = None  # from the first signal on
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Says where it listens once it does."""
@@ -37,8 +41,19 @@ class GracefulServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal that was obeyed is not raised again: an end that was asked for is no error."""
-        self.force_exit = self.should_exit
-        self.should_exit = self._bridge.is_draining = True
+        if self._deadline is not None:
+            self.force_exit = self.should_exit = True
+        else:
+            self._bridge.is_draining = True
+            self._deadline = monotonic() + self._grace
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to stop listening: uvicorn asks ten times a second, and then waits until what is answered has been sent."""
+        if self._deadline is not None:
+            left = self._deadline - monotonic()
+            self.config.timeout_graceful_shutdown = max(ceil(left), 1)
+            self.should_exit |= left <= 0 or not self._bridge.num_open
+        return await super().on_tick(counter)
 
 
 def log_json() -> None:
@@ -67,15 +82,15 @@ def serve(llm: LLM, config: ServerConfig, keys: KeyRing, listener: socket.socket
     """Serves until a signal ends it."""
     app = create_app(llm, config, keys)
     host, port = listener.getsockname()[:2]
-    if host not in LOOPBACK and not len(keys):
+    if not ip_address(host).is_loopback and not len(keys):
         logger.warning("everyone who reaches this machine can use the server: give it API keys")
     settings = uvicorn.Config(
         app,
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=int(config.shutdown_grace),
         h11_max_incomplete_event_size=64 << 10,
     )
-    facts = {"url": f"http://{host}:{port}", "model": config.name, "method": llm.proposer.name, "max_len": llm.runner.max_len}
-    GracefulServer(settings, app.state.service.bridge, facts).run(sockets=[listener])
+    name = f"[{host}]" if ":" in host else host
+    facts = {"url": f"http://{name}:{port}", "model": config.name, "method": llm.proposer.name, "max_len": llm.runner.max_len}
+    GracefulServer(settings, app.state.service.bridge, facts, config.shutdown_grace).run(sockets=[listener])
