@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+from pydantic import ValidationError
 
 from outrider import LLM, SamplingParams
 from outrider.server.bridge import EngineBridge
 from outrider.server.config import Client, KeyRing
 from outrider.server.gate import JsonLines
+from outrider.server.protocol import ChatBody, CompletionBody
+from outrider.server.run import GracefulServer
 from outrider.types import OutriderError, Proposal
 
 from .served import Served, serving, until
@@ -132,9 +138,10 @@ def test_an_answer_that_takes_too_long_ends(load: Callable[..., LLM], monkeypatc
 
 
 def test_keys_are_asked_for_and_name_the_client(load: Callable[..., LLM], tmp_path: Path, caplog: Any) -> None:
-    (tmp_path / "keys").write_text("# ours\nsecret ada 2\n\nother\n")
+    (tmp_path / "keys").write_text("# ours\nsecret ada 2\n\nother\nthird\n")
     keys = KeyRing.load(tmp_path / "keys")
-    assert keys.client("secret") == Client("ada", 2) and keys.client("other") == Client("client", 0)
+    assert keys.client("secret") == Client("ada", 2) and keys.client("other") == Client("client-4", 0)
+    assert keys.client("third") == Client("client-5", 0)  # keys without a name are not one client: they take turns
     with serving(load(), keys) as server, caplog.at_level(logging.INFO, "outrider.server"):
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
             refused = httpx.get(server.url + "/v1/models", headers=headers)
@@ -152,7 +159,9 @@ def test_keys_are_asked_for_and_name_the_client(load: Callable[..., LLM], tmp_pa
     assert "private" not in json.dumps(lines)
 
 
-@pytest.mark.parametrize(("text", "says"), [("", "no API key"), ("key name high", "whole number")])
+@pytest.mark.parametrize(
+    ("text", "says"), [("", "no API key"), ("key name high", "whole number"), ("key my name 5", "whole number")]
+)
 def test_a_key_file_that_is_none_is_refused(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "keys").write_text(text)
     with pytest.raises(OutriderError, match=says):
@@ -228,22 +237,137 @@ def test_a_round_that_fails_as_a_whole_ends_its_requests_and_not_the_server(
         assert httpx.get(server.url + "/health").text == "ok"
 
 
-def test_a_shutdown_lets_streams_finish_and_takes_nothing_new(load: Callable[..., LLM], plain: LLM) -> None:
+def test_nobody_waits_for_an_end_that_a_failed_round_swallowed(
+    load: Callable[..., LLM], plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = load()
+    with serving(llm, request_timeout=20.0) as server:
+        step = llm.engine.step
+
+        def swallowing() -> Any:
+            emissions = step()
+            if any(emission.finish_reason for emission in emissions):
+                raise RuntimeError("injected")
+            return emissions
+
+        monkeypatch.setattr(llm.engine, "step", swallowing)
+        assert server.post("/v1/completions", prompt=PROMPT, max_tokens=3).status_code == 500
+        monkeypatch.undo()
+        assert server.text(PROMPT) == wanted(plain)
+
+
+class Panic(BaseException):
+    """What a library written in Rust raises: no ``Exception``."""
+
+
+def test_a_panic_below_ends_its_requests_and_not_the_server(
+    load: Callable[..., LLM], plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = load()
+    with serving(llm, request_timeout=20.0) as server:
+
+        def panics(*_: Any) -> Any:
+            raise Panic("injected")
+
+        monkeypatch.setattr(llm.runner, "score", panics)
+        assert server.post("/v1/completions", prompt=PROMPT, max_tokens=3).status_code == 500
+        monkeypatch.undo()
+        assert server.text(PROMPT) == wanted(plain)
+
+
+def test_an_engine_that_is_gone_is_said_and_nobody_waits_for_it(
+    load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = load()
+    with serving(llm, request_timeout=20.0) as server:
+        monkeypatch.setattr(llm.engine, "step", lambda: 1 / 0)
+        monkeypatch.setattr(llm.engine, "fail_running", lambda error: 1 / 0)
+        assert server.post("/v1/completions", prompt=PROMPT, max_tokens=3).status_code == 500
+        assert httpx.get(server.url + "/health").status_code == 500
+        assert httpx.get(server.url + "/ready").status_code == 503
+        assert server.post("/v1/completions", prompt=PROMPT, max_tokens=3).status_code == 503
+
+
+def test_what_nobody_thought_of_is_an_error_in_openais_form_with_a_request_id(
+    load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    llm = load()
+    with serving(llm) as server, caplog.at_level(logging.INFO, "outrider.server"):
+        monkeypatch.setattr(llm, "encode", lambda prompt: 1 / 0)
+        answer = server.post("/v1/completions", prompt=PROMPT)
+        assert answer.status_code == 500 and answer.json()["error"]["message"] == "the server failed"
+        until(lambda: [record for record in caplog.records if record.getMessage() == "request"])
+        facts = [record.facts for record in caplog.records if record.getMessage() == "request"]
+        assert [(each["status"], each["request_id"]) for each in facts] == [(500, answer.headers["x-request-id"])]
+
+
+def test_what_can_be_refused_early_is_refused_before_the_prompt_is_read(
+    load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = load(max_batch=1)
+    with serving(llm, max_queue=2) as server:
+        monkeypatch.setattr(llm, "encode", lambda prompt: pytest.fail("it was read"))
+        assert server.post("/v1/completions", prompt=PROMPT, model="gpt-9").status_code == 404
+        never = server.post("/v1/completions", prompt=PROMPT, n=4)
+        assert never.status_code == 400 and "at most 3 sequences" in never.json()["error"]["message"]
+        monkeypatch.setattr(type(server.service.bridge), "num_open", 3)
+        assert server.post("/v1/completions", prompt=PROMPT).status_code == 429
+        server.service.bridge.is_draining = True
+        assert server.post("/v1/completions", prompt=PROMPT).status_code == 503
+
+
+def test_a_malformed_body_costs_no_more_than_a_mistake() -> None:
+    """Each item of a list, tried as each kind of prompt, was a mistake of its own: 3 MB came to 3 GB."""
+    for kind, body in (
+        (CompletionBody, {"prompt": [{}] * 10_000}),
+        (CompletionBody, {"prompt": "a", "allowed_token_ids": ["x"] * 10_000}),
+        (CompletionBody, {"prompt": "a", "logit_bias": {str(-number): 1 for number in range(10_000)}}),
+        (CompletionBody, {"prompt": "a", **{f"field {number}": 1 for number in range(10_000)}}),
+        (ChatBody, {"messages": [{}] * 10_000}),
+        (ChatBody, {"messages": [{"role": "user", "content": [{}] * 10_000}]}),
+    ):
+        with pytest.raises(ValidationError) as wrong:
+            kind.model_validate(body)
+        assert wrong.value.error_count() < 10
+
+
+def test_a_signal_lets_streams_finish_and_says_so_to_everyone_else(
+    load: Callable[..., LLM], plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serving(load()) as server:
+        graceful = GracefulServer(uvicorn.Config(server.service, log_config=None), server.service.bridge, {}, grace=30.0)
+        monkeypatch.setattr(server.server, "on_tick", graceful.on_tick)
+        slow = Slow(server, monkeypatch)
+        slow.rounds(1)
         with httpx.stream(
             "POST", server.url + "/v1/completions", json={"prompt": PROMPT, "stream": True, **LONG}, timeout=60
         ) as stream:
             lines = stream.iter_lines()
             first = next(line for line in lines if line)
-            server.service.bridge.is_draining = True
+            graceful.handle_exit(signal.SIGTERM, None)
+            sleep(0.3)  # in which uvicorn looks whether it should end
             assert httpx.get(server.url + "/ready").status_code == 503
             refused = server.post("/v1/completions", prompt="a")
             assert refused.status_code == 503 and refused.headers["retry-after"]
-            server.server.should_exit = True
+            slow.go()
             events = [line.removeprefix("data: ") for line in [first, *lines] if line]
         assert events.pop() == "[DONE]"
         text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
         assert text == wanted(plain, max_tokens=200, ignore_eos=True)
+        until(lambda: graceful.should_exit and not graceful.force_exit)
+        graceful.handle_exit(signal.SIGTERM, None)
+        assert graceful.force_exit
+
+
+def test_a_signal_waits_no_longer_than_it_may(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(load()) as server:
+        bridge = server.service.bridge
+        monkeypatch.setattr(type(bridge), "num_open", 1)
+        graceful = GracefulServer(uvicorn.Config(server.service, log_config=None), bridge, {}, grace=0.05)
+        assert not asyncio.run(graceful.on_tick(1))
+        graceful.handle_exit(signal.SIGTERM, None)
+        sleep(0.06)
+        assert asyncio.run(graceful.on_tick(1)) and graceful.config.timeout_graceful_shutdown == 1
 
 
 def test_the_bridge_hears_nothing_of_a_request_after_its_end(load: Callable[..., LLM]) -> None:

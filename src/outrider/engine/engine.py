@@ -296,11 +296,11 @@ class Engine:
             emissions += self._settle([entry], alone, drafts.row(b), perf_counter())
         return emissions
 
-    def fail_running(self, error: Exception) -> list[Emission]:
+    def fail_running(self, error: BaseException) -> list[Emission]:
         """Ends every running request with an error, after a step that raised one."""
         return [self._fail(entry, error) for entry in list(self.scheduler.running)]
 
-    def _fail(self, entry: Entry, error: Exception) -> Emission:
+    def _fail(self, entry: Entry, error: BaseException) -> Emission:
         """Ends one request with an error; what it has generated stays."""
         logger.debug("request %s failed", entry.request.request_id, exc_info=error)
         text = self.scheduler.finish(entry, "error")
@@ -316,12 +316,12 @@ class Engine:
             )
 
 
-def refusal(request: Request, error: Exception) -> Emission:
-    """What is said of a request that the engine did not take."""
-    return Emission(request.request_id, [], [], "", None, "error", _said(error), GenerationStats())
+def lost(request_id: str, error: BaseException) -> Emission:
+    """What is said of a request of which the engine knows nothing: it was not taken, or something broke."""
+    return Emission(request_id, [], [], "", None, "error", _said(error), GenerationStats())
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     return str(error) if isinstance(error, OutriderError) else f"the target failed: {type(error).__name__}: {error}"
 
 

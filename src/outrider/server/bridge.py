@@ -11,9 +11,9 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from outrider.engine.engine import refusal
+from outrider.engine.engine import lost
 from outrider.server.config import ANYONE, Client
 from outrider.types import OutriderError, Request
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Argument = TypeVar("Argument")
 IDLE = 1.0  # seconds after which a thread without work looks whether it should end
 
 
@@ -34,10 +35,10 @@ class Busy(OutriderError):
 
 
 class Stopping(OutriderError):
-    """The server finishes what it has and takes nothing new."""
+    """The server takes nothing new: it finishes what it has, or its engine is gone."""
 
-    def __init__(self) -> None:
-        super().__init__("the server is shutting down")
+    def __init__(self, why: str = "the server is shutting down") -> None:
+        super().__init__(why)
 
 
 class Stream:
@@ -77,6 +78,8 @@ class EngineBridge:
         self.num_failures = 0  # steps that failed as a whole
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}  # of requests that have not ended
+        self._inside: set[str] = set()  # ids that the engine has taken and not ended; the engine's thread's own
+        self._has_broken = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
         self._should_stop = threading.Event()
@@ -99,24 +102,33 @@ class EngineBridge:
 
     @property
     def is_healthy(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread.is_alive() and not self._has_broken
 
     @property
     def num_open(self) -> int:
         """Requests running or waiting."""
         return len(self._streams)
 
+    def check_room(self, count: int) -> None:
+        """Raises ``Stopping``, ``Busy`` where the queue has no room for so many, ``OutriderError`` where it never will."""
+        if self.is_draining:
+            raise Stopping
+        if not self.is_healthy:
+            raise Stopping("the engine has broken down")
+        most = self.llm.engine.scheduler.max_batch + self.max_queue
+        if count > most:
+            raise OutriderError(f"this server takes at most {most} sequences at once, not {count}")
+        lacking = count - (most - self.num_open)
+        if lacking > 0:
+            raise Busy(self._retry_after(lacking))
+
     def submit(self, samples: Sequence[Sequence[Request]], timeout: float, client: Client = ANYONE) -> Stream:
         """Queues the samples of each prompt; requests are those that ``Engine.check`` has let pass.
 
-        Raises ``Stopping``, or ``Busy`` where the queue has no room for all of them.
+        Raises what ``check_room`` raises.
         """
         requests = [request for group in samples for request in group]
-        if self.is_draining:
-            raise Stopping
-        room = self.llm.engine.scheduler.max_batch + self.max_queue - self.num_open
-        if len(requests) > room:
-            raise Busy(self._retry_after(len(requests) - room))
+        self.check_room(len(requests))
         stream = Stream(self, [request.request_id for request in requests], monotonic() + timeout)
         for request in requests:
             self._streams[request.request_id] = stream
@@ -141,6 +153,11 @@ class EngineBridge:
                 self._last_end = now
             stream.put(emission)
 
+    def _break(self, error: BaseException) -> None:
+        """The engine's thread has ended by itself: nobody may wait for what never comes."""
+        self._has_broken = True
+        self._deliver([lost(request_id, error) for request_id in self._streams])
+
     def _retry_after(self, num_lacking: int) -> int:
         """Whole seconds until so many requests will have ended, going by those that ended last."""
         return max(1, min(60, round(num_lacking * self._seconds_per_end)))
@@ -148,6 +165,13 @@ class EngineBridge:
     # --- in the engine's thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            logger.exception("the engine's thread has ended")
+            self._call(self._break, error)
+
+    def _work(self) -> None:
         engine = self.llm.engine
         while not self._should_stop.is_set():
             self._obey(wait=not engine.has_work)
@@ -155,14 +179,22 @@ class EngineBridge:
                 continue
             try:
                 emissions = engine.step()
-            except Exception as error:  # not one request's: the caches were dropped, so the next round begins anew
+            except BaseException as error:  # not one request's, a library's panic too: caches were dropped and fill again
                 self.num_failures += 1
                 logger.exception("a round failed; its requests end")
-                emissions = engine.fail_running(error)
+                emissions = self._failed(error)
             self._send(emissions)
         self._obey(wait=False)
         for entry in [*engine.scheduler.running, *engine.scheduler.waiting]:
             engine.abort(entry.request.request_id)
+
+    def _failed(self, error: BaseException) -> list[Emission]:
+        """Ends everything that ran, with what had ended in the round but was not told of."""
+        engine = self.llm.engine
+        emissions = engine.fail_running(error)
+        told = {emission.request_id for emission in emissions}
+        told |= {entry.request.request_id for entry in engine.scheduler.waiting}
+        return emissions + [lost(request_id, error) for request_id in self._inside - told]
 
     def _obey(self, wait: bool) -> None:
         """Carries out what the event loop asked for meanwhile; waits for something to do where there is nothing."""
@@ -175,24 +207,34 @@ class EngineBridge:
             return
 
     def _add(self, samples: Sequence[Sequence[Request]], client: Client) -> None:
-        failed = []
+        refused = []
         for group in samples:
             for i, request in enumerate(group):
                 try:
                     self.llm.engine.add(request, group[0].request_id if i else None, client.name, client.priority)
+                    self._inside.add(request.request_id)
                 except Exception as error:
                     logger.exception("request %s was not taken", request.request_id)
-                    failed.append(refusal(request, error))
-        self._send(failed)
+                    refused.append(lost(request.request_id, error))
+        self._send(refused)
 
     def _abort(self, request_ids: set[str]) -> None:
+        self._inside -= request_ids
         for request_id in request_ids:
-            self.llm.engine.abort(request_id)
+            try:
+                self.llm.engine.abort(request_id)
+            except Exception:
+                logger.exception("request %s did not end as it should", request_id)
 
     def _send(self, emissions: Sequence[Emission]) -> None:
-        if not emissions or self._loop is None:
-            return
+        if emissions:
+            self._inside -= {emission.request_id for emission in emissions if emission.finish_reason is not None}
+            self._call(self._deliver, emissions)
+
+    def _call(self, what: Callable[[Argument], None], argument: Argument) -> None:
+        """Has the event loop do something."""
+        assert self._loop is not None  # start() came before the thread
         try:
-            self._loop.call_soon_threadsafe(self._deliver, emissions)
+            self._loop.call_soon_threadsafe(what, argument)
         except RuntimeError:  # the event loop is closed: nobody listens any more
             self._should_stop.set()
