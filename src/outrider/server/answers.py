@@ -21,13 +21,14 @@ class TokenTexts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
-        self._bytes: list[bytes] | None = None
+        self._bytes: list[bytes] = []
+
+    def load(self) -> None:
+        """Spells every token, which takes a second for a large vocabulary; before anything is asked."""
+        if self._tokenizer is not None and not self._bytes:
+            self._bytes = token_bytes(self._tokenizer)
 
     def bytes_of(self, token: int) -> bytes:
-        if self._tokenizer is None:
-            return b""
-        if self._bytes is None:
-            self._bytes = token_bytes(self._tokenizer)
         return self._bytes[token] if token < len(self._bytes) else b""
 
     def text(self, token: int) -> str:
@@ -50,7 +51,6 @@ class Answer:
     tokens: TokenTexts
     choices: list[Completion]
     created: int = field(default_factory=lambda: int(time()))
-    num_cached_tokens: int = 0
 
     kind: ClassVar[str] = ""
     chunk_kind: ClassVar[str] = ""

@@ -14,8 +14,8 @@ from starlette.exceptions import HTTPException
 
 from outrider import __version__
 from outrider.server.config import KeyRing, ServerConfig
-from outrider.server.gate import Gate, error_body
-from outrider.server.service import Service, explained, invalid
+from outrider.server.gate import Gate
+from outrider.server.service import Service, explained
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
@@ -96,10 +96,6 @@ def _add_states(app: FastAPI, service: Service) -> None:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, RequestValidationError):
-        return JSONResponse(invalid(error.errors()), 400)
-    if isinstance(error, HTTPException):
-        return JSONResponse(error_body(str(error.detail), "invalid_request_error"), error.status_code, error.headers)
     status, body, headers = explained(error)
     if status in (429, 503):
         request.app.state.service.metrics.refused(status)

@@ -68,6 +68,11 @@ class Gate:
                 await self._app(scope, self._measured(receive), answer)
             else:
                 await _refuse(answer, *refused)
+        except Exception:
+            if status:  # the answer has begun: all that is left is to break it off
+                raise
+            logger.exception("request %s failed", call.request_id)
+            await _refuse(answer, 500, error_body("the server failed", "server_error"))
         finally:
             facts = {
                 "request_id": call.request_id,

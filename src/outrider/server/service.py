@@ -9,8 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastapi import HTTPException, Request
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from outrider.engine import Chunk, Completion
@@ -46,8 +48,7 @@ class Service:
     async def completions(self, body: CompletionBody, http: Request) -> Response:
         """``POST /v1/completions``."""
         given = body.prompts()
-        if not given or len(given) * body.n > self.config.max_choices:
-            raise OutriderError(f"give 1 to {self.config.max_choices} prompts times samples, not {len(given) * body.n}")
+        self._check(body, len(given) * body.n)
         prompts = await self._aside(lambda: [self.llm.encode(prompt) for prompt in given])
         params = body.params(body.max_tokens, body.logprobs, await self._grammar(body))
         answer = CompletionAnswer("cmpl-" + _call(http).request_id, self.config.name, self._tokens, [])
@@ -55,8 +56,7 @@ class Service:
 
     async def chat(self, body: ChatBody, http: Request) -> Response:
         """``POST /v1/chat/completions``."""
-        if body.n > self.config.max_choices:
-            raise OutriderError(f"n must be at most {self.config.max_choices}")
+        self._check(body, body.n)
         messages = [message.plain() for message in body.messages]
         prompt = await self._aside(lambda: self._chat_prompt(messages))
         wanted = body.max_completion_tokens or body.max_tokens or self.llm.runner.max_len
@@ -66,6 +66,14 @@ class Service:
 
     def close(self) -> None:
         self._aside_thread.shutdown(wait=False)
+
+    def _check(self, body: SamplingFields, num_sequences: int) -> None:
+        """Raises ``OutriderError`` for what can be refused before the seconds that a long prompt takes to be understood."""
+        if body.model not in (None, self.config.name):
+            raise UnknownModel(f"there is no model {body.model!r} here, but {self.config.name!r}")
+        if not 1 <= num_sequences <= self.config.max_choices:
+            raise OutriderError(f"give 1 to {self.config.max_choices} prompts times samples, not {num_sequences}")
+        self.bridge.check_room(num_sequences)
 
     async def _grammar(self, body: SamplingFields) -> Grammar | None:
         return None if body.response_format is None else await self._aside(lambda: body.grammar(self._grammars))
@@ -86,9 +94,6 @@ class Service:
         self, body: SamplingFields, http: Request, prompts: list[list[int]], params: SamplingParams, answer: Answer
     ) -> Response:
         """Queues the prompts and answers, whole or as a stream."""
-        if body.model not in (None, self.config.name):
-            message = f"there is no model {body.model!r} here, but {self.config.name!r}"
-            return JSONResponse(error_body(message, "invalid_request_error", "model_not_found"), 404)
         num_drafts = body.num_drafts(self.llm.proposer.name)
         samples: list[list[EngineRequest]] = []
         for index, prompt in enumerate(prompts):
@@ -98,6 +103,8 @@ class Service:
                 answer.choices.append(Completion(request.request_id, index, sample, len(prompt)))
             self.llm.engine.check(group[0])
             samples.append(group)
+        if params.logprobs is not None:
+            await self._aside(self._tokens.load)
         call = _call(http)
         stream = self.bridge.submit(samples, self.config.request_timeout, call.client)
         self.metrics.asked(sum(map(len, prompts)))
@@ -133,6 +140,10 @@ class Watched:
     def close(self) -> None:
         """Ends what still runs and writes down what there was."""
         self._stream.close()
+        for completion in self.answer.choices:
+            if completion.finish_reason is None:
+                completion.finish_reason = "abort"
+                self._metrics.ended("abort")
         usage = self.answer.usage()
         self._call.facts |= {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
         self._call.facts["finish_reason"] = [completion.finish_reason for completion in self.answer.choices]
@@ -153,6 +164,10 @@ class Watched:
 
 class TargetFailed(OutriderError):
     """Not the caller's mistake."""
+
+
+class UnknownModel(OutriderError):
+    """Another one is served here."""
 
 
 async def _whole(watched: Watched, http: Request) -> Response:
@@ -212,6 +227,12 @@ class EventStream(StreamingResponse):
 
 def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Status, body and headers for an error that one line explains."""
+    if isinstance(error, HTTPException):
+        return error.status_code, error_body(str(error.detail), "invalid_request_error"), dict(error.headers or {})
+    if isinstance(error, RequestValidationError):
+        return 400, error_body(_invalid(error.errors()), "invalid_request_error", "invalid_body"), {}
+    if isinstance(error, UnknownModel):
+        return 404, error_body(str(error), "invalid_request_error", "model_not_found"), {}
     if isinstance(error, Busy):
         return 429, error_body(str(error), "rate_limit_error", "queue_full"), {"retry-after": str(error.retry_after)}
     if isinstance(error, Stopping):
@@ -220,18 +241,16 @@ def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
         return 504, error_body("the answer took longer than this server allows", "server_error", "timeout"), {}
     if isinstance(error, TargetFailed):
         return 500, error_body(str(error), "server_error"), {}
-    if isinstance(error, HTTPException):
-        return error.status_code, error_body(str(error.detail), "invalid_request_error"), dict(error.headers or {})
     return 400, error_body(str(error), "invalid_request_error"), {}
 
 
-def invalid(errors: Sequence[Any]) -> dict[str, Any]:
+def _invalid(errors: Sequence[Any]) -> str:
     """What pydantic found wrong with a body, in one line."""
     found = []
     for error in errors[:3]:
         place = ".".join(str(part) for part in error["loc"] if part != "body")
         found.append(f"{place}: {error['msg']}" if place else str(error["msg"]))
-    return error_body("; ".join(found), "invalid_request_error", "invalid_body")
+    return "; ".join(found)
 
 
 def _event(body: dict[str, Any]) -> bytes:
