@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.export.vllm_adapter import PATIENCE, TextProposer, build
+from outrider.export.vllm_adapter import FAULT_PAUSE, PATIENCE, TextProposer, build
 from outrider.sampling import Sampler
 from outrider.types import Context, OutriderError, Request, SamplingParams
 
@@ -130,6 +130,16 @@ def test_earlier_texts_count_where_the_method_says_so() -> None:
         assert batch.call(adapter) == [[]]
     batch.texts = [[9, 10, 2, 3, 4]]
     assert batch.call(adapter) == [[5, 6, 7, 8]]
+
+
+def test_a_proposer_that_fails_costs_drafts_for_a_while_and_not_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter, batch = TextProposer(config()), Batch()
+    batch.texts = [[1, 2, 1, 2, 1]]
+    monkeypatch.setattr(adapter._proposer, "propose", lambda context, k: 1 / 0)
+    assert batch.call(adapter) == [[]]
+    batch.texts[0] += [2, 1]
+    assert [batch.call(adapter) for _ in range(FAULT_PAUSE - 1)] == [[[]]] * (FAULT_PAUSE - 1)
+    assert batch.call(adapter) == [[2, 1, 2, 1, 2, 1]]
 
 
 def test_what_cannot_run_inside_vllm_is_refused() -> None:

@@ -8,6 +8,7 @@ text that it begins with. This module imports no vLLM, so that it can be tested 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,12 @@ from outrider.registry import PROPOSERS, split_method
 from outrider.sampling import Sampler
 from outrider.types import Context, OutriderError, Request, SamplingParams
 
+logger = logging.getLogger(__name__)
+
 Tokens = NDArray[np.int32]
 KEY = "outrider"  # in vLLM's additional_config: {"method": "name:option=value"}
+FAULT_PAUSE = 64  # steps without drafts after a fault; each further one doubles it, as in outrider.engine.drafting
+MAX_DOUBLINGS = 6
 PATIENCE = 64  # steps after which a text that no row goes on with has ended: it may only have been put off
 
 
@@ -43,13 +48,14 @@ class TextProposer:
         named = (vllm_config.additional_config or {}).get(KEY)
         if not isinstance(named, dict) or "method" not in named:
             raise OutriderError('--additional-config must hold {"outrider": {"method": ...}}: see outrider export --to vllm')
-        self._proposer = build(str(named["method"]))
+        self._method = str(named["method"])
+        self._proposer = build(self._method)
         self._k = min(int(vllm_config.speculative_config.num_speculative_tokens), self._proposer.max_drafts)
         self._max_len = int(vllm_config.model_config.max_model_len)
         self._vocab_size = int(vllm_config.model_config.get_vocab_size())
         self._texts: list[Known] = []  # of the rows, then those that no row went on with
         self._sampler: Sampler | None = None
-        self._num_steps = self._num_requests = 0
+        self._num_steps = self._num_requests = self._num_faults = self._resumes_at = 0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """There is none; vLLM asks every proposer."""
@@ -62,21 +68,32 @@ class TextProposer:
         ``num_tokens_no_spec`` [rows]: lengths of the texts with what was just sampled; ``token_ids_cpu`` [rows, max_len].
         """
         self._num_steps += 1
-        rows = [row for row, sampled in enumerate(sampled_token_ids) if len(sampled)]
-        known = self._recognise([token_ids_cpu[row, : int(num_tokens_no_spec[row])] for row in rows])
-        self._forget()
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        if not rows:
+        if self._num_steps < self._resumes_at:
             return drafts
+        rows = [row for row, sampled in enumerate(sampled_token_ids) if len(sampled)]
+        try:
+            known = self._recognise([token_ids_cpu[row, : int(num_tokens_no_spec[row])] for row in rows])
+            self._forget()
+            for row, chain in zip(rows, self._drafts(known) if rows else (), strict=True):
+                drafts[row] = chain
+        except Exception:  # in vLLM it would end the engine, with every request
+            pause = FAULT_PAUSE << min(self._num_faults, MAX_DOUBLINGS)
+            logger.exception("the proposer failed: no drafts for %d steps, then every text is read again", pause)
+            self._num_faults, self._resumes_at = self._num_faults + 1, self._num_steps + pause
+            self._texts.clear()
+            self._proposer = build(self._method)
+        return drafts
+
+    def _drafts(self, known: Sequence[Known]) -> list[list[int]]:
+        """Drafts for each text."""
         requests = tuple(text.request for text in known)
         limits = tuple(max(0, min(self._k, self._max_len - len(request.token_ids) - 1)) for request in requests)
         if self._sampler is None or self._sampler.requests != requests:
             self._sampler = Sampler(requests, self._vocab_size)
         proposal = self._proposer.propose(Context(requests, limits, self._sampler), self._k)
-        chains = proposal.token_ids.tolist()
-        for i, (row, count) in enumerate(zip(rows, proposal.lens.tolist(), strict=True)):
-            drafts[row] = chains[i][: min(count, limits[i])]
-        return drafts
+        found = zip(proposal.token_ids.tolist(), proposal.lens.tolist(), limits, strict=True)
+        return [ids[: min(count, limit)] for ids, count, limit in found]
 
     def _recognise(self, texts: Sequence[Tokens]) -> list[Known]:
         """The request of each text, with its new tokens read; a new one where no known text is its beginning."""
