@@ -17,8 +17,10 @@ from heads import writers
 from safetensors.torch import load_file
 from tiny_folder import letter_tokenizer, make_folder
 
+from outrider.cli import main
 from outrider.engine.plan import Plan
 from outrider.export.engine import ENGINES, SCRIPT, Export, write
+from outrider.export.launch import working_folder
 from outrider.export.vllm_adapter import KEY, TextProposer
 from outrider.export.wanted import wanted
 from outrider.heads import eagle_formats
@@ -265,6 +267,24 @@ def test_what_an_engine_lacks_is_refused_with_what_to_use_instead(
     with pytest.raises(OutriderError, match=says) as refused:
         export(to, **values)
     assert "\n" not in str(refused.value)
+
+
+def test_what_is_refused_whatever_drafts_leaves_no_folder(export: Any, tmp_path: Path) -> None:
+    with pytest.raises(OutriderError, match="same-text"):
+        export("vllm", method="ngram", same_text=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_drafts_stay_no_drafts_on_the_way(models: Path, tmp_path: Path) -> None:
+    assert main(["export", "--to", "vllm", "--target", str(models / "target"), "--k", "0", "--out", str(tmp_path / "out")]) == 0
+    assert "speculative-config" not in vllm_settings(tmp_path / "out")
+
+
+def test_servers_that_differ_in_anything_have_folders_of_their_own(models: Path) -> None:
+    one, other = (wanted(Plan({"target": "target", "method": "ngram", "k": k}, models)) for k in (2, 3))
+    engine = ENGINES.get("vllm")()
+    folders = {working_folder(engine, each, own_code) for each in (one, other) for own_code in (False, True)}
+    assert len(folders) == 4 and working_folder(engine, one, False) in folders
 
 
 def test_own_code_is_refused_where_there_is_none_to_bring(export: Any) -> None:

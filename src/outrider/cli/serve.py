@@ -169,8 +169,9 @@ def serve_elsewhere(
         Plan() if plan is None else Plan.read(plan), *drafting, max_batch=limits.max_batch, kv_memory=limits.kv_memory
     )
     command = find_command(engine, elsewhere.engine_python)
-    folder = working_folder(engine, known.text())
-    export = write(engine, wanted(known, check_source), folder, elsewhere.own_code)
+    asked = wanted(known, check_source)
+    folder = working_folder(engine, asked, elsewhere.own_code)
+    export = write(engine, asked, folder, elsewhere.own_code)
     given = {"host": listening.host, "port": listening.port, "served-model-name": listening.name}
     more = [part for name, value in given.items() if value is not None for part in (f"--{name}", str(value))]
     become([*command, *export.options, *more, *passed], folder, export)

@@ -84,9 +84,9 @@ def write(engine: Engine, wanted: Wanted, folder: Path, own_code: bool = False) 
     """Writes everything into the folder: the engine's files and a script that starts it. Raises ``OutriderError``."""
     if own_code and not wanted.reads_text_only:
         raise OutriderError(f"method {wanted.method!r} needs more than the text, so its own code cannot be brought along")
+    engine.check(wanted, own_code)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        engine.check(wanted, own_code)
         export = engine.export(wanted, folder, own_code)
         for name, text in export.files.items():
             (folder / name).write_text(text)

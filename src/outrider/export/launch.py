@@ -14,6 +14,7 @@ from typing import NoReturn
 import outrider
 from outrider.disk_cache import cache_dir
 from outrider.export.engine import Engine, Export
+from outrider.export.wanted import Wanted
 from outrider.types import OutriderError
 
 CHECK = """
@@ -28,9 +29,9 @@ except importlib.metadata.PackageNotFoundError:
 NAMELESS = 3  # the module is there, in a package of another name
 
 
-def working_folder(engine: Engine, plan: str) -> Path:
-    """Where the export of such a plan is kept."""
-    return cache_dir("exports", hashlib.sha256(f"{engine.name}\n{plan}".encode()).hexdigest()[:16])
+def working_folder(engine: Engine, wanted: Wanted, own_code: bool) -> Path:
+    """Where the export of such a plan is kept: servers that run at once and differ in anything have one each."""
+    return cache_dir("exports", hashlib.sha256(f"{engine.name}\n{wanted}\n{own_code}".encode()).hexdigest()[:16])
 
 
 def find_command(engine: Engine, python: str | None) -> list[str]:
