@@ -146,10 +146,13 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
     from outrider.types import OutriderError
 
     if server.url is not None:
-        if plan is not None or server.inflate is not None or models != ModelOptions() or methods != MethodOptions():
-            raise OutriderError("give either --url or models of your own")
-        yield server.url.rstrip("/").removesuffix("/v1")
+        own = (plan, server.inflate, server.max_batch)
+        if own != (None, None, None) or models != ModelOptions() or methods != MethodOptions():
+            raise OutriderError("--url is a server that runs already: leave out models, methods, --max-batch and --inflate")
+        yield root(server.url)
         return
+    if server.plain_url is not None:
+        raise OutriderError("--plain-url goes with --url: a server that is started is asked for both")
     known = joined(Plan() if plan is None else Plan.read(plan), models, methods, max_batch=server.max_batch)
     if server.inflate is not None:
         inflated, _ = inflate_target(replace(ModelOptions(), target=known.given("target")), server.inflate)
@@ -160,6 +163,11 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
         with waiting("starting the server"):
             url = stack.enter_context(own_server([str(file)]))
         yield url
+
+
+def root(url: str) -> str:
+    """A server's address without the path that OpenAI's clients are given."""
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def embedded_draft(plan: Any) -> dict[str, Any]:
@@ -184,7 +192,7 @@ def modes(url: str, plain_url: str | None, headers: dict[str, str]) -> list[Mode
     except (httpx.HTTPError, ValueError, LookupError) as error:
         raise OutriderError(f"{url} does not answer as an OpenAI-compatible server: {error}") from error
     if plain_url is not None:
-        return [Mode(PLAIN, plain_url.rstrip("/").removesuffix("/v1")), Mode(SPECULATIVE, url)]
+        return [Mode(PLAIN, root(plain_url)), Mode(SPECULATIVE, url)]
     if owner == "outrider":
         return [Mode(PLAIN, url, {"speculative": {"k": 0}}), Mode(SPECULATIVE, url)]
     return [Mode("as served", url)]

@@ -17,6 +17,7 @@ from outrider.bench.load.counters import parse
 from outrider.bench.load.report import document, table, verdict
 from outrider.bench.load.sweep import PLAIN, SPECULATIVE, Mode, Sweep, Traffic
 from outrider.bench.progress import Progress
+from outrider.cli import main
 from outrider.types import OutriderError
 
 from .virtual import FakeServer, VirtualTime, run
@@ -201,3 +202,16 @@ def test_virtual_time_is_nobodys_time() -> None:
     loop.run_until_complete(asyncio.sleep(3600))
     assert loop.time() - before == 3600
     loop.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--url", "http://fake", "--max-batch", "4"], "--max-batch"),
+        (["--url", "http://fake", "--inflate", "1b"], "--inflate"),
+        (["--plain-url", "http://fake"], "goes with --url"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", *options]) == 2
+    assert says in capsys.readouterr().err
