@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -115,10 +116,13 @@ class Soak:
         choose = random.Random(f"{self._args.seed}-{index}")
         async with httpx.AsyncClient(base_url=self._url, timeout=STUCK_SECONDS) as http:
             while time.monotonic() < self._end:
-                kind = choose.choices((self._whole, self._stream, self._cancel, self._malformed, self._huge), (4, 4, 2, 1, 1))[
-                    0
-                ]
-                await kind(http, choose)
+                (kind,) = choose.choices(
+                    (self._whole, self._stream, self._cancel, self._malformed, self._huge), (4, 4, 2, 1, 1)
+                )
+                try:
+                    await kind(http, choose)
+                except (httpx.HTTPError, ValueError, LookupError) as error:  # a lost connection, an answer of another form
+                    self.wrong.append(f"{kind.__name__}: {type(error).__name__} {error}")
                 await asyncio.sleep(choose.random() * 0.2)
 
     def _asked(self, choose: random.Random) -> tuple[tuple[str, int], dict[str, Any]]:
@@ -142,6 +146,9 @@ class Soak:
             if answer.status_code == 429:
                 self.count("busy")
                 return
+            if answer.status_code != 200:
+                self.wrong.append(f"{answer.status_code}: {(await answer.aread())[:200]!r}")
+                return
             async for line in answer.aiter_lines():
                 is_done |= line == "data: [DONE]"
                 if line.startswith("data: {"):
@@ -152,10 +159,16 @@ class Soak:
 
     async def _cancel(self, http: httpx.AsyncClient, choose: random.Random) -> None:
         _, body = self._asked(choose)
-        async with http.stream("POST", "/v1/completions", json=body | {"stream": True, "max_tokens": 400}) as answer:
-            lines = answer.aiter_lines()
-            for _ in range(choose.randrange(6)):
-                await anext(lines, None)
+        """Goes away in the middle of a stream, or while a whole answer is waited for."""
+        body |= {"max_tokens": 400}
+        if choose.random() < 0.5:
+            async with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+                lines = answer.aiter_lines()
+                for _ in range(choose.randrange(6)):
+                    await anext(lines, None)
+        else:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(http.post("/v1/completions", json=body), choose.random() * 0.5)
         self.count("cancelled")
 
     async def _malformed(self, http: httpx.AsyncClient, choose: random.Random) -> None:
@@ -192,47 +205,81 @@ def expected(args: argparse.Namespace) -> dict[tuple[str, int], str]:
     return {(prompt, count): llm.generate(prompt, SamplingParams(max_tokens=count))[0].text for prompt, count in pairs}
 
 
+def ready_seconds(server: subprocess.Popen[bytes], url: str, log: Path) -> float:
+    """Waits until the server is ready. Says how long that took."""
+    started = time.monotonic()
+    while True:
+        with contextlib.suppress(httpx.HTTPError):
+            httpx.get(f"{url}/ready", timeout=1).raise_for_status()
+            return time.monotonic() - started
+        if server.poll() is not None or time.monotonic() - started > STUCK_SECONDS:
+            raise SystemExit(f"the server did not start: see {log}")
+        time.sleep(0.1)
+
+
+def ended(server: subprocess.Popen[bytes]) -> list[str]:
+    """Ends the server; what is wrong with how it ended."""
+    if server.poll() is not None:
+        return [f"the server had ended, with code {server.returncode}"]
+    server.send_signal(signal.SIGTERM)
+    try:
+        code = server.wait(90)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        return ["the server did not end at a signal"]
+    return [] if code == 0 else [f"the server ended with code {code}"]
+
+
+def settled(url: str) -> tuple[str, list[str]]:
+    """The page of metrics once nothing is left to do; what is left after a while."""
+    for _ in range(100):
+        page = httpx.get(f"{url}/metrics", timeout=30).text
+        left = [name for name in ("vllm:num_requests_running", "vllm:num_requests_waiting") if metric(page, name)]
+        if not left:
+            break
+        time.sleep(0.1)
+    return page, [f"{name} is not 0 in the end" for name in left]
+
+
+def metric(page: str, name: str) -> float:
+    return next((float(line.split()[-1]) for line in page.splitlines() if line.startswith(name)), 0.0)
+
+
+def growth(rss: list[tuple[float, int]], minutes: float) -> float:
+    """Of memory, after the first fifth of the time."""
+    sizes = [size for at, size in rss if at > 60 * minutes / 5]
+    return max(sizes) / sizes[0] - 1 if sizes else 0.0
+
+
 def main() -> int:
     args = arguments()
     if args.serve:
         serve(args)
         return 0
-    wanted = expected(args)
+    wanted, url = expected(args), f"http://127.0.0.1:{args.port}"
     log = Path("soak-server.log")
     with log.open("w") as errors:
         server = subprocess.Popen([sys.executable, __file__, "--serve", *sys.argv[1:]], stderr=errors)
-    started = time.monotonic()
     try:
-        while True:
-            try:
-                httpx.get(f"http://127.0.0.1:{args.port}/ready", timeout=1).raise_for_status()
-                break
-            except httpx.HTTPError:
-                if server.poll() is not None or time.monotonic() - started > STUCK_SECONDS:
-                    raise SystemExit(f"the server did not start: see {log}") from None
-                time.sleep(0.1)
-        ready = time.monotonic() - started
+        seconds = ready_seconds(server, url, log)
         soak = Soak(args, wanted, server.pid)
         asyncio.run(soak.run())
-        page = httpx.get(f"http://127.0.0.1:{args.port}/metrics", timeout=30).text
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(90)
-    settled = [size for at, size in soak.rss if at > 12 * args.minutes]
-    growth = max(settled) / settled[0] - 1 if settled else 0.0
-    faults = next(
-        (float(line.split()[-1]) for line in page.splitlines() if line.startswith("outrider:proposer_faults_total")), 0.0
-    )
-    holds = not soak.wrong and growth < MAX_GROWTH and faults > 0
+        page, left = settled(url)
+    except BaseException:
+        ended(server)
+        raise
+    wrong = [*soak.wrong, *left, *ended(server)]
+    grown, faults = growth(soak.rss, args.minutes), metric(page, "outrider:proposer_faults_total")
+    holds = not wrong and grown < MAX_GROWTH and faults > 0
     result = {
         "command": sys.argv,
         "minutes": args.minutes,
         "clients": args.clients,
-        "seconds_to_ready": round(ready, 2),
+        "seconds_to_ready": round(seconds, 2),
         "counts": soak.counts,
-        "wrong": soak.wrong[:20],
-        "num_wrong": len(soak.wrong),
-        "rss_growth": round(growth, 4),
+        "wrong": wrong[:20],
+        "num_wrong": len(wrong),
+        "rss_growth": round(grown, 4),
         "proposer_faults": faults,
         "holds": holds,
     }
