@@ -117,6 +117,24 @@ def test_bodies_that_are_too_large_or_too_slow_are_refused(small: Served) -> Non
 
 
 @pytest.mark.parametrize(
+    ("key", "length", "status"),
+    [("secret", f"content-length: {6 << 20}", b" 413 "), ("wrong", "content-length: 9999", b" 401 ")],
+)
+def test_who_sends_a_body_in_vain_hears_why(load: Callable[..., LLM], key: str, length: str, status: bytes) -> None:
+    """A connection that is closed while a body is on its way is reset, and what was answered is lost."""
+    with serving(load(), KeyRing([("secret", Client())])) as server:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n{length}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as connection:
+            connection.sendall(head.encode())
+            size = int(length.split()[-1])
+            connection.sendall(b"x" * (size // 2))
+            sleep(0.3)  # in which a server that does not listen answers and closes
+            connection.sendall(b"x" * (size - size // 2))
+            sleep(0.1)
+            assert status in connection.recv(4096)
+
+
+@pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"null", b'"a"', b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": "a", "seed": 1e400}']
 )
 def test_a_malformed_body_is_the_callers_mistake(served: Served, body: bytes) -> None:

@@ -8,6 +8,7 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from time import monotonic
@@ -21,6 +22,7 @@ from outrider.server.config import ANYONE, Client, KeyRing, ServerConfig
 logger = logging.getLogger("outrider.server")
 
 GUARDED = "/v1/"  # paths that need a key
+LINGER = 4  # times the largest body are taken in of one that is refused
 CLOSED = 499  # the client went away, as nginx writes it
 
 
@@ -67,6 +69,8 @@ class Gate:
             if refused is None:
                 await self._app(scope, self._measured(receive), answer)
             else:
+                if "expect" not in headers:  # who asks before sending a body has not sent it
+                    await self._discard(receive)
                 await _refuse(answer, *refused)
         except Exception:
             if status:  # the answer has begun: all that is left is to break it off
@@ -116,10 +120,24 @@ class Gate:
             num_bytes += len(message.get("body", b""))
             is_complete = message["type"] != "http.request" or not message.get("more_body", False)
             if num_bytes > self._config.max_body:
+                if not is_complete:
+                    await self._discard(receive)
                 raise HTTPException(413, self._too_large())
             return message
 
         return measured
+
+    async def _discard(self, receive: Receive) -> None:
+        """Takes in the rest of a body, within bounds: a connection closed on what was sent takes the answer along."""
+
+        async def rest() -> None:
+            left, message = LINGER * self._config.max_body, await receive()
+            while left > 0 and message.get("more_body", False):
+                left -= len(message["body"])
+                message = await receive()
+
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(rest(), self._config.body_timeout)
 
 
 async def _refuse(send: Callable[[Message], Awaitable[None]], status: int, body: dict[str, Any]) -> None:
