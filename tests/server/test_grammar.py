@@ -13,6 +13,7 @@ import torch
 from outrider import LLM, SamplingParams
 from outrider.engine.config import eos_token_ids
 from outrider.proposers.base import ScriptedProposer
+from outrider.sampling.grammar_masks import path_to
 from outrider.server.grammar import GrammarCompiler
 from outrider.types import OutriderError, Proposal
 
@@ -63,16 +64,18 @@ def trees(load: Callable[..., LLM], target: Any, **options: Any) -> LLM:
 @pytest.mark.parametrize("method", ["plain", "ngram", "draft", "tree"])
 def test_every_answer_is_of_its_schema(method: str, same_text: bool, load: Callable[..., LLM], target: Any) -> None:
     llm = trees(load, target, same_text=same_text) if method == "tree" else load(method, 3, max_batch=8, same_text=same_text)
-    seen: list[tuple[list[int], list[int]]] = []
     score = llm.runner.score
 
     def watched(context: Any, proposal: Proposal) -> Any:
         for b, request in enumerate(context.requests):
-            if proposal.probs is None and proposal.parents is None:
-                drafts = proposal.token_ids[b, : int(proposal.lens[b])].tolist()
-                output = request.token_ids[request.num_prompt_tokens :]
-                assert all((request.matcher.allowed(output, drafts[:i]))[drafts[i]] for i in range(len(drafts)))
-                seen.append((output, drafts))
+            drafts = proposal.token_ids[b, : int(proposal.lens[b])].tolist()
+            parents = None if proposal.parents is None else proposal.parents[b].tolist()
+            output = request.token_ids[request.num_prompt_tokens :]
+            for node, draft in enumerate(drafts):
+                allowed = request.matcher.allowed(
+                    output, path_to(node - 1 if parents is None else parents[node], drafts, parents)
+                )
+                assert allowed is not None and allowed[draft]  # so nothing stands behind the end of an answer either
         return score(context, proposal)
 
     llm.runner.score = watched  # type: ignore[method-assign]

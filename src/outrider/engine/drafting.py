@@ -200,14 +200,15 @@ def path_depths(proposal: Proposal, lens: list[int]) -> list[int]:
 
 
 def _useful(checked: Checked, context: Context) -> Checked:
-    """Without drafts that could not survive: those that break a request's grammar, and a tree's below the request's own K.
+    """Without drafts that could not survive: those that break a request's grammar, those behind the end that it has come to,
+    and a tree's below the request's own K.
 
-    Drafts with probabilities were drawn by the sampler, which knows the grammar. A point mass that the target never says is
-    rejected without changing what comes next, so leaving it out changes no distribution.
+    A point mass that the target never says is rejected without changing what comes next, so leaving it out changes no
+    distribution. Drafts with probabilities were drawn by the sampler, which knows the grammar, up to an end of the text.
     """
     proposal, own = checked.proposal, [request.num_draft_tokens for request in context.requests]
     is_tree = proposal.parents is not None
-    has_grammar = proposal.probs is None and any([request.matcher is not None for request in context.requests])
+    has_grammar = any([request.matcher is not None for request in context.requests])
     if not has_grammar and (not is_tree or own.count(None) == len(own)):
         return checked
     parents = proposal.parents.tolist() if proposal.parents is not None else None
@@ -223,7 +224,7 @@ def _useful(checked: Checked, context: Context) -> Checked:
                 continue
             if has_grammar and request.matcher is not None:
                 allowed = request.matcher.allowed(output, path_to(parent, drafts, tree))
-                if allowed is None or not allowed[drafts[node]]:
+                if allowed is None or (proposal.probs is None and not allowed[drafts[node]]):
                     continue
             depths[node] = depths[parent] + 1
             nodes.append(node)
