@@ -1,0 +1,133 @@
+"""Answers of a given form under every method: each must validate, and no draft that breaks the form may be scored.
+
+    python bench/grammar_check.py --answers 500 --out results/grammar.json
+
+One engine after the other drafts for the embedded target, or for ``--target``. Methods that the target cannot have are named
+with the reason. Exit code 1 where an answer does not validate or such a draft was scored. The last line of output is the result
+as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+from outrider import LLM, SamplingParams
+from outrider.engine.config import eos_token_ids
+from outrider.registry import PROPOSERS
+from outrider.sampling.grammar_masks import path_to
+from outrider.server.grammar import GrammarCompiler
+from outrider.types import Context, OutriderError, Proposal, Scores
+
+NAME = {"type": "string", "maxLength": 12}
+SCHEMAS: list[dict[str, Any]] = [
+    {
+        "type": "object",
+        "properties": {"name": NAME, "born": {"type": "integer", "minimum": 0, "maximum": 2100}},
+        "required": ["name", "born"],
+        "additionalProperties": False,
+    },
+    {"type": "array", "items": {"enum": ["red", "green", "blue", 17]}, "minItems": 1, "maxItems": 4},
+    {
+        "type": "object",
+        "properties": {
+            "kind": {"enum": ["circle", "square"]},
+            "at": {"type": "array", "items": {"type": "integer", "minimum": -99, "maximum": 99}, "minItems": 2, "maxItems": 2},
+            "is_filled": {"type": "boolean"},
+        },
+        "required": ["kind", "at"],
+        "additionalProperties": False,
+    },
+    {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^[a-z]{2}-[0-9]{3}$"}]},
+    {
+        "type": "object",
+        "properties": {"parent": {"$ref": "#/$defs/node"}},
+        "required": ["parent"],
+        "additionalProperties": False,
+        "$defs": {"node": {"type": "object", "properties": {"id": NAME}, "required": ["id"], "additionalProperties": False}},
+    },
+]
+PROMPTS = ['{"name": "Ada", "born": 1815}\n', "The ship left the harbour", '"""A circle."""\nshape = ', "ab-123\ncd-456\n"]
+TEMPERATURES = (0.0, 0.8, 1.2)
+MAX_TOKENS = 160
+
+
+class Watch:
+    """Counts drafts on their way to the target, and those among them that the form forbids."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.num_drafts = self.num_forbidden = 0
+        self._score = llm.runner.score
+        llm.runner.score = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self, context: Context, proposal: Proposal) -> Scores:
+        for b, request in enumerate(context.requests):
+            drafts = proposal.token_ids[b, : int(proposal.lens[b])].tolist()
+            parents = None if proposal.parents is None else proposal.parents[b].tolist()
+            output = request.token_ids[request.num_prompt_tokens :]
+            for node, draft in enumerate(drafts):
+                parent = node - 1 if parents is None else parents[node]
+                assert request.matcher is not None
+                allowed = request.matcher.allowed(output, path_to(parent, drafts, parents))
+                self.num_drafts += 1
+                self.num_forbidden += allowed is None or not bool(allowed[draft])
+        return self._score(context, proposal)
+
+
+def check(method: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One method. Raises ``OutriderError`` where the target cannot have it."""
+    llm = LLM(args.target, draft=args.draft, method=method, num_draft_tokens=args.k, max_batch=16, max_len=512)
+    compiler = GrammarCompiler(llm.tokenizer, llm.runner.vocab_size, sorted(eos_token_ids(llm.runner, llm.tokenizer)))
+    watch, invalid, count = Watch(llm), [], 0
+    while count < args.answers:
+        schema, temperature = SCHEMAS[count % len(SCHEMAS)], TEMPERATURES[count % len(TEMPERATURES)]
+        params = SamplingParams(MAX_TOKENS, temperature, seed=count, grammar=compiler.json(schema))
+        for answer in llm.generate(PROMPTS, params):
+            count += 1
+            try:
+                jsonschema.validate(json.loads(answer.text), schema)
+            except (ValueError, jsonschema.ValidationError) as error:
+                invalid.append(f"{answer.finish_reason}: {answer.text!r}: {str(error).splitlines()[0]}")
+    accepted = llm.stats.num_accepted / watch.num_drafts if watch.num_drafts else 0.0
+    return {
+        "answers": count,
+        "invalid": len(invalid),
+        "examples": invalid[:5],
+        "drafts": watch.num_drafts,
+        "forbidden_drafts": watch.num_forbidden,
+        "draft_acceptance_rate": round(accepted, 3),
+        "faults": llm.stats.faults,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=int, default=500, help="of each method")
+    parser.add_argument("--methods", help="separated by commas (default: every one that there is)")
+    parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--target", help="folder or hub id; left out: the embedded family")
+    parser.add_argument("--draft")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    found: dict[str, Any] = {}
+    for method in args.methods.split(",") if args.methods else PROPOSERS:
+        try:
+            found[method] = check(method, args)
+        except OutriderError as error:
+            found[method] = {"skipped": str(error)}
+        print(f"{method}: {json.dumps(found[method])}", file=sys.stderr, flush=True)
+    holds = not any(each.get("invalid") or each.get("forbidden_drafts") for each in found.values())
+    result = {"command": sys.argv, "methods": found, "holds": holds}
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
