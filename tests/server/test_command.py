@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from outrider.cli import main
 from outrider.cli.options import MethodOptions, ModelOptions
 from outrider.cli.serve import joined, merged
 from outrider.engine.plan import KEYS, Plan, served_name
+from outrider.server.protocol import ChatBody, CompletionBody
 from outrider.types import OutriderError
 
 from .served import Served
@@ -142,9 +142,10 @@ def test_the_curl_examples_of_the_page_run(served: Served) -> None:
         assert done.stdout
 
 
-def test_the_page_names_every_option_and_metric(load: Callable[..., Any]) -> None:
-    from outrider.server.protocol import ChatBody, CompletionBody
-
-    page = PAGE.read_text()
+def test_the_page_names_every_field_and_metrics_that_there_are(served: Served) -> None:
+    page, metrics = PAGE.read_text(), httpx.get(served.url + "/metrics").text
     fields = {*CompletionBody.model_fields, *ChatBody.model_fields}
     assert not [name for name in sorted(fields) if f"`{name}`" not in page]
+    named = re.findall(r"`((?:vllm|outrider):\w+)`", page)
+    assert len(named) > 5
+    assert not [name for name in named if not re.search(rf"^{name}(_bucket)?\{{", metrics, re.MULTILINE)]
