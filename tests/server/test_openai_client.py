@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 import openai
 import pytest
 
 from outrider import LLM, SamplingParams
+from outrider.engine import Completion
+from outrider.engine.logprobs import TokenLogprobs
+from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
 from outrider.server.protocol import Message
 
 from .served import Served
@@ -86,6 +91,14 @@ def test_null_is_as_if_it_were_left_out(served: Served, plain: LLM) -> None:
     said = {"role": "assistant", "content": "Hello", "refusal": None, "tool_calls": None}  # as clients write down an answer
     answer = served.post("/v1/chat/completions", messages=[*MESSAGES, said], max_tokens=4, tools=None)
     assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("kind", [CompletionAnswer, ChatAnswer])
+def test_a_token_that_the_model_rules_out_has_a_log_probability_that_json_has(kind: type[Answer]) -> None:
+    found = TokenLogprobs(-0.5, ((1, -0.5), (2, -math.inf)))
+    completion = Completion("r", 0, 0, 1, "a", [1], logprobs=[found], finish_reason="stop")
+    said = json.dumps(kind("c", "m", TokenTexts(None), [completion]).whole(), allow_nan=False)
+    assert "-9999.0" in said
 
 
 def test_a_speakers_name_reaches_the_template() -> None:

@@ -130,8 +130,8 @@ class CompletionAnswer(Answer):
         self.offsets[index] = offset
         return {
             "tokens": texts,
-            "token_logprobs": [each.logprob for each in logprobs],
-            "top_logprobs": [{self.tokens.text(token): value for token, value in each.top} for each in logprobs],
+            "token_logprobs": [_finite(each.logprob) for each in logprobs],
+            "top_logprobs": [{self.tokens.text(token): _finite(value) for token, value in each.top} for each in logprobs],
             "text_offset": offsets,
         }
 
@@ -169,7 +169,12 @@ class ChatAnswer(Answer):
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self.tokens.text(token), "logprob": logprob, "bytes": list(self.tokens.bytes_of(token))}
+        return {"token": self.tokens.text(token), "logprob": _finite(logprob), "bytes": list(self.tokens.bytes_of(token))}
+
+
+def _finite(logprob: float) -> float:
+    """OpenAI's least: JSON has no infinity, which is the logarithm for a token that the model rules out."""
+    return max(logprob, -9999.0)
 
 
 def _chat_choice(index: int, part: str, content: dict[str, str], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
