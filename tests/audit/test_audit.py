@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 
@@ -98,6 +99,19 @@ def test_a_control_that_is_not_caught_makes_it_void(audited: Certificate) -> Non
     controls = [*audited.sampling.controls[:2], Caught(wrong.CONTROLS[2], 100, 0.2, "")]
     found = replace(audited, sampling=replace(audited.sampling, controls=controls))
     assert found.verdict == "void" and "leaky" in found.doubts[0]
+
+
+def test_rare_bonus_tokens_are_told_and_rare_accepted_ones_make_it_void(audited: Certificate) -> None:
+    assert audited.sampling is not None
+
+    def without(origin: str) -> Certificate:
+        outcome = copy.deepcopy(audited.sampling.outcome)  # type: ignore[union-attr]
+        for evidence in outcome.evidence.values():
+            evidence.origins[origin] = 7
+        return replace(audited, sampling=replace(audited.sampling, outcome=outcome))  # type: ignore[type-var]
+
+    assert without("bonus").verdict == "certified" and "bonus" in document(without("bonus"))["remarks"][0]
+    assert without("accepted").verdict == "void" and not document(audited)["remarks"]
 
 
 def test_a_method_that_does_not_draft_is_refused(rig: Rig) -> None:

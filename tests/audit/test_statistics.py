@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outrider.audit import statistics
-from outrider.audit.evidence import LEAKS, Evidence, Sample, Tally, g_statistic
+from outrider.audit.evidence import LEAKS, Evidence, Sample, Tally, at_borders, g_statistic
 from outrider.audit.watching import Gauge
 from outrider.audit.wrong import LEAK
 from outrider.types import Proposal
@@ -118,3 +118,21 @@ def test_a_leak_is_caught_after_the_planned_number_of_rounds() -> None:
     assert np.mean([log_mean(target.numpy()) >= limit for _ in range(4000)]) <= 0.003
     assert gauge.smallest_leak(rounds, threshold, 0.99) == pytest.approx(LEAK, rel=0.3)
     assert gauge.smallest_leak(1, threshold, 0.99) is None
+
+
+def test_where_passes_round_differently_unlikely_tokens_still_tell_and_borders_do_not() -> None:
+    """Tokens that the target would hardly ever say, let through; and one that truncation leaves out, drawn once."""
+    law = torch.tensor([[0.6, 0.4 - 1e-6, 1e-6, 0.0]], dtype=torch.float64)
+    draft = [0.6, 0.39, 0.01, 1e-6]
+    samples = [Sample((token,), ("accepted",), {0: draft[token]}) for token in [0] * 600 + [1] * 396 + [2] * 4]
+
+    def p_value(samples: list[Sample], has_rounding: bool) -> float:
+        evidence, tally = Evidence(1, has_rounding), Tally(samples)
+        evidence.observe(tally, [()], law)
+        evidence.settle(tally)
+        return next(test.p_value for test in evidence.tests() if test.place is None)
+
+    assert p_value(samples, has_rounding=True) < 1e-6
+    assert at_borders(law)[0, 3] == 1e-6
+    at_border = [Sample((token,), ("accepted",), {0: draft[token]}) for token in [0] * 600 + [1] * 400 + [3]]
+    assert p_value(at_border, has_rounding=True) == 1 and p_value(at_border, has_rounding=False) < 1e-6

@@ -132,7 +132,7 @@ def test_a_request_that_is_aborted_leaves_nothing_behind():
 
 def test_a_prompt_that_cannot_be_copied_fails_alone(monkeypatch):
     runner = TableRunner()
-    monkeypatch.setattr(runner, "fork", lambda source_id, new_ids: 1 / 0)
+    monkeypatch.setattr(runner, "fork", lambda *_: 1 / 0)
     engine = make_engine(runner=runner)
     for request in requests():
         engine.add(request)

@@ -83,6 +83,7 @@ def document(certificate: Certificate) -> dict[str, Any]:
         "verdict": certificate.verdict,
         "findings": certificate.findings,
         "doubts": certificate.doubts,
+        "remarks": [] if certificate.sampling is None else certificate.sampling.remarks,
         "greedy": {
             "prompts": greedy.num_prompts,
             "tokens": greedy.num_tokens,

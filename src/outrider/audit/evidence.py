@@ -85,13 +85,9 @@ class Tally:
 class Evidence:
     """Sums over all prompts, from which the tests are made."""
 
-    def __init__(self, length: int, floor: float = 0.0) -> None:
-        """``length``: places tested; ``floor``: what a sampled token's probability counts as if it is less.
-
-        Where passes round differently a token at the border of top-k or top-p may be in or out; a floor keeps that from being
-        held against the verifier as a token that cannot be.
-        """
-        self.length, self.floor = length, floor
+    def __init__(self, length: int, has_rounding: bool = False) -> None:
+        """``length``: places tested; ``has_rounding``: passes of different widths round differently, see ``at_borders``."""
+        self.length, self.has_rounding = length, has_rounding
         self.num_samples = 0
         self.origins: Counter[str] = Counter()
         self.impossible = 0  # sampled tokens that the target gives probability 0
@@ -117,9 +113,11 @@ class Evidence:
         rows = np.repeat(np.arange(len(met)), [len(each) for each in counts])
         tokens, times = [token for each in counts for token in each], [count for each in counts for count in each.values()]
         at = torch.as_tensor(rows, device=laws.device), torch.tensor(tokens, device=laws.device)
-        said = laws[at].tolist()  # the target's probability of every token seen, and where it is in the law
+        said = laws[at].tolist()  # the target's probability of every token seen
         np.add.at(self._excess, (places[rows], cells[at].cpu().numpy()), times)
         self.impossible += sum(count for count, prob in zip(times, said, strict=True) if prob == 0)
+        if self.has_rounding:
+            said = at_borders(laws)[at].tolist()
         tally.probs.update(zip(zip((met[row] for row in rows.tolist()), tokens, strict=True), said, strict=True))
         for row in np.flatnonzero(totals >= 2 * MIN_EXPECTED).tolist():
             self._add_group(int(places[row]), counts[row], laws[row].cpu().numpy(), int(totals[row]))
@@ -159,7 +157,7 @@ class Evidence:
         for sample in tally.samples:
             self.origins.update(sample.origins)
             for place, draft_prob in sample.draft_probs.items():
-                target_prob = max(tally.probs[sample.token_ids[:place], sample.token_ids[place]], self.floor)
+                target_prob = tally.probs[sample.token_ids[:place], sample.token_ids[place]]
                 ratio = draft_prob / target_prob if target_prob > 0 else 1e300
                 self._log_ratios += np.log(np.maximum(1 + np.array(LEAKS) * (ratio - 1), 1e-300))
                 self.num_rounds += 1
@@ -211,6 +209,16 @@ class Evidence:
 def cells_of(laws: Tensor) -> Tensor:
     """The cell of calibration that each token is in: float64 [B, V] -> int64 [B, V]."""
     return torch.bucketize(laws, torch.tensor(EDGES, dtype=laws.dtype, device=laws.device))
+
+
+def at_borders(laws: Tensor) -> Tensor:
+    """Laws [B, V] in which what cannot be is as likely as the least likely token that can.
+
+    Where passes round differently a token at the border of top-k or top-p may be in or out; that is not to be held against the
+    verifier as a token that cannot be.
+    """
+    least = torch.where(laws > 0, laws, torch.inf).amin(-1, keepdim=True)
+    return torch.where(laws > 0, laws, least)
 
 
 def g_statistic(seen: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:

@@ -22,8 +22,7 @@ from outrider.verifiers.rejection import RejectionVerifier
 
 AS_IS, STRESSED = "as it is", "half of the drafts replaced"
 PILOT = 48  # samples of each prompt from which the rest is planned
-FLOOR = 1e-3  # see Evidence
-LEAST = 30  # accepted, corrected and bonus tokens without which nothing has been tested
+LEAST = 30  # tokens of an origin without which it has not been tested
 Say = Callable[[str, int, float], None]  # what is being done, samples drawn since the last call, and in all (0: not known yet)
 
 
@@ -136,13 +135,24 @@ class SamplingResult:
         reasons = [
             f"the control {each.control.name!r} ({each.control.text}) was not caught" for each in self.controls if not each.by
         ]
-        counts = sum((each.origins for each in self.outcome.evidence.values()), start=Counter[str]())
-        few = [origin for origin in ("accepted", "corrected", "bonus") if counts[origin] < LEAST]
+        few = self._few("accepted", "corrected")
         if few:
             reasons.append(f"fewer than {LEAST} {' and '.join(few)} tokens: the method hardly drafts on these prompts")
         if self.outcome.faults:
             reasons.append(f"the proposer failed {self.outcome.faults} time(s), and plain decoding went on")
         return reasons
+
+    @property
+    def remarks(self) -> list[str]:
+        """What was too rare to be looked at, and to move the law by what was asked."""
+        return [
+            f"fewer than {LEAST} {origin} tokens: nothing is said of the token after a round accepted whole"
+            for origin in self._few("bonus")
+        ]
+
+    def _few(self, *origins: str) -> list[str]:
+        counts = sum((each.origins for each in self.outcome.evidence.values()), start=Counter[str]())
+        return [origin for origin in origins if counts[origin] < LEAST]
 
 
 def audit_samples(rig: Rig, way: Way, question: Question, say: Say) -> SamplingResult:
@@ -159,7 +169,7 @@ def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> Plan:
     gauges, per_sample = {}, {}
     for number, part in enumerate((AS_IS, STRESSED)):
         say("planning", 0, 0)
-        gauge = gauges[part] = Gauge()
+        gauge = gauges[part] = Gauge(question.rounding > 0)
         pilot = replace(_part(way, part, question.seed), verifier=RejectionVerifier())
         num_rounds = 0
         for index, prompt in enumerate(question.prompts):
@@ -258,8 +268,7 @@ def _outcomes(
     """
     outcome = Outcome({}, {})
     for stage, (part, num_samples) in enumerate(stages):
-        floor = FLOOR if question.rounding else 0.0
-        evidence = outcome.evidence.setdefault(part, Evidence(question.length, floor))
+        evidence = outcome.evidence.setdefault(part, Evidence(question.length, question.rounding > 0))
         part_way = _part(way, part, key_of(question.seed, stream, stage))
         for index, prompt in enumerate(question.prompts):
             samples = []

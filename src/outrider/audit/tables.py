@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich import box
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
@@ -17,8 +18,8 @@ MARKS = {
 }
 
 
-def certificate_table(result: Mapping[str, Any]) -> Table:
-    """One line a method, and what speaks against it."""
+def certificates(result: Mapping[str, Any]) -> Group:
+    """One line a method, and below the table what speaks against each, or is not said of it."""
     view = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1), title=f"audit of {result['target']}", title_justify="left")
     for name in ("method", "verdict", "greedy", "samples", "least p", "controls"):
         view.add_column(name, no_wrap=name in ("method", "verdict"))
@@ -36,11 +37,11 @@ def certificate_table(result: Mapping[str, Any]) -> Table:
             view.add_row(
                 each["method"], MARKS[each["verdict"]], told, f"{samples:,}", f"{min(values, default=1.0):.2g}", controls
             )
-        for said in [*each["findings"], *each["doubts"]]:
-            view.add_row("", "", escape(said))
-    for name, reason in result["not_possible"].items():
-        view.add_row(name, "[dim]not possible[/]", escape(reason))
-    return view
+    said = [
+        (each["method"], text) for each in result["methods"] for text in [*each["findings"], *each["doubts"], *each["remarks"]]
+    ]
+    lines = [f"{name}: {escape(text)}" for name, text in [*said, *result["not_possible"].items()]]
+    return Group(view, *lines)
 
 
 def grid_table(result: Mapping[str, Any]) -> Table:

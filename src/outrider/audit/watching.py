@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.audit.evidence import LEAKS, NUM_CELLS, cells_of
+from outrider.audit.evidence import LEAKS, NUM_CELLS, at_borders, cells_of
 from outrider.audit.statistics import needed_rounds, needed_shift
 from outrider.audit.wrong import LEAK, flattened
 from outrider.proposers.base import Proposer
@@ -52,6 +52,12 @@ class Stressed(Proposer):
             probs = functional.one_hot(proposal.token_ids.clamp(0, size - 1), size).float()
         mixed = (1 - self.share) * probs + self.share / size
         return Proposal(torch.where(replaced, anything, proposal.token_ids), proposal.lens, mixed, proposal.parents)
+
+    def read(self, requests: Sequence[Request]) -> list[bool]:
+        return self.inner.read(requests)
+
+    def fork(self, source_id: str, request: Request) -> None:
+        self.inner.fork(source_id, request)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         self.inner.commit(context, verdict)
@@ -132,6 +138,7 @@ LAWS = ("target", "draft", "no residual", "untempered draft")
 class Gauge:
     """How fast two of the tests tell the wrong verifiers from the target, from both distributions where rounds begin."""
 
+    has_rounding: bool = False  # see ``evidence.at_borders``
     num_rounds: int = 0
     distance: float = 0.0  # total variation of target and draft, summed
     num_refused: int = 0  # rounds in which no draft was accepted
@@ -161,8 +168,9 @@ class Gauge:
             torch.minimum(of_target, of_draft) + refused * of_target,
             accepted + (1 - accepted.sum(-1, keepdim=True)) * residual(of_target, told),
         )
+        likely = at_borders(of_target) if self.has_rounding else of_target
         for column, leak in enumerate(LEAKS):
-            ratios = (1 - leak + leak * of_draft / of_target.clamp_min(1e-300)).clamp_min(1e-300).log()
+            ratios = (1 - leak + leak * of_draft / likely.clamp_min(1e-300)).clamp_min(1e-300).log()
             ratios = ratios.clamp(-_CAP, _CAP)
             for row, law in enumerate(laws):
                 self.means[row, column] += (law * ratios).sum().cpu()

@@ -19,7 +19,7 @@ from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, p
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rich.table import Table
+    from rich.console import RenderableType
 
     from outrider.engine import LLM
     from outrider.proposers.base import Proposer
@@ -197,7 +197,7 @@ class Run:
                 "methods": found,
             }
             if found:
-                self._write(result, tables.certificate_table(result))
+                self._write(result, tables.certificates(result))
         return 0 if certified else EXIT_NOT_CERTIFIED
 
     def same_text(self) -> int:
@@ -265,7 +265,7 @@ class Run:
             "not_possible": self.reasons,
         }
 
-    def _write(self, result: dict[str, Any], view: Table) -> None:
+    def _write(self, result: dict[str, Any], view: RenderableType) -> None:
         from rich.console import Console
 
         from outrider.audit.page import page
