@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from tiny_folder import make_folder
@@ -16,6 +17,7 @@ from outrider.bench.grid import PLAIN_CONTENDER, Group, Plan
 from outrider.bench.measure import Batch, Run, generate
 from outrider.bench.memory import PeakMemory
 from outrider.engine import PhaseTimes, Round
+from outrider.types import Context, OutriderError, Proposal, Scores
 
 NGRAM = Contender("ngram", 3)
 
@@ -107,6 +109,33 @@ def test_a_run_keeps_latencies_memory_and_the_prediction_of_plain_decoding(llm: 
     cell = cells.cells([Group(0.0, 2, "x", [{PLAIN_CONTENDER: run}])])[0]
     assert set(cell["inter_token_ms"]) == {"p50", "p95"} and cell["prediction_error_percent"] > -5
     assert cell["expected_speedup"] is None and cell["cost_ratio"] is None
+
+
+def test_decoding_begins_when_every_prompt_has_its_first_tokens(tmp_path: Path) -> None:
+    llm = LLM(make_folder(tmp_path), method="plain", compile="never", max_batch=2, prefill_chunk=20)
+    prompts = [[7, 8, 9], [10 + i % 30 for i in range(90)]]  # the second is read in five parts, while the first one goes on
+    run = generate(Contenders(llm), PLAIN_CONTENDER, prompts, Plan((), {}, max_tokens=12).params(0, 0), 2)
+    (batch,) = run.batches
+    assert batch.num_tokens == 24 and batch.first_tokens >= 5
+    assert batch.waits[0] < batch.waits[1] == batch.first_seconds
+    assert sum(run.histogram.values()) == run.num_tokens - batch.first_tokens  # as many rounds as tokens after them
+    cell = cells.cells([Group(0.0, 2, "x", [{PLAIN_CONTENDER: run}])])[0]
+    assert cell["first_token_ms"] == pytest.approx(1e3 * batch.first_seconds / 2, rel=1e-3)
+    assert cell["time_to_first_token_ms"]["p50"] == pytest.approx(1e3 * batch.waits[0], rel=1e-3)
+
+
+def test_a_target_that_fails_ends_the_measurement(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    score = llm.runner.score
+
+    def failing(context: Context, proposal: Proposal) -> Scores:
+        if any(request.token_ids[0] == 9 for request in context.requests):
+            raise RuntimeError("out of memory")
+        return score(context, proposal)
+
+    monkeypatch.setattr(llm.runner, "score", failing)
+    with pytest.raises(OutriderError, match="out of memory"):
+        generate(Contenders(llm), PLAIN_CONTENDER, [[7, 8], [9, 8]], Plan((), {}, max_tokens=4).params(0, 0), 2)
+    assert not llm.engine.has_work
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="this system does not tell the peak")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from outrider.bench.memory import PeakMemory
 from outrider.engine import Round
-from outrider.types import SamplingParams
+from outrider.types import OutriderError, SamplingParams
 
 if TYPE_CHECKING:
     from outrider.bench.contenders import Contender, Contenders
@@ -24,10 +24,11 @@ class Batch:
     """Prompts generated together, from the first one's start to the last one's end."""
 
     num_tokens: int
-    seconds: float  # the prompts' pass included
-    first_tokens: int = 0  # what came with that pass
+    seconds: float  # prompts included
+    first_tokens: int = 0  # what had come when every prompt had its first tokens: long prompts are read a part a step
     first_seconds: float = 0.0  # until then
     plain_seconds: float | None = None  # what the engine says plain decoding would have taken
+    waits: tuple[float, ...] = ()  # of each prompt, until its own first tokens
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Run:
 
     @property
     def first_seconds(self) -> float:
-        """Until the first tokens of each batch."""
+        """Until every prompt of each batch had its first tokens."""
         return sum(batch.first_seconds for batch in self.batches)
 
     @property
@@ -152,22 +153,31 @@ def generate(
 def _generate_batch(
     chunks: Iterator[Chunk], num_prompts: int, run: Run, rounds: list[Round], show: Callable[[str], None] | None
 ) -> None:
-    """Reads one batch to its end. Its prompts are read in one step, and what that step takes and brings counts as first."""
+    """Reads one batch to its end. Decoding begins when every prompt has its first tokens; ``rounds`` before count as reading.
+
+    Raises ``OutriderError`` where the target fails: what is left is no measurement.
+    """
     outputs: list[list[int]] = [[] for _ in range(num_prompts)]
     arrivals = [0.0] * num_prompts
     plain: list[float | None] = []
+    waits: list[float] = []
     first_tokens = 0
     rounds.clear()
     started = first = perf_counter()
     for chunk in chunks:
         now, index, num_new = perf_counter(), chunk.prompt_index, len(chunk.token_ids)
-        if not outputs[index]:
-            first = now
-            first_tokens += num_new
-        elif num_new:
+        if chunk.finish_reason == "error":
+            raise OutriderError(chunk.error or "the target failed")
+        is_first = not outputs[index]
+        if num_new and not is_first:
             run.pauses.append((now - arrivals[index], num_new))
         arrivals[index] = now
         outputs[index] += chunk.token_ids
+        if is_first:
+            first = now
+            first_tokens = sum(map(len, outputs))
+            waits.append(now - started)
+            rounds.clear()
         if chunk.stats is not None:
             plain.append(chunk.stats.plain_seconds)
         if show is not None:
@@ -176,5 +186,6 @@ def _generate_batch(
     # A batch lasts as long as its longest request, plain or not.
     plain_seconds = max((each for each in plain if each is not None), default=None) if None not in plain else None
     run.token_ids += outputs
-    run.batches.append(Batch(sum(map(len, outputs)), ended - started, first_tokens, first - started, plain_seconds))
+    tokens, seconds = sum(map(len, outputs)), ended - started
+    run.batches.append(Batch(tokens, seconds, first_tokens, first - started, plain_seconds, tuple(waits)))
     run.add_rounds(rounds, ended - first)
