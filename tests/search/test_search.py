@@ -29,11 +29,6 @@ Speed = Callable[[Contender], float]
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(make_folder(tmp_path_factory.mktemp("search") / "model"), method="plain", compile="never", max_batch=4)
-
-
-@pytest.fixture(scope="module")
 def twin(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Proposer:
     """A draft that is always right."""
     folder = make_folder(tmp_path_factory.mktemp("search") / "twin")

@@ -174,6 +174,7 @@ class Search:
 
     def _traces(self, proposer: Proposer, texts: Sequence[Text], k: int) -> list[Trace]:
         runner = self.llm.runner
+        proposer.memory = None  # of these very texts, from another replay or from pricing
         if proposer.reads_text_only:
             return [replay_text(proposer, text, k, runner.vocab_size) for text in texts]
         coupled, traces = self.llm.speculation.same_text, list[Trace]()
