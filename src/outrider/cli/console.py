@@ -110,12 +110,10 @@ def summary(stats: GenerationStats, seconds: float) -> Text:
         )
     total = stats.times.total
     if total:
-        shares = {
-            "draft": stats.times.draft,
-            "score": stats.times.score,
-            "verify": stats.times.verify,
-            "other": stats.times.host,
-        }
+        shares = stats.times.by_phase()
+        shares["other"] = shares.pop("host")
+        if not stats.times.read:  # a short prompt is read with the first score
+            del shares["read"]
         lines.append("time: " + ", ".join(f"{name} {part:.2f} s ({part / total:.0%})" for name, part in shares.items()))
     if stats.faults:
         lines.append(f"the proposer failed {stats.faults} time(s); plain decoding went on (--debug tells more)")

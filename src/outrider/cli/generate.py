@@ -74,6 +74,8 @@ def stream_to_screen(llm: LLM, prompt: str | list[int], params: SamplingParams, 
         say_error(last.error)
     if last is not None:
         err.print(summary(last.stats or llm.stats, perf_counter() - started))
+        if llm.runner.passes.is_provisional:
+            err.print("[dim]passes were not compiled yet, nor are those plain decoding is priced by: see --compile always[/]")
     return text
 
 
