@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.bench.contenders import Contender, Contenders
 from outrider.bench.grid import PLAIN_CONTENDER
 from outrider.bench.progress import Progress
+from outrider.engine.methods import in_one_line
 from outrider.proposers.base import Proposer
 from outrider.registry import PROPOSERS, join_method, split_method
 from outrider.search import choice, confirming, prices
@@ -109,8 +110,8 @@ class Search:
         """Replay, prices and predictions of one method. One that fails on the way is no candidate, and the reason is kept."""
         try:
             replay, priced = self.replay(method), self.price(method)
-        except OutriderError as failure:
-            self.reasons[method] = str(failure)
+        except Exception as failure:
+            self.reasons[method] = in_one_line(failure)
         else:
             self._predicted[method] = self.predict(method, replay, priced)
 
