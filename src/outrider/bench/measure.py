@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -143,8 +144,8 @@ def generate(
         faults = contenders.llm.stats.faults
         for at in range(0, len(prompts), batch):
             part = list(prompts[at : at + batch])
-            stream = contenders.llm.stream(part, each[at : at + batch])
-            _generate_batch(stream, len(part), run, recorder.rounds, show)
+            with closing(contenders.llm.stream(part, each[at : at + batch])) as stream:
+                _generate_batch(stream, len(part), run, recorder.rounds, show)
         run.faults = contenders.llm.stats.faults - faults
     run.peak_bytes = memory.read()
     return run
