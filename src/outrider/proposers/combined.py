@@ -91,7 +91,7 @@ class CombinedProposer(Proposer):
         self._proposal = Proposal.empty(0)
         self._samplers: dict[tuple[str, ...], Sampler] = {}
 
-    @property  # type: ignore[override]
+    @property
     def memory(self) -> tuple[object, object]:
         """Of both."""
         return self._first.proposer.memory, self._second.proposer.memory

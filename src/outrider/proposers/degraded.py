@@ -31,7 +31,7 @@ class Degraded(Proposer):
         self.accuracy = accuracy
         self._wrong: dict[str, dict[int, int]] = {}  # request -> this round's node -> the token that stands there now
 
-    @property  # type: ignore[override]
+    @property
     def memory(self) -> object:
         """The inner one's."""
         return self.inner.memory

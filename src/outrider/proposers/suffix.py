@@ -244,7 +244,7 @@ class SuffixProposer(Proposer):
         self.memory = None
         self._tracks: dict[str, _Track] = {}
 
-    @property  # type: ignore[override]
+    @property
     def memory(self) -> EarlierTexts | None:
         """The texts of earlier requests; None where they do not count."""
         return self._earlier
