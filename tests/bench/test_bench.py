@@ -211,3 +211,6 @@ def test_a_tree_is_reached_by_depth_not_by_its_number_of_drafts() -> None:
     run.add_rounds([Round(3, [9], [3], [3], PhaseTimes(0.3, 0.2, 0.0, 0.0))], decode_seconds=1.0)
     assert run.num_drafts == 9 and run.num_judged == 3 and run.acceptance_rate == 1.0
     assert run.step_seconds == [pytest.approx(0.1)]
+    # The accepted path ended at a leaf of depth 1: nothing behind it was drafted, so nothing was refused.
+    run.add_rounds([Round(3, [9], [3], [1], PhaseTimes(0.3, 0.2, 0.0, 0.0), judged=[1])], decode_seconds=1.0)
+    assert run.num_judged == 4 and run.acceptance_rate == 1.0 and run.conditional_acceptance(3) == [1.0, 1.0, 1.0]

@@ -110,11 +110,11 @@ class Run:
         """Adds decoding rounds that together took ``decode_seconds`` on the wall clock."""
         for round_ in rounds:
             self.num_drafts += sum(round_.lens)
-            for depth, accepted in zip(round_.depths, round_.num_accepted, strict=True):
+            for judged, accepted in zip(round_.num_judged, round_.num_accepted, strict=True):
                 self.histogram[accepted] += 1
-                self.reached.update(range(min(accepted + 1, depth)))
+                self.reached.update(range(judged))
                 self.kept.update(range(accepted))
-                self.num_judged += min(accepted + 1, depth)
+                self.num_judged += judged
             depth = max(round_.depths, default=0)
             self.num_draft_steps += depth
             if depth:

@@ -66,13 +66,12 @@ class Lane:
             return emission, None
         self.clock += seen[0].round.times.total
         if not seen[0].is_prefill:
-            self._count(seen[0].round, emission)
+            self._count(seen[0].round, len(emission.token_ids))
         return emission, seen[0]
 
-    def _count(self, round_: Round, emission: Emission) -> None:
-        stats, accepted = self.stats, round_.num_accepted[0]
-        num_judged = accepted + (emission.origins[-1] == "corrected")
-        stats.count(round_.lens[0], num_judged, accepted, len(emission.token_ids))
+    def _count(self, round_: Round, num_tokens: int) -> None:
+        stats = self.stats
+        stats.count(round_.lens[0], round_.num_judged[0], round_.num_accepted[0], num_tokens)
         stats.times.add(round_.times)
         stats.num_steps += 1
         stats.num_draft_steps += round_.depths[0]
