@@ -194,7 +194,7 @@ def finish(search: Search, chosen: Choice, models: ModelOptions, output: OutputO
 
 def plan_values(models: ModelOptions, chosen: Choice, search: Search) -> dict[str, Any]:
     """The plan's keys: what was chosen, and what was given to run the models."""
-    from outrider.engine.plan import with_drafts
+    from outrider.registry import with_drafts
 
     contender, known = chosen.chosen, search.llm.speculation.drafts
     takes_draft = not contender.is_plain and search.proposers[contender.method].takes_draft

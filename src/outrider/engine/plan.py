@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outrider.registry import join_method, split_method
+from outrider.registry import with_drafts
 from outrider.types import OutriderError
 
 if sys.version_info >= (3, 11):
@@ -83,12 +83,6 @@ class Plan:
 
     def _found(self, folder: str) -> str:
         return str(self.folder / folder) if (self.folder / folder).is_dir() else folder
-
-
-def with_drafts(method: str, find: Callable[[str], str]) -> str:
-    """A method whose options name drafts, each where ``find`` says that it is."""
-    name, options = split_method(method)
-    return join_method(name, {key: find(value) if key.split(".")[-1] == "draft" else value for key, value in options.items()})
 
 
 def served_name(target: str | None) -> str:
