@@ -128,7 +128,8 @@ def _sampling(result: SamplingResult, question: Question) -> dict[str, Any]:
                 "by": each.by,
                 "samples": each.num_samples,
                 "p_value": each.p_value,
-                "planned_samples": _short(plan.caught_after[each.control.name]),
+                "planned_samples": _short(plan.reach[each.control.name].samples),
+                "planned_part": plan.reach[each.control.name].part,
                 "planned_power": question.power,
             }
             for each in result.controls

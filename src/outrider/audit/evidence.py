@@ -25,6 +25,7 @@ EDGES = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.25, 0.5)  # between the cells of calibra
 NUM_CELLS = len(EDGES) + 1
 LEAKS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # shares of the draft's law that the likelihood ratio looks for
 Prefix = tuple[int, ...]
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -108,21 +109,30 @@ class Evidence:
         laws = probs[chosen].double()  # [A, V]
         cells = cells_of(laws)
         masses = torch.zeros(len(chosen), NUM_CELLS, dtype=laws.dtype, device=laws.device).scatter_add_(1, cells, laws)
-        for row, mass, law, cell in zip(chosen, masses.cpu().numpy(), laws.cpu(), cells.cpu(), strict=True):
-            prefix = prefixes[row]
-            counts = tally.counts[prefix]
-            place, total = len(prefix), sum(counts.values())
-            ids = list(counts)
-            for token, prob, index in zip(ids, law[ids].tolist(), cell[ids].tolist(), strict=True):
-                tally.probs[prefix, token] = prob
-                self._excess[place, index] += counts[token]
-                self.impossible += counts[token] if prob == 0 else 0
-            self._excess[place] -= total * mass
-            self._due[place] += total * mass
-            self._variance[place] += total * (np.diag(mass) - np.outer(mass, mass))
-            self._tokens[place] += total
-            if total >= 2 * MIN_EXPECTED:
-                self._add_group(place, counts, law.numpy(), total)
+        met = [prefixes[index] for index in chosen]
+        counts = [tally.counts[prefix] for prefix in met]
+        places, totals = np.array([len(prefix) for prefix in met]), np.array([each.total() for each in counts])
+        self._add_calibration(places, totals, masses.cpu().numpy())
+
+        rows = np.repeat(np.arange(len(met)), [len(each) for each in counts])
+        tokens, times = [token for each in counts for token in each], [count for each in counts for count in each.values()]
+        at = torch.as_tensor(rows, device=laws.device), torch.tensor(tokens, device=laws.device)
+        said = laws[at].tolist()  # the target's probability of every token seen, and where it is in the law
+        np.add.at(self._excess, (places[rows], cells[at].cpu().numpy()), times)
+        self.impossible += sum(count for count, prob in zip(times, said, strict=True) if prob == 0)
+        tally.probs.update(zip(zip((met[row] for row in rows.tolist()), tokens, strict=True), said, strict=True))
+        for row in np.flatnonzero(totals >= 2 * MIN_EXPECTED).tolist():
+            self._add_group(int(places[row]), counts[row], laws[row].cpu().numpy(), int(totals[row]))
+
+    def _add_calibration(self, places: IntArray, totals: IntArray, masses: np.ndarray[Any, Any]) -> None:
+        """What is due in the cells after texts of these lengths, met so many times: masses [A, cells]."""
+        due = totals[:, None] * masses
+        for place in np.unique(places):
+            here = places == place
+            self._excess[place] -= due[here].sum(0)
+            self._due[place] += due[here].sum(0)
+            self._variance[place] += np.diag(due[here].sum(0)) - due[here].T @ masses[here]
+            self._tokens[place] += totals[here].sum()
 
     def _add_group(self, place: int, counts: Counter[int], law: np.ndarray[Any, Any], total: int) -> None:
         """Tokens after one and the same text: a multinomial sample, rare tokens in one cell."""

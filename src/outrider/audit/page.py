@@ -32,7 +32,7 @@ DIFFERENCE = {
 }  # fmt: skip
 CONTROL = {
     "name": "control", "text": "what is wrong with it", "caught": "caught", "by": "by", "p_value": "p", "samples": "samples",
-    "planned_samples": "samples planned", "planned_power": "power of the plan",
+    "planned_samples": "samples planned", "planned_part": "in the drafts", "planned_power": "power of the plan",
 }  # fmt: skip
 TEST = {
     "name": "test", "token": "token", "statistic": "statistic", "degrees_of_freedom": "degrees of freedom", "tokens": "tokens",

@@ -47,12 +47,13 @@ class Text:
 class Rig:
     """One target's runner, and engines around it that share its cache and its passes."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
+    def __init__(self, runner: ModelRunner, batch: int | None = None) -> None:
+        """``batch``: texts at a time; None: as many as the runner takes."""
+        self.runner, self.batch = runner, batch or runner.max_batch
         self.faults = 0  # rounds in which a proposer failed, over everything run so far
 
     def generate(self, way: Way, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Text]:
-        """One text for each prompt, as many at a time as the cache has rows."""
+        """One text for each prompt, a batch at a time."""
         requests = [self._request(f"text-{i}", prompt, params, params.seed or 0) for i, prompt in enumerate(prompts)]
         texts = self._run(self._engine(way), requests)
         return [texts[request.request_id] for request in requests]
@@ -98,12 +99,12 @@ class Rig:
 
     @property
     def _wave(self) -> int:
-        return WAVES * max(self.runner.max_batch - 1, 1)
+        return WAVES * max(self.batch - 1, 1)
 
     def _engine(self, way: Way) -> Engine:
         # as in engine.config: a lossless verifier is spared the rounds in which nothing is left to chance
         verifiers = way.verifier, ExactMatchVerifier() if way.verifier.lossless else way.verifier
-        scheduler = Scheduler(self.runner.max_batch, self.runner.max_len)
+        scheduler = Scheduler(self.batch, self.runner.max_len)
         return Engine(self.runner, way.proposer, verifiers, FixedLength(way.k), scheduler, way.coupled)
 
     def _request(self, name: str, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
@@ -117,7 +118,7 @@ class Rig:
         Where they are more than fit at once, one more runs in front until they are done, so that it can be copied from.
         """
         first = requests[0]
-        if len(requests) > self.runner.max_batch > 1:
+        if len(requests) > self.batch > 1:
             room = self.runner.max_len - first.num_prompt_tokens
             first = self._request(FRONT, first.token_ids, replace(first.params, max_tokens=room), first.seed)
             engine.add(first)

@@ -63,19 +63,27 @@ class Question:
 
 
 @dataclass(frozen=True)
+class Reach:
+    """Where a wrong verifier shows soonest: the part, and its samples after which it is caught at the power asked."""
+
+    part: str
+    samples: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """How many samples of each part, over all prompts, and why."""
 
     samples: dict[str, int]
-    caught_after: dict[str, float]  # wrong verifier -> stressed samples after which it is caught at the power asked
+    reach: dict[str, Reach]  # by the name of the wrong verifier
     distance: float  # total variation of target and draft where a round begins
     stressed_distance: float
     smallest_leak: float | None  # that shows in the drafts as they are; None: not even the passing of all
 
     @property
-    def expected_samples(self) -> float:
+    def total(self) -> float:
         """Of the audited verifier and, until they are caught, of the wrong ones."""
-        return sum(self.samples.values()) + sum(self.caught_after.values())
+        return sum(self.samples.values()) + sum(each.samples for each in self.reach.values())
 
 
 @dataclass
@@ -147,7 +155,7 @@ def audit_samples(rig: Rig, way: Way, question: Question, say: Say) -> SamplingR
 
 
 def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> Plan:
-    """Samples for the asked ``tv`` in the drafts as they are, and for every control where half of them are replaced."""
+    """Samples for the asked ``tv`` in the drafts as they are; with half of them replaced, for the controls not caught there."""
     gauges, per_sample = {}, {}
     for number, part in enumerate((AS_IS, STRESSED)):
         say("planning", 0, 0)
@@ -162,11 +170,18 @@ def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> Plan:
         if not gauge.num_rounds or not num_rounds:
             raise OutriderError("the method drafts nothing on these prompts: give others with --prompts, or another --method")
         per_sample[part] = num_rounds / (PILOT * len(question.prompts))
-    caught = {
-        control.name: gauges[STRESSED].samples_for(control.name, question.strictest, question.power, per_sample[STRESSED])
-        for control in CONTROLS
-    }
-    samples = {AS_IS: samples_for_tv(rig, question), STRESSED: max(caught.values())}
+    needed_as_is = samples_for_tv(rig, question)
+    reach = {}
+    for control in CONTROLS:
+        both = [
+            Reach(part, gauge.samples_for(control.name, question.strictest, question.power, per_sample[part]))
+            for part, gauge in gauges.items()
+        ]
+        reach[control.name] = min(
+            (each for each in both if each.part == STRESSED or each.samples <= needed_as_is), key=lambda each: each.samples
+        )
+    under_stress = [each.samples for each in reach.values() if each.part == STRESSED]
+    samples = {AS_IS: needed_as_is, STRESSED: max([PILOT * len(question.prompts), *under_stress])}
     for part, needed in samples.items():
         if needed > question.max_samples:
             told = f"more than {question.max_samples:,}" if math.isinf(needed) else f"{needed:,.0f}"
@@ -176,7 +191,7 @@ def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> Plan:
             )
     return Plan(
         {part: _whole(needed, len(question.prompts)) for part, needed in samples.items()},
-        caught,
+        reach,
         gauges[AS_IS].mean_distance,
         gauges[STRESSED].mean_distance,
         gauges[AS_IS].smallest_leak(samples[AS_IS] * per_sample[AS_IS], question.threshold, question.power),
@@ -203,16 +218,22 @@ def samples_for_tv(rig: Rig, question: Question) -> float:
 def judge(rig: Rig, way: Way, question: Question, plan: Plan, say: Say) -> Outcome:
     """All samples of the plan with the verifier that is audited."""
     before = rig.faults
-    *_, outcome = _outcomes(rig, way, question, plan, 1, (AS_IS, STRESSED), say)
+    *_, outcome = _outcomes(rig, way, question, list(plan.samples.items()), 1, lambda part, done: say(part, done, plan.total))
     outcome.faults = rig.faults - before
     return outcome
 
 
 def catch(rig: Rig, way: Way, question: Question, plan: Plan, control: Control, number: int, say: Say) -> Caught:
-    """The same plan with a wrong verifier, prompt by prompt, until a test rejects at the strictest level."""
+    """A wrong verifier, prompt by prompt, until a test rejects at the strictest level: first as many samples as it should
+    take, then all those of the plan."""
+    reach = plan.reach[control.name]
+    stages = [(reach.part, _whole(reach.samples, len(question.prompts)))]
+    stages += sorted(plan.samples.items(), key=lambda stage: stage[0] != reach.part)
     wrong = replace(way, verifier=control.verifier(question.seed))
     best, samples, least = "", 0, 1.0
-    for outcome in _outcomes(rig, wrong, question, plan, 1 + number, (STRESSED, AS_IS), say):
+    for outcome in _outcomes(
+        rig, wrong, question, stages, 1 + number, lambda part, done: say(f"{control.name}, {part}", done, plan.total)
+    ):
         samples = outcome.num_samples()
         found = [(test.p_value, f"{test.name}, {part}") for part, tests in outcome.tests.items() for test in tests]
         if outcome.impossible:
@@ -224,20 +245,30 @@ def catch(rig: Rig, way: Way, question: Question, plan: Plan, control: Control, 
 
 
 def _outcomes(
-    rig: Rig, way: Way, question: Question, plan: Plan, stream: int, parts: Sequence[str], say: Say
+    rig: Rig,
+    way: Way,
+    question: Question,
+    stages: Sequence[tuple[str, int]],
+    stream: int,
+    say: Callable[[str, int], None],
 ) -> Iterator[Outcome]:
-    """The plan part by part and prompt by prompt: what the tests say so far. ``stream`` keeps the random numbers apart."""
+    """Stages of (part, samples of all prompts), prompt by prompt: what the tests say so far, of all samples of each part.
+
+    ``stream`` keeps the random numbers apart.
+    """
     outcome = Outcome({}, {})
-    for part in parts:
-        evidence = outcome.evidence[part] = Evidence(question.length, FLOOR if question.rounding else 0.0)
-        each = plan.samples[part] // len(question.prompts)
-        part_way = _part(way, part, key_of(question.seed, stream))
+    for stage, (part, num_samples) in enumerate(stages):
+        floor = FLOOR if question.rounding else 0.0
+        evidence = outcome.evidence.setdefault(part, Evidence(question.length, floor))
+        part_way = _part(way, part, key_of(question.seed, stream, stage))
         for index, prompt in enumerate(question.prompts):
             samples = []
-            seed = key_of(question.seed, stream, (AS_IS, STRESSED).index(part), index) >> 1
-            for wave in rig.sample(part_way, prompt, question.params, each, question.length, seed):
+            seed = key_of(question.seed, stream, stage, index) >> 1
+            for wave in rig.sample(
+                part_way, prompt, question.params, num_samples // len(question.prompts), question.length, seed
+            ):
                 samples += wave
-                say(part, len(wave), plan.expected_samples)
+                say(part, len(wave))
             tally = Tally(samples)
 
             def show(prefixes: list[tuple[int, ...]], probs: Tensor, tally: Tally = tally, into: Evidence = evidence) -> None:

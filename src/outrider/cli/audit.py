@@ -38,6 +38,8 @@ outrider audit --target ./my-model --draft ./my-draft --prompts mine.jsonl
 outrider audit --same-text --methods all --k 1,3,5,8 --batch 1,4 --prompts HumanEval.jsonl.gz --out same-text.json
 """
 EXIT_NOT_CERTIFIED = 3
+MOST_TEXTS = 256  # at a time, where nothing else was asked for
+MEMORY = 1 << 30  # bytes of the cache that they may fill
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,10 @@ class AuditOptions:
         str | None, typer.Option("--k", help="Drafts a round (default: 4; --same-text: 1,3,5,8).", rich_help_panel=WHAT)
     ] = None
     batch: Annotated[
-        str | None, typer.Option(help="Texts at a time (default: 32; --same-text: 1,4).", rich_help_panel=WHAT)
+        str | None,
+        typer.Option(
+            help="Texts at a time (default: as many as a GiB holds, 256 at most; --same-text: 1,4).", rich_help_panel=WHAT
+        ),
     ] = None
     prompts: Annotated[
         list[Path] | None,
@@ -110,7 +115,7 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     check_writable("--out", output.out)
     check_writable("--html", output.html)
     lengths = parse_list("--k", asked.k or ("1,3,5,8" if models.same_text else "4"), _parse_length)
-    batches = parse_list("--batch", asked.batch or ("1,4" if models.same_text else "32"), int)
+    batches = parse_list("--batch", asked.batch or ("1,4" if models.same_text else str(MOST_TEXTS)), int)
     if min(batches) < 1:
         raise OutriderError("--batch must be at least 1")
     if not models.same_text and (len(lengths) > 1 or len(batches) > 1 or output.resume):
@@ -137,6 +142,8 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     missing = [name for name in reasons if ALL not in names or name in names]
     if missing:
         raise OutriderError(f"{missing[0]}: {reasons[missing[0]]}")
+    if asked.batch is None and not models.same_text:
+        batches = (min(MOST_TEXTS, texts_in_memory(llm, max(map(len, prompts)) + params.max_tokens)),)
     run = Run(llm, asked, output, lengths, batches, prompts, params, models.target or "embedded", verifier, proposers, reasons)
     return run.same_text() if models.same_text else run.certificates()
 
@@ -168,6 +175,7 @@ class Run:
         asked, seed, started = self.asked, self.params.seed, perf_counter()
         alpha = asked.alpha / max(len(self.proposers), 1)  # one false alarm in all, whatever the number of methods
         found: list[dict[str, Any]] = []
+        rig = Rig(self.llm.runner, self.batches[0])
         try:
             with progress() as report:
                 for name, proposer in self.proposers.items():
@@ -176,7 +184,7 @@ class Run:
                     question = Question(self.prompts, self.params, k, **sure, seed=seed or 0, max_samples=asked.max_samples)
                     way = Way(proposer, self.verifier, k)
                     try:
-                        found.append(document(audit(Rig(self.llm.runner), name, way, question, report(name))))
+                        found.append(document(audit(rig, name, way, question, report(name))))
                     except OutriderError as error:
                         if len(self.proposers) == 1:
                             raise
@@ -302,6 +310,12 @@ def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: i
                 f" {llm.runner.max_len}"
             )
     return found
+
+
+def texts_in_memory(llm: LLM, num_tokens: int) -> int:
+    """How many texts of that length ``MEMORY`` holds, two at least: a row has 256 slots and doubles as it grows."""
+    cache = llm.runner.cache
+    return max(2, MEMORY // (cache.shape.floats_per_token * cache.dtype.itemsize * max(256, 2 * num_tokens)))
 
 
 def settings_of(params: SamplingParams) -> dict[str, Any]:
