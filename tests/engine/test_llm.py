@@ -102,6 +102,18 @@ def test_samples_share_a_prompt_and_differ_in_seed(model, tokenizer, k):
     assert seen(alone.generate(PROMPTS[0], params)) == seen(samples)
 
 
+def test_the_draft_reads_the_prompt_of_all_samples_once(model, tokenizer, monkeypatch):
+    """A part a round, while the first sample goes on without drafts and the others wait for it."""
+    llm = from_transformers(model, tokenizer, draft=model, num_draft_tokens=3, prefill_chunk=16, compile="never")
+    draft, read = llm.proposer.draft, []
+    read_on = draft._read_on
+    monkeypatch.setattr(draft, "_read_on", lambda *given: (read.append(sum(given[3])), read_on(*given)))
+    samples = llm.generate(PROMPTS[0] * 6, SamplingParams(max_tokens=12, n=4, temperature=1.0, seed=3))
+    assert 2 * 16 <= sum(read) <= len(tokenizer.encode(PROMPTS[0] * 6))
+    assert "plain" in samples[0].origins
+    assert all(sample.origins.count("plain") < 4 and "accepted" in sample.origins for sample in samples[1:])
+
+
 def test_same_text_gives_the_same_samples_with_and_without_drafts(model, tokenizer):
     def samples(method):
         llm = from_transformers(model, tokenizer, method=method, num_draft_tokens=3, same_text=True, compile="never")

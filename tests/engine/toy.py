@@ -95,9 +95,8 @@ class TableRunner:
         for request_id in request_ids:
             self.cached.pop(request_id, None)
 
-    def fork(self, source_id, new_ids) -> None:
-        for new_id in new_ids:
-            self.cached[new_id] = list(self.cached[source_id])
+    def fork(self, source_id, new_id, num_tokens) -> None:
+        self.cached[new_id] = list(self.cached[source_id][:num_tokens])
 
     def keep_len(self, request_id, num_tokens) -> None:
         del self.cached[request_id][num_tokens:]

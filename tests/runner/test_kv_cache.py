@@ -80,8 +80,8 @@ def test_drafts_scored_but_not_committed_survive_a_growing_cache():
 def test_a_fork_starts_from_the_cached_text_and_goes_its_own_way():
     rounds = start("llama", lengths=(20,))
     rounds.step([[5, 6]], [[0]], [7])
-    rounds.runner.fork("r0", ["f1", "f2"])
     for name in ("f1", "f2"):
+        rounds.runner.fork("r0", name, 100)
         twin = Rounds(rounds.runner, rounds.model, [rounds.requests[0].token_ids]).requests[0]
         twin.request_id = name
         assert rounds.runner.cache.cached_len(name) == len(twin.token_ids) - 1
@@ -194,4 +194,4 @@ def test_a_cache_that_grew_in_a_pass_can_be_written_to_outside_of_one():
         cache.values.zero_()
     cache.cached_lens[cache.row("a")] = 3
     cache.keep(cache.row("a"), 1, [1])
-    cache.copy("a", "b")
+    cache.copy("a", "b", 3)

@@ -53,6 +53,12 @@ class Stressed(Proposer):
         mixed = (1 - self.share) * probs + self.share / size
         return Proposal(torch.where(replaced, anything, proposal.token_ids), proposal.lens, mixed, proposal.parents)
 
+    def read(self, requests: Sequence[Request]) -> list[bool]:
+        return self.inner.read(requests)
+
+    def fork(self, source_id: str, request: Request) -> None:
+        self.inner.fork(source_id, request)
+
     def commit(self, context: Context, verdict: Verdict) -> None:
         self.inner.commit(context, verdict)
 

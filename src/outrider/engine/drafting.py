@@ -142,10 +142,15 @@ class GuardedProposer:
             logger.warning("the proposer %r failed to release a request: %s", self._proposer.name, error)
 
     def _followed(self, entries: Sequence[Entry], rows: list[int]) -> list[int]:
-        """The rows whose text the proposer has read; of the others it reads a part."""
+        """The rows whose text the proposer has read; of the others it reads a part, samples what their source has not."""
         fresh = [b for b in rows if not entries[b].is_followed]
         if not fresh:
             return rows
+        read = {entry.request.request_id for entry in entries if entry.is_followed}
+        for b in fresh:
+            source = entries[b].fork_of
+            if source in read:
+                self._proposer.fork(source, entries[b].request)
         for b, is_read in zip(fresh, self._proposer.read([entries[b].request for b in fresh]), strict=True):
             entries[b].is_followed = is_read
         return [b for b in rows if entries[b].is_followed]

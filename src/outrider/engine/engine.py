@@ -238,9 +238,8 @@ class Engine:
         """Takes waiting requests in; one whose prompt is cached already starts from a copy."""
         for entry in self.scheduler.admit(self._fits):
             if entry.fork_of is not None and self._guarded.fork(entry.fork_of, entry.request.request_id):
-                self.runner.fork(entry.fork_of, [entry.request.request_id])
-                # The source may have gone on; and the last token of the prompt is scored again, for this sample's first token.
-                self.runner.keep_len(entry.request.request_id, entry.request.num_prompt_tokens - 1)
+                # The last token of the prompt is scored again, for this sample's first token.
+                self.runner.fork(entry.fork_of, entry.request.request_id, entry.request.num_prompt_tokens - 1)
                 entry.is_cached = True
 
     def _fits(self, entry: Entry) -> bool:

@@ -171,6 +171,9 @@ class Proposer(ABC):
         """
         return [True] * len(requests)
 
+    def fork(self, source_id: str, request: Request) -> None:  # noqa: B027 - optional
+        """A new request has the prompt of another: what is kept of that prompt may be copied instead of made again."""
+
     def commit(self, context: Context, verdict: Verdict) -> None:  # noqa: B027 - optional
         """Learns what was kept, before the scheduler appends it to the requests. Text-based proposers need nothing."""
 

@@ -137,6 +137,10 @@ class CombinedProposer(Proposer):
         first, second = (part.proposer.read(requests) for part in (self._first, self._second))
         return [pair == (True, True) for pair in zip(first, second, strict=True)]
 
+    def fork(self, source_id: str, request: Request) -> None:
+        for part in (self._first, self._second):
+            part.proposer.fork(source_id, request)
+
     def num_nodes(self, k: int) -> int:
         parts = (self._first.proposer, self._second.proposer)
         return max([part.num_nodes(min(k, part.max_drafts)) for part in parts])

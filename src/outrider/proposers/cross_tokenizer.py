@@ -112,6 +112,9 @@ class CrossTokenizerProposer(DraftModelProposer):
         """Nothing ahead: what the draft reads is not the target's text."""
         return [True] * len(requests)
 
+    def fork(self, source_id: str, request: Request) -> None:
+        """Nothing: what the draft was fed belongs to a translation of its own."""
+
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Nothing: what was fed is compared with the text when it is translated again."""
 

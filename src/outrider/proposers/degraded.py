@@ -93,6 +93,9 @@ class Degraded(Proposer):
     def read(self, requests: Sequence[Request]) -> list[bool]:
         return self.inner.read(requests)
 
+    def fork(self, source_id: str, request: Request) -> None:
+        self.inner.fork(source_id, request)
+
     def release(self, request_ids: Sequence[str]) -> None:
         self.inner.release(request_ids)
 

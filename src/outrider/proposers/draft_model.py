@@ -125,6 +125,9 @@ class DraftModelProposer(Proposer):
         unread = {request.request_id for request, is_read in zip(fitting, done, strict=True) if not is_read}
         return [request.request_id not in unread for request in requests]
 
+    def fork(self, source_id: str, request: Request) -> None:
+        self.draft.fork(source_id, request.request_id, request.num_prompt_tokens - 1)
+
     def commit(self, context: Context, verdict: Verdict) -> None:
         for request, accepted in zip(context.requests, verdict.num_accepted.tolist(), strict=True):
             self.draft.keep_len(request.request_id, len(request.token_ids) + accepted)

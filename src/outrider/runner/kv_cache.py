@@ -247,10 +247,12 @@ class KVCache(Cache):
         for store in (self.keys, self.values):
             store[:, row, :, to] = store[:, row, :, source]
 
-    def copy(self, source_id: str, target_id: str) -> None:
-        """Gives ``target_id`` the cached text of ``source_id``."""
+    def copy(self, source_id: str, target_id: str, num_tokens: int) -> None:
+        """Gives ``target_id`` what is cached of the first tokens of ``source_id``, if anything is."""
+        used = min(self.cached_len(source_id), num_tokens)
+        if not used:
+            return
         source, target = self.row(source_id), self.row(target_id)
-        used = self.cached_lens[source]
         for store in (self.keys, self.values):
             store[:, target, :, :used] = store[:, source, :, :used]
         self.cached_lens[target] = used

@@ -173,10 +173,9 @@ class ModelRunner:
         self._read_on(request_ids, texts, rows, counts)
         return [len(text) - 1 - lens[row] < SHORT for text, row in zip(texts, rows, strict=True)]
 
-    def fork(self, source_id: str, new_ids: Sequence[str]) -> None:
-        """Gives new requests the cached text of another, so that n samples read their prompt once."""
-        for new_id in new_ids:
-            self.cache.copy(source_id, new_id)
+    def fork(self, source_id: str, new_id: str, num_tokens: int) -> None:
+        """Gives a new request what is cached of another's first tokens, so that n samples read their prompt once."""
+        self.cache.copy(source_id, new_id, num_tokens)
 
     # -- without a proposal: draft models -------------------------------------------------------------------------------------
 

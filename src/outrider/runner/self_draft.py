@@ -142,6 +142,9 @@ class SelfDraft:
         """All of it: what the target has read is read."""
         return [True] * len(texts)
 
+    def fork(self, source_id: str, new_id: str, num_tokens: int) -> None:
+        """Nothing to copy: the cache is the runner's."""
+
     def keep_len(self, request_id: str, num_tokens: int) -> None:
         """Nothing to take back: what was drafted never counted as cached."""
 
