@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from outrider.cli.options import with_groups
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train.runs import Bench, EagleRun, HeadPlan, train_eagle, train_medusa
 from recipes.family.config import SEED
@@ -19,12 +22,17 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 PACKAGE = Path(__file__).parents[2] / "src" / "outrider" / "family"
 NAMES = ("medusa", "eagle1", "eagle3")
 
-Tokens = Annotated[Path, typer.Option("--tokens", help="the family recipe's tokenised text")]
-Target = Annotated[Path, typer.Option("--target", help="the target's folder")]
-Package = Annotated[Path, typer.Option("--package", help="folder that gets a folder for each head")]
-Work = Annotated[Path, typer.Option("--work", help="folder for rows, features and checkpoints")]
-Minutes = Annotated[float, typer.Option("--minutes", help="of training a head")]
-Rows = Annotated[int, typer.Option("--rows", help=f"rows of {SEQ_LEN} tokens; half are written by the target")]
+
+@dataclass(frozen=True)
+class Options:
+    """Of both commands."""
+
+    minutes: Annotated[float, typer.Option(help="of training a head")] = 25.0
+    rows: Annotated[int, typer.Option(help=f"rows of {SEQ_LEN} tokens; half are written by the target")] = 4000
+    target: Annotated[Path, typer.Option(help="the target's folder")] = PACKAGE / "target"
+    tokens: Annotated[Path, typer.Option(help="the family recipe's tokenised text")] = Path("build/family/tokens")
+    package: Annotated[Path, typer.Option(help="folder that gets a folder for each head")] = PACKAGE
+    work: Annotated[Path, typer.Option(help="folder for rows, features and checkpoints")] = Path("build/heads")
 
 
 def bench(target: Path, tokens: Path, work: Path, rows: int) -> Bench:
@@ -59,37 +67,28 @@ def train(name: str, at: Bench, package: Path, minutes: float) -> bool:
     return finished
 
 
+def train_all(names: Sequence[str], how: Options) -> None:
+    """Heads in order, each to its end; ends the process where one is interrupted."""
+    at = bench(how.target, how.tokens, how.work, how.rows)
+    for name in names:
+        if not train(name, at, how.package, how.minutes):
+            sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
+
+
 @app.command()
-def one(
-    name: str,
-    minutes: Minutes = 25.0,
-    rows: Rows = 4000,
-    target: Target = PACKAGE / "target",
-    tokens: Tokens = Path("build/family/tokens"),
-    package: Package = PACKAGE,
-    work: Work = Path("build/heads"),
-) -> None:
+@with_groups
+def one(*, name: Annotated[str, typer.Argument()], how: Options) -> None:
     """Train one of medusa, eagle1, eagle3; run again to resume."""
     if name not in NAMES:
         raise typer.BadParameter(f"unknown head {name!r}; known: {', '.join(NAMES)}")
-    if not train(name, bench(target, tokens, work, rows), package, minutes):
-        sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
+    train_all([name], how)
 
 
 @app.command(name="all")
-def everything(
-    minutes: Minutes = 25.0,
-    rows: Rows = 4000,
-    target: Target = PACKAGE / "target",
-    tokens: Tokens = Path("build/family/tokens"),
-    package: Package = PACKAGE,
-    work: Work = Path("build/heads"),
-) -> None:
+@with_groups
+def everything(*, how: Options) -> None:
     """Text, features and the three heads in order; run again to go on where it stopped."""
-    at = bench(target, tokens, work, rows)
-    for name in NAMES:
-        if not train(name, at, package, minutes):
-            sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
+    train_all(NAMES, how)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,12 @@ def join_method(name: str, options: Mapping[str, object]) -> str:
     return ":".join([name, *(f"{option}={value}" for option, value in options.items())])
 
 
+def with_drafts(method: str, find: Callable[[str], str]) -> str:
+    """A method whose options name drafts, each where ``find`` says that it is."""
+    name, options = split_method(method)
+    return join_method(name, {key: find(value) if key.split(".")[-1] == "draft" else value for key, value in options.items()})
+
+
 def split_methods(text: str) -> list[str]:
     """``"draft,eagle:hidden_states=2,4,6"`` -> its two methods: what begins with a number goes on with a value."""
     return re.split(r",(?=\s*[^\s\d.,-])", text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from tiny_folder import make_folder
@@ -16,6 +17,7 @@ from outrider.bench.grid import PLAIN_CONTENDER, Group, Plan
 from outrider.bench.measure import Batch, Run, generate
 from outrider.bench.memory import PeakMemory
 from outrider.engine import PhaseTimes, Round
+from outrider.types import Context, OutriderError, Proposal, Scores
 
 NGRAM = Contender("ngram", 3)
 
@@ -54,6 +56,21 @@ def test_plain_and_contenders_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPat
     ]  # fmt: skip
     assert [len(group.repeats) for group in groups] == [3]
     assert plan.num_runs == len(order)
+
+
+def test_no_contender_remembers_a_text_from_another_s_run_or_from_before_a_repeat(llm: LLM) -> None:
+    contenders = Contenders(llm)
+    first, second = (Contender("suffix:earlier_tokens=4000", k) for k in (3, 5))
+    params = Plan((), {}, max_tokens=20).params(0, 0)
+
+    def num_remembered(contender: Contender) -> int:
+        with contenders.active(contender):
+            return len(llm.proposer.memory.blocks)  # type: ignore[attr-defined]
+
+    generate(contenders, first, [list(range(5, 40))], params, 1)
+    assert (num_remembered(first), num_remembered(second)) == (1, 0)
+    contenders.forget()
+    assert num_remembered(first) == 0
 
 
 def test_k_zero_is_plain_decoding() -> None:
@@ -107,6 +124,33 @@ def test_a_run_keeps_latencies_memory_and_the_prediction_of_plain_decoding(llm: 
     cell = cells.cells([Group(0.0, 2, "x", [{PLAIN_CONTENDER: run}])])[0]
     assert set(cell["inter_token_ms"]) == {"p50", "p95"} and cell["prediction_error_percent"] > -5
     assert cell["expected_speedup"] is None and cell["cost_ratio"] is None
+
+
+def test_decoding_begins_when_every_prompt_has_its_first_tokens(tmp_path: Path) -> None:
+    llm = LLM(make_folder(tmp_path), method="plain", compile="never", max_batch=2, prefill_chunk=20)
+    prompts = [[7, 8, 9], [10 + i % 30 for i in range(90)]]  # the second is read in five parts, while the first one goes on
+    run = generate(Contenders(llm), PLAIN_CONTENDER, prompts, Plan((), {}, max_tokens=12).params(0, 0), 2)
+    (batch,) = run.batches
+    assert batch.num_tokens == 24 and batch.first_tokens >= 5
+    assert batch.waits[0] < batch.waits[1] == batch.first_seconds
+    assert sum(run.histogram.values()) == run.num_tokens - batch.first_tokens  # as many rounds as tokens after them
+    cell = cells.cells([Group(0.0, 2, "x", [{PLAIN_CONTENDER: run}])])[0]
+    assert cell["first_token_ms"] == pytest.approx(1e3 * batch.first_seconds / 2, rel=1e-3)
+    assert cell["time_to_first_token_ms"]["p50"] == pytest.approx(1e3 * batch.waits[0], rel=1e-3)
+
+
+def test_a_target_that_fails_ends_the_measurement(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    score = llm.runner.score
+
+    def failing(context: Context, proposal: Proposal) -> Scores:
+        if any(request.token_ids[0] == 9 for request in context.requests):
+            raise RuntimeError("out of memory")
+        return score(context, proposal)
+
+    monkeypatch.setattr(llm.runner, "score", failing)
+    with pytest.raises(OutriderError, match="out of memory"):
+        generate(Contenders(llm), PLAIN_CONTENDER, [[7, 8], [9, 8]], Plan((), {}, max_tokens=4).params(0, 0), 2)
+    assert not llm.engine.has_work
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="this system does not tell the peak")
@@ -167,3 +211,6 @@ def test_a_tree_is_reached_by_depth_not_by_its_number_of_drafts() -> None:
     run.add_rounds([Round(3, [9], [3], [3], PhaseTimes(0.3, 0.2, 0.0, 0.0))], decode_seconds=1.0)
     assert run.num_drafts == 9 and run.num_judged == 3 and run.acceptance_rate == 1.0
     assert run.step_seconds == [pytest.approx(0.1)]
+    # The accepted path ended at a leaf of depth 1: nothing behind it was drafted, so nothing was refused.
+    run.add_rounds([Round(3, [9], [3], [1], PhaseTimes(0.3, 0.2, 0.0, 0.0), judged=[1])], decode_seconds=1.0)
+    assert run.num_judged == 4 and run.acceptance_rate == 1.0 and run.conditional_acceptance(3) == [1.0, 1.0, 1.0]

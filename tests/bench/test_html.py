@@ -104,6 +104,17 @@ def test_each_temperature_has_its_figures() -> None:
     assert len(found.figures) == 2 * (len(FIGURES) - 1)  # one batch size: no plot over batch sizes
 
 
+def test_more_methods_than_colours_are_all_drawn_and_a_dollar_is_a_dollar() -> None:
+    result = grid(batches=(1, 4))
+    plain = [each for each in result["cells"] if each["k"] == 0]
+    cells = [each for each in result["cells"] if each["method"] == "draft" and each["k"] == 4]
+    names = [f"draft:draft=./${{{number}}}_$x" for number in range(10)]
+    text = Page(html.page(result | {"cells": plain + [each | {"method": name} for name in names for each in cells]})).text
+    legend_of_the_first_plot = text[: text.index("Points: measured")]
+    assert all(f"{name}, formula" in legend_of_the_first_plot for name in names)
+    assert "2 more draft lengths are in the table only" in text
+
+
 def test_warnings_stand_on_the_page() -> None:
     result = grid()
     result["cells"][1] |= {"same_text": 0.0, "faults": 3}

@@ -88,6 +88,8 @@ def test_a_file_may_be_gzipped_and_is_read_as_far_as_wanted(tmp_path: Path) -> N
         ("3", "not a JSON object"),
         ("null", "not a JSON object"),
         ('{"prompt": "x"', "not JSON: .* at character 15"),
+        ("[" * 100_000, "not JSON that can be read"),
+        ('{"prompt": ' + "9" * 5000 + "}", "not JSON that can be read"),
         ('{"text": "x", "n": 1}', 'no "prompt", "turns", "messages" or "question" in it, but "text", "n"'),
         ('{"prompt": ""}', '"prompt" is not a text, or empty'),
         ('{"prompt": 3}', '"prompt" is not a text'),
@@ -110,6 +112,25 @@ def test_a_file_that_is_not_there_or_empty_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(OutriderError, match="holds no prompts"):
         workloads.from_file(tmp_path / "empty.jsonl")
+
+
+def test_a_damaged_archive_is_refused_and_a_mark_at_the_beginning_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl.gz"
+    whole = gzip.compress(json.dumps(HUMANEVAL).encode())
+    file.write_bytes(whole[:10] + b"\xff" * len(whole[10:]))
+    with pytest.raises(OutriderError, match="cannot read"):
+        workloads.from_file(file)
+    marked = tmp_path / "marked.jsonl"
+    marked.write_text(json.dumps(HUMANEVAL) + "\n", encoding="utf-8-sig")
+    assert workloads.from_file(marked)[0].workload == "humaneval"
+
+
+def test_a_template_that_refuses_and_a_missing_tokenizer_are_said() -> None:
+    strict = make_tokenizer(chat_template="{{ raise_exception('roles must take turns') }}")
+    with pytest.raises(OutriderError, match=r"refuses a conversation \(user\): roles must take turns"):
+        workloads.encode(strict, Prompt("chat", messages=asked("Hi")))
+    with pytest.raises(OutriderError, match="no tokenizer"):
+        workloads.encode(None, Prompt("x", "y"))
 
 
 def test_chat_goes_through_the_template_where_there_is_one() -> None:

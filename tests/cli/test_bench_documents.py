@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from bench_documents import cell, document, grid
+from rich.console import Console
+
+from outrider.bench.progress import Progress
+from outrider.bench.tables import tables
+from outrider.cli.bench import progress
+from outrider.cli.console import say_error, waiting
 
 Run = Callable[..., "tuple[int, str, str]"]
 
@@ -29,6 +36,30 @@ def test_the_command_prints_the_table_and_its_exit_code_tells(outrider: Run, tmp
     code, out, _ = outrider("bench", "compare", *files, "--json")
     found = json.loads(out)
     assert code == 3 and found["has_loss"] and len(found["cells"]) == 2
+
+
+def test_brackets_in_the_name_of_a_file_or_a_workload_are_no_markup(outrider: Run, tmp_path: Path) -> None:
+    result = measured(150.0) | {"target": "./my[/model]"}
+    for each in result["cells"]:  # type: ignore[attr-defined]
+        each["workload"] = "mine[/b]"
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps(result))
+    code, out, err = outrider("bench", "compare", file, file)
+    assert code == 0 and "mine[/b]" in out, err
+    view = Console(file=StringIO(), width=200)
+    for table in tables(result):
+        view.print(table)
+    assert "mine[/b]" in view.file.getvalue() and "./my[/model]" in view.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_brackets_are_no_markup_while_it_waits_and_where_it_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    with waiting("loading ./my[/model]"):
+        pass
+    say_error("cannot write a[/b]")
+    with progress() as report:
+        report(Progress(1, 2, None, "mine[/b], draft"))
+    err = capsys.readouterr().err
+    assert "./my[/model]" in err and "error: cannot write a[/b]" in err and "mine[/b]" in err
 
 
 @pytest.mark.parametrize(

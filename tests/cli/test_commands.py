@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from outrider.cli import app, chat, console
+from outrider.engine import GenerationStats, PhaseTimes
 from outrider.engine.outputs import Chunk
 
 Run = Callable[..., "tuple[int, str, str]"]
@@ -33,6 +34,21 @@ def test_generate_says_what_plain_decoding_says(outrider: Run, target: Path, dra
     assert code == 0
     assert out == plain_text(outrider, target, "--max-tokens", 30) and len(out) > 10
     assert "30 tokens" in err and "tok/s" in err and "time: draft" in err
+
+
+def test_the_summary_s_shares_come_to_the_whole() -> None:
+    text = console.summary(GenerationStats(num_tokens=9, times=PhaseTimes(1.0, 1.0, 0.0, 1.0, read=1.0)), 4.0).plain
+    assert "read 1.00 s (25%)" in text and sum(map(int, re.findall(r"\((\d+)%\)", text))) == 100
+
+
+def test_a_run_of_passes_that_are_not_compiled_yet_says_so(
+    outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.runner.compiled.load", lambda module, build: None)  # nothing is at hand
+    monkeypatch.setattr("outrider.runner.compiled.is_supported", lambda model: True)
+    command = ["generate", "--target", target, "--method", "ngram", "--max-tokens", 4, "hello"]
+    assert "--compile always" in outrider(*command)[2]
+    assert "--compile always" not in outrider(*command, "--compile", "never")[2]
 
 
 def test_the_summary_tells_acceptance_and_plain_speed(outrider: Run, target: Path, draft: Path) -> None:

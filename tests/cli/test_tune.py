@@ -6,12 +6,17 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from outrider.bench.contenders import Contender
 from outrider.cli import app
+from outrider.cli.options import ModelOptions
+from outrider.cli.tune import plan_values
 from outrider.engine.plan import Plan
+from outrider.proposers.base import PlainProposer
 
 Run = Callable[..., "tuple[int, str, str]"]
 QUICK = ["--compile", "never", "--num-prompts", 3, "--max-tokens", 20, "--repeat", 1, "--k", "1,3"]
@@ -106,6 +111,8 @@ def test_an_interrupted_search_goes_on_where_it_ended(
         (["--workloads", "code", "--batch", "0"], "from 1 on"),
         (["--workloads", "code", "--report", "x.pdf"], ".html"),
         (["--workloads", "code", "--resume"], "--resume"),
+        (["--workloads", "code", "--out", "found.json"], "would both go to found.json"),
+        (["--workloads", "code", "--max-tokens", "0"], "max_tokens must be at least 1"),
         (["--workloads", "code", "--max-tokens", "600"], "no room for a prompt"),
     ],
 )
@@ -117,6 +124,33 @@ def test_bad_input_is_one_line(
     lines = [line for line in err.splitlines() if line.strip() and not line.endswith("...")]
     assert code == 2 and len(lines) == 1 and words in lines[0], err
     assert not (tmp_path / "plan.toml").exists()
+
+
+def test_a_plan_works_from_anywhere(tmp_path: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders that it names, also among a method's options, are found from another folder; names of drafts stay names."""
+    monkeypatch.chdir(draft.parent)
+    given = SimpleNamespace(
+        llm=SimpleNamespace(speculation=SimpleNamespace(drafts={"heads": draft})),
+        proposers=dict.fromkeys(["draft:draft=draft", "eagle:draft=heads", "suffix+draft:draft.draft=draft"], PlainProposer()),
+    )
+    (draft.parent / "heads").mkdir(exist_ok=True)
+    for method, wanted in {
+        "draft:draft=draft": f"draft:draft={draft}",
+        "eagle:draft=heads": "eagle:draft=heads",
+        "suffix+draft:draft.draft=draft": f"suffix+draft:draft.draft={draft}",
+    }.items():
+        chosen = SimpleNamespace(chosen=Contender(method, 4))
+        assert plan_values(ModelOptions(), chosen, given)["method"] == wanted  # type: ignore[arg-type]
+    monkeypatch.chdir(tmp_path)
+    beside = Plan({"method": "draft:draft=draft"}, draft.parent)
+    assert beside.given("method") == f"draft:draft={draft}"
+
+
+def test_a_plan_is_written_as_toml_whatever_stands_in_it(tmp_path: Path) -> None:
+    values = {"target": 'odd "name"\\ with\ttab\nand line, na\u00efve', "k": 4, "same_text": True, "kv_memory": 0.5}
+    Plan(values).write(tmp_path / "plan.toml", ["caf\u00e9"])
+    assert Plan.read(tmp_path / "plan.toml").values == values
+    assert "caf\u00e9" in (tmp_path / "plan.toml").read_bytes().decode("utf-8")
 
 
 def test_a_plan_that_is_there_is_not_replaced_unasked(outrider: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ import torch
 
 from outrider.engine import Observation
 from outrider.proposers.base import ScriptedProposer
-from outrider.types import Context
+from outrider.types import Context, Proposal
 
-from .toy import TableRunner, make_engine, make_request
+from .toy import TableRunner, greedy_continuation, make_engine, make_request
 
 
 def drafts(context: Context, k: int) -> list[list[int]]:
@@ -36,6 +36,26 @@ def test_an_observer_sees_every_round_as_it_was_settled() -> None:
         assert last.round.num_accepted == [len(path)]
     assert [each.is_prefill for each in seen] == [True] + [False] * (len(seen) - 1)
     assert len(emitted) == 9
+
+
+def test_a_path_that_ends_at_a_leaf_was_judged_as_far_as_it_goes() -> None:
+    runner = TableRunner()
+
+    def tree(context: Context, k: int) -> Proposal:
+        """The right token without anything behind it, and a wrong one with another behind it: a longest path of two."""
+        (right,) = greedy_continuation(runner, context.requests[0].token_ids, 1)
+        wrong = 1 + right % 16
+        return Proposal(torch.tensor([[right, wrong, wrong]]), torch.tensor([3]), None, torch.tensor([[-1, -1, 1]]))
+
+    proposer = ScriptedProposer(tree)
+    proposer.drafts_trees = True
+    engine = make_engine(proposer, k=2, runner=runner)
+    seen: list[Observation] = []
+    engine.observer = seen.append
+    engine.add(make_request("r", [1, 2], max_tokens=9))
+    engine.step()
+    assert seen[0].round.depths == [2] and seen[0].round.num_accepted == [1] and seen[0].round.num_judged == [1]
+    assert engine.stats.acceptance_rate == 1.0
 
 
 def test_an_observer_s_time_belongs_to_no_round() -> None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outrider import LLM
 from outrider.engine import FixedLength
+from outrider.engine.methods import fitting_proposers
 from outrider.proposers.base import Proposer, ScriptedProposer
+from outrider.proposers.combined import CombinedProposer
 from outrider.proposers.degraded import Degraded
 from outrider.proposers.ngram import NgramProposer
+from outrider.search import Question, Search
+from outrider.search.journal import Journal
 from outrider.search.leading import lead
 from outrider.search.prediction import predict
 from outrider.search.traces import Drafted, Replay, Trace, replay_text
@@ -35,6 +40,22 @@ def test_a_text_based_proposer_keeps_nothing_of_a_replay() -> None:
     proposer = NgramProposer()
     replay_text(proposer, Text([1, 2], SamplingParams(), [1, 2, 1]), 4, vocab_size=17)
     assert not proposer._indexes
+
+
+def test_a_replay_finds_no_text_in_the_proposer_s_memory_but_those_before_it(llm: LLM) -> None:
+    """What was replayed, priced or led with it earlier in the search are the very texts that it is asked for."""
+    method = "suffix:earlier_tokens=4000"
+    proposers, _ = fitting_proposers(llm.speculation, llm.runner, llm.tokenizer, [method])
+    said = [[50 + i for i in range(24)], [90 - i for i in range(24)]]
+    texts = [Text([10 + i, 20], SamplingParams(max_tokens=24, seed=i), said[i]) for i in range(2)]
+    search = Search(llm, dict(proposers), texts, Question((4,)), Journal(None, {}))
+    first = search.replay(method)
+    assert first.alpha == 0.0  # nothing repeats
+    search.journal = Journal(None, {})
+    assert search.replay(method) == first
+    pair = proposers[method], ScriptedProposer(lambda context, k: Proposal.empty(len(context.requests)))
+    search.proposers["both"] = CombinedProposer(*pair)
+    assert search.replay("both").alpha == 0.0
 
 
 @pytest.mark.parametrize("k", [1, 3, 6])

@@ -34,6 +34,18 @@ def test_settings_of_a_line_go_before_the_command_s(tmp_path: Path) -> None:
     assert three == SamplingParams(max_tokens=40, temperature=0.3, seed=3)
 
 
+def test_a_value_of_another_kind_is_refused_with_its_line_and_other_servers_words_are_understood(tmp_path: Path) -> None:
+    for field, value in [
+        ("stop", 5), ("stop", ["a", 1]), ("max_tokens", float("nan")), ("max_tokens", 2.5), ("max_tokens", 0), ("seed", "x"),
+        ("seed", 10**400), ("ignore_eos", "no"), ("top_p", True), ("temperature", float("inf")),
+    ]:  # fmt: skip
+        with pytest.raises(OutriderError, match=rf"line 2: .*{field}") as caught:
+            read_file(written(tmp_path, {"prompt": "x"}, {"prompt": "x", field: value}), 1, DEFAULTS)
+        assert "\n" not in str(caught.value)
+    (asked,) = read_file(written(tmp_path, {"prompt": "x", "top_k": -1, "max_tokens": 7.0, "user": {"a": 1}}), 1, DEFAULTS)
+    assert (asked.params.top_k, asked.params.max_tokens) == (0, 7)
+
+
 def test_bodies_of_requests_are_read_with_their_defaults(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": " there"}]
     file = written(

@@ -40,7 +40,7 @@ def _cell(group: Group, contender: Contender, same_text_when_sampled: bool) -> d
         **_speeds(runs, plain),
         **_acceptance(runs),
         **_expectation(runs, plain),
-        **_latencies(runs, group.batch),
+        **_latencies(runs),
         **_prediction(runs, plain),
         "same_text": _same_text(runs, plain) if comparable else None,
         "ms": _ms(runs),
@@ -133,12 +133,12 @@ def _expectation(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _latencies(runs: Sequence[Run], batch: int) -> dict[str, Any]:
+def _latencies(runs: Sequence[Run]) -> dict[str, Any]:
     pauses = [pause for run in runs for pause in run.pauses]
-    firsts = [1e3 * each.first_seconds for run in runs for each in run.batches]
+    firsts = [1e3 * seconds for run in runs for each in run.batches for seconds in each.waits]
     return {
         # Of each prompt, as if the others of its batch had not been read at the same time.
-        "first_token_ms": _rounded(median(1e3 * run.first_seconds * batch / max(len(run.token_ids), 1) for run in runs)),
+        "first_token_ms": _rounded(median(1e3 * run.first_seconds / max(len(run.token_ids), 1) for run in runs)),
         "time_to_first_token_ms": _percentiles(firsts, [1.0] * len(firsts)),
         "inter_token_ms": _percentiles([1e3 * seconds / n for seconds, n in pauses], [float(n) for _, n in pauses]),
         "pause_ms": _percentiles([1e3 * seconds for seconds, _ in pauses], [1.0] * len(pauses)),

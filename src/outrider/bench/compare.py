@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.bench.documents import KEY, Cell, condition, is_plain, label
 from outrider.bench.statistics import Change, change
+from outrider.bench.tables import add_row
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -135,14 +136,15 @@ def table(comparison: Comparison) -> Table:
     for each in comparison.changes:
         before, after = each.before, each.after
         plain = is_plain(after)
-        view.add_row(
+        entries = [
             _name(after),
             f"{before['tok_s']:.4g} > {after['tok_s']:.4g}",
             _percent(each.tok_s),
             "" if plain else f"{before['speedup']:.2f} > {after['speedup']:.2f}",
             "" if plain else _percent(each.speedup),
             each.verdict,
-        )
+        ]
+        add_row(view, entries)
     return view
 
 

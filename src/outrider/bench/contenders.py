@@ -64,6 +64,7 @@ class Contenders:
         self._draft, self._proposers = draft, proposers or {}
         self._engines: dict[str, Engine] = {llm.proposer.name: llm.engine}
         self._policies: dict[Contender, LengthPolicy] = {}
+        self._memories: dict[Contender, object] = {}  # what each one's own runs have taught its proposer
 
     def prepare(self, contender: Contender) -> None:
         """Loads what the method needs. Raises ``OutriderError`` for an unknown method or a draft that does not fit."""
@@ -79,6 +80,10 @@ class Contenders:
             speculation = replace(llm.speculation, num_draft_tokens=0 if contender.is_plain else contender.k)
             self._policies[contender] = build_policy(speculation, llm.runner, proposer)
 
+    def forget(self) -> None:
+        """From now on nobody has met a text before: in its memory it would find the answer to a prompt that runs again."""
+        self._memories.clear()
+
     def _speculation(self, method: str) -> Speculation:
         draft = self._draft if PROPOSERS.get(split_method(method)[0]).takes_draft else None
         return replace(self.llm.speculation, method=method, draft=draft, proposer=None)
@@ -91,11 +96,12 @@ class Contenders:
         engine = self._engines[PLAIN if contender.is_plain else contender.method]
         before, policy = llm.engine, engine.policy
         llm.engine, llm.proposer = engine, engine.proposer
-        engine.policy = recorder
+        engine.policy, engine.proposer.memory = recorder, self._memories.get(contender)
         llm.runner.needs_hidden = engine.proposer.needs_hidden
         try:
             yield recorder
         finally:
+            self._memories[contender] = engine.proposer.memory
             engine.policy = policy
             llm.engine, llm.proposer = before, before.proposer
             llm.runner.needs_hidden = before.proposer.needs_hidden

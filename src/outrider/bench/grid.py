@@ -81,6 +81,7 @@ def run_grid(contenders: Contenders, plan: Plan, report: Callable[[Progress], No
             for repeat in range(plan.repeat):
                 params = plan.params(temperature, repeat)
                 runs: dict[Contender, Run] = {}
+                contenders.forget()
                 start = repeat % len(order)
                 for contender in order[start:] + order[:start]:
                     elapsed = perf_counter() - started - spent_warming

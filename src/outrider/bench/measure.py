@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from outrider.bench.memory import PeakMemory
 from outrider.engine import Round
-from outrider.types import SamplingParams
+from outrider.types import OutriderError, SamplingParams
 
 if TYPE_CHECKING:
     from outrider.bench.contenders import Contender, Contenders
@@ -24,10 +25,11 @@ class Batch:
     """Prompts generated together, from the first one's start to the last one's end."""
 
     num_tokens: int
-    seconds: float  # the prompts' pass included
-    first_tokens: int = 0  # what came with that pass
+    seconds: float  # prompts included
+    first_tokens: int = 0  # what had come when every prompt had its first tokens: long prompts are read a part a step
     first_seconds: float = 0.0  # until then
     plain_seconds: float | None = None  # what the engine says plain decoding would have taken
+    waits: tuple[float, ...] = ()  # of each prompt, until its own first tokens
 
 
 @dataclass
@@ -60,7 +62,7 @@ class Run:
 
     @property
     def first_seconds(self) -> float:
-        """Until the first tokens of each batch."""
+        """Until every prompt of each batch had its first tokens."""
         return sum(batch.first_seconds for batch in self.batches)
 
     @property
@@ -108,11 +110,11 @@ class Run:
         """Adds decoding rounds that together took ``decode_seconds`` on the wall clock."""
         for round_ in rounds:
             self.num_drafts += sum(round_.lens)
-            for depth, accepted in zip(round_.depths, round_.num_accepted, strict=True):
+            for judged, accepted in zip(round_.num_judged, round_.num_accepted, strict=True):
                 self.histogram[accepted] += 1
-                self.reached.update(range(min(accepted + 1, depth)))
+                self.reached.update(range(judged))
                 self.kept.update(range(accepted))
-                self.num_judged += min(accepted + 1, depth)
+                self.num_judged += judged
             depth = max(round_.depths, default=0)
             self.num_draft_steps += depth
             if depth:
@@ -142,8 +144,8 @@ def generate(
         faults = contenders.llm.stats.faults
         for at in range(0, len(prompts), batch):
             part = list(prompts[at : at + batch])
-            stream = contenders.llm.stream(part, each[at : at + batch])
-            _generate_batch(stream, len(part), run, recorder.rounds, show)
+            with closing(contenders.llm.stream(part, each[at : at + batch])) as stream:
+                _generate_batch(stream, len(part), run, recorder.rounds, show)
         run.faults = contenders.llm.stats.faults - faults
     run.peak_bytes = memory.read()
     return run
@@ -152,22 +154,31 @@ def generate(
 def _generate_batch(
     chunks: Iterator[Chunk], num_prompts: int, run: Run, rounds: list[Round], show: Callable[[str], None] | None
 ) -> None:
-    """Reads one batch to its end. Its prompts are read in one step, and what that step takes and brings counts as first."""
+    """Reads one batch to its end. Decoding begins when every prompt has its first tokens; ``rounds`` before count as reading.
+
+    Raises ``OutriderError`` where the target fails: what is left is no measurement.
+    """
     outputs: list[list[int]] = [[] for _ in range(num_prompts)]
     arrivals = [0.0] * num_prompts
     plain: list[float | None] = []
+    waits: list[float] = []
     first_tokens = 0
     rounds.clear()
     started = first = perf_counter()
     for chunk in chunks:
         now, index, num_new = perf_counter(), chunk.prompt_index, len(chunk.token_ids)
-        if not outputs[index]:
-            first = now
-            first_tokens += num_new
-        elif num_new:
+        if chunk.finish_reason == "error":
+            raise OutriderError(chunk.error or "the target failed")
+        is_first = not outputs[index]
+        if num_new and not is_first:
             run.pauses.append((now - arrivals[index], num_new))
         arrivals[index] = now
         outputs[index] += chunk.token_ids
+        if is_first:
+            first = now
+            first_tokens = sum(map(len, outputs))
+            waits.append(now - started)
+            rounds.clear()
         if chunk.stats is not None:
             plain.append(chunk.stats.plain_seconds)
         if show is not None:
@@ -176,5 +187,6 @@ def _generate_batch(
     # A batch lasts as long as its longest request, plain or not.
     plain_seconds = max((each for each in plain if each is not None), default=None) if None not in plain else None
     run.token_ids += outputs
-    run.batches.append(Batch(sum(map(len, outputs)), ended - started, first_tokens, first - started, plain_seconds))
+    tokens, seconds = sum(map(len, outputs)), ended - started
+    run.batches.append(Batch(tokens, seconds, first_tokens, first - started, plain_seconds, tuple(waits)))
     run.add_rounds(rounds, ended - first)

@@ -9,6 +9,7 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 from matplotlib import rc_context
@@ -23,6 +24,7 @@ from outrider.engine.stats import expected_speedup
 COLOURS = ("#3f7fd6", "#dd7f2b", "#2f9e6a", "#c7528a", "#8b6fd0", "#a8902c", "#4aa3b5", "#c0554a")
 INK, RULE = "#010203", "#040506"  # stand-ins, replaced by the page's own
 STYLE: Any = {  # matplotlib types each key
+    "text.parse_math": False,  # a dollar in the name of a folder is a dollar
     "svg.fonttype": "none",
     "font.size": 9,
     "axes.edgecolor": RULE,
@@ -73,7 +75,7 @@ def speedup_by_k(found: Sequence[Pool]) -> Plot:
     rows: list[tuple[str, ...]] = []
 
     def draw(axes: Axes) -> None:
-        for colour, method in zip(COLOURS, _methods(found), strict=False):
+        for colour, method in zip(cycle(COLOURS), _methods(found), strict=False):
             mine = [pool for pool in found if pool.method == method and not pool.is_plain]
             _draw_method(axes, colour, method, mine, rows)
         axes.axhline(1, color=INK, linewidth=0.8)
@@ -164,9 +166,10 @@ def speedup_by_batch(cells: Sequence[Cell]) -> Plot:
     batches = distinct(cells, "batch")
     by_batch = {batch: {pool.label: pool for pool in pools(at(cells, batch=batch)) if not pool.is_plain} for batch in batches}
     labels = list(dict.fromkeys(name for found in by_batch.values() for name in found))
+    shown = [pool.label for pool in _shown(pools(cells))]
 
     def draw(axes: Axes) -> None:
-        for colour, name in zip(COLOURS, labels, strict=False):
+        for colour, name in zip(COLOURS, shown, strict=False):
             there = [batch for batch in batches if name in by_batch[batch] and by_batch[batch][name].speedup("speedup")]
             found = [by_batch[batch][name] for batch in there]
             speeds = [pool.speedup("speedup") or 0.0 for pool in found]
@@ -181,6 +184,8 @@ def speedup_by_batch(cells: Sequence[Cell]) -> Plot:
         for name in labels
     )
     note = "Workloads together, by geometric mean."
+    if len(shown) < len(labels):
+        note += f" {len(labels) - len(shown)} more draft lengths are in the table only."
     return Plot(title, svg_of(title, draw), note, ("method", *(f"batch {batch}" for batch in batches)), rows)
 
 

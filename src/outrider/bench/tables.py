@@ -80,11 +80,19 @@ def number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
+def add_row(view: Table, entries: Sequence[str]) -> None:
+    """A line of the table. Names of files and workloads are no markup, whatever brackets stand in them."""
+    from rich.text import Text
+
+    view.add_row(*map(Text, entries))
+
+
 def _table(title: str, *columns: str) -> Table:
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
-    view = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=0)
+    view = Table(title=Text(title), title_justify="left", box=box.SIMPLE, pad_edge=False, padding=0)
     view.add_column("workload", overflow="fold")
     view.add_column("method", no_wrap=True)
     for name in columns:
@@ -99,5 +107,5 @@ def _fill(view: Table, cells: Sequence[Cell], row: Callable[[Cell], list[str]]) 
         group = condition(cell)
         if previous not in (None, group):
             view.add_section()
-        view.add_row(group if group != previous else "", label(cell), *row(cell))
+        add_row(view, [group if group != previous else "", label(cell), *row(cell)])
         previous = group

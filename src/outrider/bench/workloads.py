@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -100,9 +101,10 @@ class Refused(Exception):
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        opened = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", encoding="utf-8-sig") as file:  # some programs begin a file with a mark
             yield from enumerate(file, start=1)
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise OutriderError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
@@ -111,6 +113,8 @@ def _object(line: str) -> dict[str, Any]:
         item = json.loads(line)
     except json.JSONDecodeError as error:
         raise Refused(f"not JSON: {error.msg} at character {error.pos + 1}") from None
+    except (ValueError, RecursionError):
+        raise Refused("not JSON that can be read: a number too long, or too many brackets in each other") from None
     if not isinstance(item, dict):
         raise Refused("not a JSON object")
     return item
@@ -182,12 +186,21 @@ FORMATS: tuple[Format, ...] = (
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """The prompt's token ids; a chat without a template becomes a plain dialogue."""
+    """The prompt's token ids; a chat without a template becomes a plain dialogue.
+
+    Raises ``OutriderError`` without a tokenizer, and where its template refuses the conversation.
+    """
+    if tokenizer is None:
+        raise OutriderError("there is no tokenizer with the target: it can read no prompt")
     if not prompt.is_chat:
         return list(tokenizer(prompt.text)["input_ids"])
     if getattr(tokenizer, "chat_template", None):
         messages = [dict(message) for message in prompt.messages]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        try:
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template is a program of the model's author's
+            roles = ", ".join(message["role"] for message in messages)
+            raise OutriderError(f"the tokenizer's chat template refuses a conversation ({roles}): {error}") from error
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     return list(tokenizer(as_text(prompt))["input_ids"])
 

@@ -135,20 +135,20 @@ def command(
 
 
 def finish(plan: Plan, groups: Sequence[Group], llm: LLM, extra: dict[str, Any], outputs: OutputOptions) -> None:
-    """The tables to stderr, the document and the report to their files, the document to stdout on one line."""
+    """The document to its file before all else, the tables to stderr, the document to stdout on one line, the report."""
     from outrider.bench.report import document
     from outrider.bench.tables import tables
-    from outrider.cli.console import err
+    from outrider.cli.console import err, say_error
 
     result = document(plan, groups, llm.runner, extra.pop("name"), extra)
-    if result["cells"]:
-        for table in tables(result):
-            err.print(table)
     if outputs.out is not None:
         try:
             outputs.out.write_text(json.dumps(result, indent=1) + "\n")
         except OSError as error:
-            err.print(f"[red]error:[/] cannot write {outputs.out}: {error.strerror}; the document follows on standard output")
+            say_error(f"cannot write {outputs.out}: {error.strerror}; the document follows on standard output")
+    if result["cells"]:
+        for table in tables(result):
+            err.print(table)
     print(json.dumps(result), flush=True)
     if outputs.html is not None and result["cells"]:
         write_page(outputs.html, result)
@@ -262,7 +262,8 @@ def progress() -> Iterator[Callable[[State], None]]:
 
     from outrider.cli.console import err
 
-    columns = (BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}  {task.fields[left]}  {task.description}"))
+    text = TextColumn("{task.completed}/{task.total}  {task.fields[left]}  {task.description}", markup=False)
+    columns = (BarColumn(bar_width=24), text)
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=None, left="")
 
@@ -270,7 +271,7 @@ def progress() -> Iterator[Callable[[State], None]]:
             left = "" if state.seconds_left is None else f"{clock(state.seconds_left)} left"
             bar.update(task, completed=state.done, total=state.total, left=left, description=state.what)
             if not err.is_terminal:
-                err.print(f"{state.done}/{state.total} {left} {state.what}", soft_wrap=True)
+                err.print(f"{state.done}/{state.total} {left} {state.what}", markup=False, soft_wrap=True)
 
         yield report
 

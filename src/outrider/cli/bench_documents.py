@@ -50,12 +50,12 @@ def report(
 def write_page(path: Path, result: dict[str, Any]) -> None:
     """The HTML report. A page that cannot be written is said and ends nothing: the document is what must not be lost."""
     from outrider.bench.html import page
-    from outrider.cli.console import err
+    from outrider.cli.console import say_error
 
     try:
         path.write_text(page(result), encoding="utf-8")
     except OSError as error:
-        err.print(f"[red]error:[/] cannot write {path}: {error.strerror}")
+        say_error(f"cannot write {path}: {error.strerror}")
 
 
 def check_writable(option: str, path: Path | None) -> None:

@@ -59,7 +59,8 @@ def command(
     err.rule()
     err.print(_table(pair, runs))
     err.print("[dim]tok/pass: tokens per pass of the target; ms of a round: draft + score + other[/]")
-    err.print(verdict(llm.tokenizer, runs[0].token_ids[0], runs[1].token_ids[0], params.is_greedy, models.same_text))
+    said = verdict(llm.tokenizer, runs[0].token_ids[0], runs[1].token_ids[0], params.is_greedy, models.same_text)
+    err.print(said, markup=False)  # it quotes tokens
 
 
 def _stream(contenders: Contenders, contender: Contender, text: str, prompt_ids: list[int], params: SamplingParams) -> Run:

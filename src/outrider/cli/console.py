@@ -23,17 +23,22 @@ CODES = {"accepted": "32", "corrected": "1;33", "bonus": "36", "plain": "0"}  # 
 err = Console(stderr=True, highlight=False)
 
 
+def say_error(what: str) -> None:
+    """One line for what went wrong and ends nothing. Names of files and words of others are no markup."""
+    err.print(Text.assemble(("error:", "red"), " ", what), soft_wrap=True)
+
+
 @contextmanager
 def waiting(what: str) -> Iterator[Status | None]:
     """Says what is being waited for: a spinner on a terminal, one line elsewhere."""
     if err.is_terminal:
         started = monotonic()
-        with err.status(f"{what} ...") as status:
+        with err.status(Text(f"{what} ...")) as status:
             yield status
         if monotonic() - started > 2:
-            err.print(f"[dim]{what}: {monotonic() - started:.1f} s[/]")
+            err.print(Text(f"{what}: {monotonic() - started:.1f} s", style="dim"))
     else:
-        err.print(f"{what} ...")
+        err.print(Text(f"{what} ..."))
         yield None
 
 
@@ -105,12 +110,10 @@ def summary(stats: GenerationStats, seconds: float) -> Text:
         )
     total = stats.times.total
     if total:
-        shares = {
-            "draft": stats.times.draft,
-            "score": stats.times.score,
-            "verify": stats.times.verify,
-            "other": stats.times.host,
-        }
+        shares = stats.times.by_phase()
+        shares["other"] = shares.pop("host")
+        if not stats.times.read:  # a short prompt is read with the first score
+            del shares["read"]
         lines.append("time: " + ", ".join(f"{name} {part:.2f} s ({part / total:.0%})" for name, part in shares.items()))
     if stats.faults:
         lines.append(f"the proposer failed {stats.faults} time(s); plain decoding went on (--debug tells more)")

@@ -53,7 +53,7 @@ def command(
 
 def stream_to_screen(llm: LLM, prompt: str | list[int], params: SamplingParams, show: bool = False) -> str:
     """Streams to stdout, then a summary to stderr. Ctrl-C ends the answer and nothing else. Returns the text."""
-    from outrider.cli.console import err, legend, painter_for, summary
+    from outrider.cli.console import err, legend, painter_for, say_error, summary
     from outrider.cli.session import streamed
 
     painter = painter_for(llm) if show else None
@@ -71,9 +71,11 @@ def stream_to_screen(llm: LLM, prompt: str | list[int], params: SamplingParams, 
     if painter is not None:
         err.print(legend())
     if last is not None and last.error:
-        err.print(f"[red]error:[/] {last.error}", soft_wrap=True)
+        say_error(last.error)
     if last is not None:
         err.print(summary(last.stats or llm.stats, perf_counter() - started))
+        if llm.runner.passes.is_provisional:
+            err.print("[dim]passes were not compiled yet, nor are those plain decoding is priced by: see --compile always[/]")
     return text
 
 

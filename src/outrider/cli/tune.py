@@ -104,6 +104,8 @@ class OutputOptions:
             raise OutriderError(f"{self.plan} is there already: give --out {self.plan} to replace it, or another name")
         if self.report is not None and self.report.suffix.lower() not in (".html", ".htm"):
             raise OutriderError(f"--report {self.report}: it is an HTML file, so name it .html")
+        if self.journal.resolve() == self.plan.resolve():
+            raise OutriderError(f"the plan and all that was found would both go to {self.plan}: name another --out or --json")
         check_writable("--out", self.plan)
         check_writable("--json", self.journal)
         check_writable("--report", self.report)
@@ -192,22 +194,24 @@ def finish(search: Search, chosen: Choice, models: ModelOptions, output: OutputO
 
 def plan_values(models: ModelOptions, chosen: Choice, search: Search) -> dict[str, Any]:
     """The plan's keys: what was chosen, and what was given to run the models."""
-    contender = chosen.chosen
+    from outrider.registry import with_drafts
+
+    contender, known = chosen.chosen, search.llm.speculation.drafts
     takes_draft = not contender.is_plain and search.proposers[contender.method].takes_draft
     given = asdict(models) | {
-        "target": _findable(models.target),
-        "draft": _findable(models.draft) if takes_draft else None,
-        "method": contender.method,
+        "target": models.target and _findable(models.target),
+        "draft": _findable(models.draft) if takes_draft and models.draft else None,
+        "method": with_drafts(contender.method, lambda draft: draft if draft in known else _findable(draft)),
         "k": contender.k,
         "same_text": models.same_text or None,
     }
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _findable(source: str | None) -> str | None:
+def _findable(source: str) -> str:
     """A local folder by its whole path, so that the plan works from anywhere."""
-    path = None if source is None else Path(source).expanduser()
-    return str(path.resolve()) if path is not None and path.is_dir() else source
+    path = Path(source).expanduser()
+    return str(path.resolve()) if path.is_dir() else source
 
 
 def read_question(asked: SearchOptions) -> Question:
@@ -227,7 +231,7 @@ def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[Ask
     from outrider.search.traffic import read_builtin, read_file
     from outrider.types import OutriderError
 
-    defaults = sampling.params(max_tokens=sampling.max_tokens or MAX_TOKENS)
+    defaults = sampling.params(max_tokens=MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens)
     if (traffic.traffic is None) == (traffic.workloads is None):
         raise OutriderError(
             "say what the plan is for: either --traffic FILE, or --workloads code,edit,... for built-in prompts"

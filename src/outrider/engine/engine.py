@@ -162,6 +162,7 @@ class Engine:
         self.runner.commit(context, verdict)
         self._guarded.commit(entries, context, drafts, verdict)
         self._guarded.keep_features(entries, scores, verdict)
+        judged = [entry.stats.num_judged for entry in entries]
         emissions = [
             self._emit(entry, b, drafts, paths[b][: counts[b]], next_tokens[b], scores) for b, entry in enumerate(entries)
         ]
@@ -171,7 +172,8 @@ class Engine:
         measured = perf_counter()
         times.host = measured - started - times.total + self._unbooked
         times.read, self._read_seconds = self._read_seconds, 0.0
-        round_ = Round(drafts.k, drafts.lens, drafts.depths, counts, times, scores.first_layer)
+        judged = [entry.stats.num_judged - before for entry, before in zip(entries, judged, strict=True)]
+        round_ = Round(drafts.k, drafts.lens, drafts.depths, counts, times, scores.first_layer, judged)
         is_prefill = not all([entry.is_cached for entry in entries])
         self._account(entries, context, round_, emissions, is_prefill)
         if ended:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
     from outrider.runner import ModelRunner
     from outrider.verifiers.base import Verifier
+
+logger = logging.getLogger(__name__)
 
 ALL = "all"
 
@@ -51,6 +54,14 @@ def fitting_proposers(
             continue
         try:
             proposers[method] = build_proposer(replace(speculation, method=method, proposer=None), runner, tokenizer)
-        except OutriderError as misfit:
-            reasons[method] = str(misfit)
+        except Exception as misfit:  # out of memory, say: the others may fit nevertheless
+            reasons[method] = in_one_line(misfit)
     return proposers, reasons
+
+
+def in_one_line(failure: Exception) -> str:
+    """Why a method is left out."""
+    if isinstance(failure, OutriderError):
+        return str(failure)
+    logger.debug("a method is left out", exc_info=failure)
+    return " ".join(f"{type(failure).__name__}: {failure}".split())[:300]

@@ -5,12 +5,14 @@ Every key is an option of ``LLM`` under the name that the command line gives it;
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from outrider.registry import with_drafts
 from outrider.types import OutriderError
 
 if sys.version_info >= (3, 11):
@@ -48,7 +50,7 @@ class Plan:
     def read(cls, file: Path) -> Plan:
         """Raises ``OutriderError`` for a file that is none, an unknown key and a value of the wrong type."""
         try:
-            values = tomllib.loads(file.read_text())
+            values = tomllib.loads(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise OutriderError(f"the plan cannot be read: {error}") from error
         except tomllib.TOMLDecodeError as error:
@@ -62,7 +64,7 @@ class Plan:
 
     def write(self, file: Path, notes: Sequence[str] = ()) -> None:
         """Every value on a line of its own, with a comment that says what it is; ``notes`` are comments above them."""
-        file.write_text(self.text(notes))
+        file.write_text(self.text(notes), encoding="utf-8")
 
     def text(self, notes: Sequence[str] = ()) -> str:
         """What ``write`` writes."""
@@ -75,9 +77,12 @@ class Plan:
     def given(self, key: str) -> Any:
         """The value of a key, None where the plan leaves it out; a folder beside the plan is found from anywhere."""
         value = self.values.get(key)
-        if key in FOLDERS and value is not None and (self.folder / value).is_dir():
-            return str(self.folder / value)
-        return value
+        if value is not None and key in FOLDERS:
+            return self._found(value)
+        return with_drafts(value, self._found) if value is not None and key == "method" else value
+
+    def _found(self, folder: str) -> str:
+        return str(self.folder / folder) if (self.folder / folder).is_dir() else folder
 
 
 def served_name(target: str | None) -> str:
@@ -89,9 +94,5 @@ def served_name(target: str | None) -> str:
 
 
 def _toml(value: str | float | bool) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (int, float)):
-        return str(value)
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
+    """What JSON writes of these kinds is TOML too."""
+    return json.dumps(value, ensure_ascii=False)

@@ -55,6 +55,14 @@ class Round:
     num_accepted: list[int]
     times: PhaseTimes
     first_layer: int = 0  # of the score: drafting had run those before it
+    judged: list[int] | None = None  # steps of depth that were reached, where a path may end before the longest does: in trees
+
+    @property
+    def num_judged(self) -> list[int]:
+        """Steps of depth that were reached: all before them had been accepted."""
+        if self.judged is not None:
+            return self.judged
+        return [min(accepted + 1, depth) for accepted, depth in zip(self.num_accepted, self.depths, strict=True)]
 
 
 @dataclass(slots=True)

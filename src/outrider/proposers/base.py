@@ -128,6 +128,7 @@ class Proposer(ABC):
     takes_draft: bool = False  # whether it looks at the draft that the user names
     drafts_with: str = MODEL  # the kind of draft that it takes, as heads.checkpoint.kind_of names it
     own_draft: str | None = None  # the name under which a draft for it may come with the target
+    memory: Any = None  # what requests that ended have taught it; set to None it has learned nothing yet
     reads_text_only: bool = False  # whether ``build`` and ``propose`` look at options and committed text alone: at no target
 
     @classmethod

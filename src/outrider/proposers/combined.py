@@ -91,6 +91,15 @@ class CombinedProposer(Proposer):
         self._proposal = Proposal.empty(0)
         self._samplers: dict[tuple[str, ...], Sampler] = {}
 
+    @property
+    def memory(self) -> tuple[object, object]:
+        """Of both."""
+        return self._first.proposer.memory, self._second.proposer.memory
+
+    @memory.setter
+    def memory(self, known: tuple[object, object] | None) -> None:
+        self._first.proposer.memory, self._second.proposer.memory = known or (None, None)
+
     def propose(self, context: Context, k: int) -> Proposal:
         """Raises ``OutriderError`` where the first one's drafts carry probabilities."""
         for part in (self._first, self._second):

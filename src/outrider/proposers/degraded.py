@@ -32,6 +32,15 @@ class Degraded(Proposer):
         self._wrong: dict[str, dict[int, int]] = {}  # request -> this round's node -> the token that stands there now
 
     @property
+    def memory(self) -> object:
+        """The inner one's."""
+        return self.inner.memory
+
+    @memory.setter
+    def memory(self, known: object) -> None:
+        self.inner.memory = known
+
+    @property
     def accuracy(self) -> float:
         return self._accuracy
 

@@ -241,8 +241,18 @@ class SuffixProposer(Proposer):
 
     def __init__(self, config: SuffixConfig = SuffixConfig()) -> None:
         self._config = config
-        self._earlier = EarlierTexts(config.earlier_tokens) if config.earlier_tokens else None
+        self.memory = None
         self._tracks: dict[str, _Track] = {}
+
+    @property
+    def memory(self) -> EarlierTexts | None:
+        """The texts of earlier requests; None where they do not count."""
+        return self._earlier
+
+    @memory.setter
+    def memory(self, known: EarlierTexts | None) -> None:
+        size = self._config.earlier_tokens
+        self._earlier = known if known is not None or not size else EarlierTexts(size)
 
     @classmethod
     def build(cls, setting: Setting) -> SuffixProposer:

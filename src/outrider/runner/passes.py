@@ -147,6 +147,11 @@ class PassRunner:
         """Whether every kind of pass run so far is compiled."""
         return bool(self._runs) and self._compiled == self._runs.keys()
 
+    @property
+    def is_provisional(self) -> bool:
+        """Whether passes were run that stay eager only until compiling them pays off."""
+        return bool(self._eager) and (self._model.device.type == "cuda" or compiled.is_supported(self._model))
+
     def _take_over(self, kind: Kind) -> None:
         """A compiled pass in the place of the eager one, if there can be one."""
         self._runs[kind] = self._prepare(kind, insist=True)

@@ -61,6 +61,7 @@ def run(
             warm.add((contender, batch))
     turn = done = 0
     for _ in range(heat.repeat):
+        contenders.forget()
         measured: Measured = {contender.label: {"tokens": [[]], "seconds": [[]]} for contender in order}
         for start in range(0, len(heat.texts), batch):
             part = heat.texts[start : start + batch]

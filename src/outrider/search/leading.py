@@ -6,7 +6,7 @@ draft would have been worth is read off both distributions, and what each round 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -115,11 +115,10 @@ def lead(
     k: int,
     batch: int,
     coupled: bool = False,
-    tick: Callable[[], None] = lambda: None,
 ) -> list[Trace]:
     """Leads a proposer along recorded texts, k drafts a round and ``batch`` texts at a time. Leaves the runner as it was.
 
-    ``tick`` is called after every round. Raises ``OutriderError`` where target or proposer fails.
+    Raises ``OutriderError`` where target or proposer fails.
     """
     found = [Trace.of(text) for text in texts]
     numbered = {f"led-{index}": index for index, text in enumerate(texts) if len(text.output) > 1}
@@ -138,7 +137,6 @@ def lead(
                     raise OutriderError(emission.error or "the target failed")
             if engine.stats.faults:
                 raise OutriderError(f"{proposer.name} failed while it was led along the traffic (--debug shows how)")
-            tick()
     finally:
         for request in requests:
             engine.abort(request.request_id)

@@ -35,9 +35,6 @@ class Price:
     def total(self) -> float:
         return self.draft + self.score + self.outside
 
-    def times(self) -> PhaseTimes:
-        return PhaseTimes(self.draft, self.score, self.outside)
-
 
 @dataclass(frozen=True)
 class Prices:
@@ -111,7 +108,7 @@ class _Watch:
     """Rounds of a full batch, as the engine settles them."""
 
     batch: int
-    prompts: list[float] = field(default_factory=list)  # seconds of each round that read some
+    prompts: list[float] = field(default_factory=list)  # seconds of each reading of some
     rounds: list[tuple[int, Round]] = field(default_factory=list)  # with the number of decoding rounds before them
     num_decoding: int = 0
 
@@ -119,6 +116,7 @@ class _Watch:
         if seen.is_prefill:
             self.prompts.append(seen.round.times.total)
             return
+        self.prompts.append(seen.round.times.read)  # of long prompts, while others of the batch decode already
         self.num_decoding += 1
         if len(seen.round.depths) == self.batch:
             self.rounds.append((self.num_decoding - 1, seen.round))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.bench.contenders import PLAIN
 from outrider.bench.provenance import provenance
-from outrider.bench.tables import number, span
+from outrider.bench.tables import add_row, number, span
 from outrider.search.confirming import ratio
 from outrider.search.search import Search
 
@@ -69,13 +69,14 @@ def table(found: Mapping[str, Any]) -> Table:
     """The candidates that came closest, for a terminal."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     title = f"{found['target']}: speed over plain decoding, prompts included"
-    view = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    view = Table(title=Text(title), title_justify="left", box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     for name in COLUMNS[:-1]:
         view.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
     for row in rows(found)[:SHOWN]:
-        view.add_row(*row[:-1])
+        add_row(view, row[:-1])
     return view
 
 

@@ -5,7 +5,7 @@ Each finding goes into the journal before the next is looked for, so that an int
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 from time import perf_counter
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.bench.contenders import Contender, Contenders
 from outrider.bench.grid import PLAIN_CONTENDER
 from outrider.bench.progress import Progress
+from outrider.engine.methods import in_one_line
 from outrider.proposers.base import Proposer
 from outrider.registry import PROPOSERS, join_method, split_method
 from outrider.search import choice, confirming, prices
@@ -68,11 +69,15 @@ class Search:
 
     def __post_init__(self) -> None:
         self.contenders = Contenders(self.llm, proposers=self.proposers)
-        self.predictions: list[Prediction] = []
         self.measured: dict[str, list[Measured]] = {}  # label -> the last heat it ran in, at each batch size
-        self._replays: dict[str, Replay] = {}
+        self._predicted: dict[str, list[Prediction]] = {}  # by method
         self._warm: set[tuple[Contender, int]] = set()  # contenders that ran at that batch size
         self._stage, self._done, self._total, self._started = "", 0, 0, 0.0
+
+    @property
+    def predictions(self) -> list[Prediction]:
+        """Of every method at every length, so far."""
+        return [prediction for predictions in self._predicted.values() for prediction in predictions]
 
     def run(self) -> Choice:
         """All stages. Raises ``OutriderError`` where the target fails."""
@@ -80,7 +85,6 @@ class Search:
         for method in list(self.proposers):
             self.study(method)
         self._join()
-        self.predictions = [prediction for method in self._replays for prediction in self._predicted(method)]
         return self.confirm()
 
     # --- stages -------------------------------------------------------------------------------------------------------------
@@ -103,14 +107,13 @@ class Search:
         return texts
 
     def study(self, method: str) -> None:
-        """Replay and prices of one method. One that fails on the way is no candidate, and the reason is kept."""
+        """Replay, prices and predictions of one method. One that fails on the way is no candidate, and the reason is kept."""
         try:
-            replay = self.replay(method)
-            self.price(method)
-        except OutriderError as failure:
-            self.reasons[method] = str(failure)
+            replay, priced = self.replay(method), self.price(method)
+        except Exception as failure:
+            self.reasons[method] = in_one_line(failure)
         else:
-            self._replays[method] = replay
+            self._predicted[method] = self.predict(method, replay, priced)
 
     def replay(self, method: str) -> Replay:
         """How good its drafts are along the recorded answers."""
@@ -144,6 +147,19 @@ class Search:
             self._tick(f"batch {batch}", 1)
         return found
 
+    def predict(self, method: str, replay: Replay, priced: dict[int, Prices]) -> list[Prediction]:
+        """Every length of one method."""
+        proposer = self.proposers[method]
+        lengths = self.question.lengths_of(proposer)
+        self._begin(f"4/5 predicting {method}", len(lengths))
+        plain = {b: predict(proposer, 0, replay, each, b) for b, each in priced.items()}
+        found = []
+        for k in lengths:
+            played = {b: predict(proposer, k, replay, each, b) for b, each in priced.items()}
+            found.append(_prediction(method, k, plain, played))
+            self._tick(f"k={k}", 1)
+        return found
+
     def confirm(self) -> Choice:
         """Runs the best few in turn with plain decoding, and chooses."""
         candidates, reasons = choice.shortlist(self.predictions)
@@ -174,6 +190,7 @@ class Search:
 
     def _traces(self, proposer: Proposer, texts: Sequence[Text], k: int) -> list[Trace]:
         runner = self.llm.runner
+        proposer.memory = None  # of these very texts, from another replay or from pricing
         if proposer.reads_text_only:
             return [replay_text(proposer, text, k, runner.vocab_size) for text in texts]
         coupled, traces = self.llm.speculation.same_text, list[Trace]()
@@ -188,10 +205,10 @@ class Search:
     def _join(self) -> None:
         """The best method that reads the text alone before the best that runs a model, where each promises a gain."""
         best: dict[bool, Prediction] = {}
-        for method in self._replays:
+        for method, predictions in self._predicted.items():
             if "+" in split_method(method)[0]:
                 return  # the user names pairs
-            top = max(self._predicted(method), key=lambda each: each.speedup)
+            top = max(predictions, key=lambda each: each.speedup)
             kind = self.proposers[method].reads_text_only
             if kind not in best or top.speedup > best[kind].speedup:
                 best[kind] = top
@@ -204,25 +221,14 @@ class Search:
         self.proposers[method] = PROPOSERS.get(name).join(*pair)
         self.study(method)
 
-    def _predicted(self, method: str) -> Iterator[Prediction]:
-        """Every length of one method."""
-        proposer, replay = self.proposers[method], self._replays[method]
-        priced = self.price(method)
-        lengths = self.question.lengths_of(proposer)
-        self._begin(f"4/5 predicting {method}", len(lengths))
-        plain = {b: predict(proposer, 0, replay, each, b) for b, each in priced.items()}
-        for k in lengths:
-            played = {b: predict(proposer, k, replay, each, b) for b, each in priced.items()}
-            self._tick(f"k={k}", 1)
-            yield _prediction(method, k, plain, played)
-
     def _heat(self, candidates: Sequence[Contender], each: tuple[int, int, int]) -> Heat:
         count, num_texts, repeat = each
         return Heat(tuple(candidates[:count]), spread(self.texts, num_texts), repeat)
 
     def _measured(self, number: int, heat: Heat, batch: int) -> Measured:
         """One heat at one batch size; repeats that the journal holds are not run again."""
-        names = [f"heat {number}, batch {batch}, repeat {repeat}" for repeat in range(heat.repeat)]
+        who = ", ".join(contender.label for contender in heat.contenders)
+        names = [f"heat {number}, batch {batch}, repeat {repeat}: {who}" for repeat in range(heat.repeat)]
         known = [name for name in names if self.journal.has("confirmed", name)]
         left = confirming.run(self.contenders, replace(heat, repeat=heat.repeat - len(known)), batch, self._warm, self._tick)
         stored = [self.journal.once("confirmed", name, lambda: next(left)) for name in names]

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Item = TypeVar("Item")
-# Fields of a line that say how to sample; OpenAI's other names for them. All others leave the text alone, or are not ours.
-PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-NUMBERS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", *PENALTIES)
-SETTINGS = (*NUMBERS, "stop", "ignore_eos", "seed")
+# Fields of a line that say how to sample, by what they hold; OpenAI's other names for them. Others are passed over.
+WHOLE = ("max_tokens", "top_k", "seed")
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+SETTINGS = (*WHOLE, *NUMBERS, "stop", "ignore_eos")
 ALIASES = {"max_completion_tokens": "max_tokens"}
 OPENAI_TEMPERATURE = 1.0  # of a request that names none
+MOST = 2**63 - 1  # that a number may be
+ALL_AS_OTHERS_SAY = -1  # top_k that keeps all tokens, in bodies for other servers
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def read_file(path: Path, most: int, defaults: SamplingParams) -> list[Asked]:
 
     A line is one that ``bench.workloads.from_file`` reads, or the body of an OpenAI request, alone or under ``"body"``. Its own
     settings go before ``defaults``, but it gets at most ``defaults.max_tokens`` tokens. Raises ``OutriderError`` with the
-    line's number where it is none of these.
+    line's number where it is none of these, or asks for what cannot be.
     """
     found = spread(entries(path, unwrap=_body), most)
     seeded = [replace(defaults, seed=_seed(defaults, index)) for index in range(len(found))]
@@ -68,8 +70,6 @@ def encoded(tokenizer: PreTrainedTokenizerBase | None, asked: Sequence[Asked], m
 
     Raises ``OutriderError`` where there is no tokenizer, and for a prompt without tokens.
     """
-    if tokenizer is None:
-        raise OutriderError("there is no tokenizer with the target, so the traffic cannot be read")
     texts = []
     for number, each in enumerate(asked, start=1):
         room = max_len - each.params.max_tokens - 1
@@ -93,15 +93,29 @@ def spread(items: Sequence[Item], count: int) -> list[Item]:
 def settings(item: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
     """The sampling settings of a line over the defaults. Raises ``OutriderError`` for a value that cannot be."""
     named = {ALIASES.get(name, name): value for name, value in item.items() if value is not None}
-    given = {name: value for name, value in named.items() if name in SETTINGS}
-    for name in NUMBERS:
-        if name in given and (isinstance(given[name], bool) or not isinstance(given[name], (int, float))):
-            raise OutriderError(f"the traffic asks for {name} = {given[name]!r}: it is a number")
-    if "stop" in given:
-        given["stop"] = (given["stop"],) if isinstance(given["stop"], str) else tuple(given["stop"])
-    if "max_tokens" in given:
-        given["max_tokens"] = min(int(given["max_tokens"]), defaults.max_tokens)
+    given = {name: _setting(name, value) for name, value in named.items() if name in SETTINGS}
+    given["max_tokens"] = min(given.get("max_tokens", defaults.max_tokens), defaults.max_tokens)
+    if given.get("top_k") == ALL_AS_OTHERS_SAY:
+        given["top_k"] = 0
     return replace(defaults, **given)
+
+
+def _setting(name: str, value: Any) -> Any:
+    """The value of a field. Raises ``OutriderError`` for one of another kind."""
+    if name == "stop":
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise OutriderError(f"{name} = {value!r}: it is a text or a list of texts")
+        return tuple(texts)
+    if name == "ignore_eos":
+        if not isinstance(value, bool):
+            raise OutriderError(f"{name} = {value!r}: it is true or false")
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -MOST <= value <= MOST:
+        raise OutriderError(f"{name} = {value!r}: it is a number")
+    if name in WHOLE and value != int(value):
+        raise OutriderError(f"{name} = {value!r}: it is a whole number")
+    return int(value) if name in WHOLE else value
 
 
 def _body(line: dict[str, Any]) -> dict[str, Any]:
@@ -118,6 +132,10 @@ def _body(line: dict[str, Any]) -> dict[str, Any]:
         body = {"temperature": OPENAI_TEMPERATURE} | body
     if isinstance(body.get("messages"), list):
         body["messages"] = [_plain(message) for message in body["messages"]]
+    try:
+        settings(body, SamplingParams())
+    except OutriderError as wrong:
+        raise Refused(str(wrong)) from None
     return body
 
 

@@ -1,6 +1,6 @@
 // Text whose colour stands out from what it stands on by less than 4.5 to 1.
 () => {
-  const TEXTS = "h1, h2, h3, p, label, dt, dd, th, td, button:not(:disabled), .said, output, figcaption, code";
+  const TEXTS = "h1, h2, h3, p, label, dt, dd, th, td, button:not(:disabled), .said, output, figcaption, code, del";
   const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
   const rgba = (color) => {
     canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
@@ -18,7 +18,10 @@
   const poor = [];
   for (const node of document.querySelectorAll(TEXTS)) {
     if (!node.textContent.trim() || !node.offsetParent) continue;
-    const [first, second] = [light(rgba(getComputedStyle(node).color)), light(under(node))].sort((a, b) => b - a);
+    const { color, opacity } = getComputedStyle(node);
+    const ground = under(node);
+    const seen = rgba(color).map((part, at) => opacity * part + (1 - opacity) * ground[at]);
+    const [first, second] = [light(seen), light(ground)].sort((a, b) => b - a);
     const ratio = (first + 0.05) / (second + 0.05);
     if (ratio < 4.5) poor.push(`${node.tagName}.${node.className} ${node.textContent.slice(0, 20)}: ${ratio.toFixed(2)}`);
   }

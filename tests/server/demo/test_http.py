@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Generator, Iterator
 
@@ -11,6 +12,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
+from outrider.server.demo import app
 from outrider.server.demo.app import Demo
 from outrider.server.demo.race_request import Limits, RaceRequest
 from outrider.types import OutriderError
@@ -28,6 +30,7 @@ class HandTrack:
 
     def __init__(self) -> None:
         self.methods = {"draft": 16}
+        self.padding = ""
         self.may_end = threading.Event()
         self.racing: list[str] = []  # prompts
         self.closed: list[str] = []
@@ -44,7 +47,7 @@ class HandTrack:
             if wanted.prompt == "breaks":
                 raise ValueError("secret detail")
             while not self.may_end.wait(0.01):
-                yield [{"type": "round"}]
+                yield [{"type": "round", "padding": self.padding}]
             yield [{"type": "finished"}]
         finally:
             self.closed.append(wanted.prompt)
@@ -86,6 +89,7 @@ def server(demo: Demo, track: HandTrack) -> Iterator[Server]:
         (json.dumps(GOOD | {"k": True}).encode(), 400, "k must be"),
         (json.dumps(GOOD | {"temperature": 9}).encode(), 400, "temperature must be"),
         (b'{"prompt": "a", "method": "draft", "temperature": NaN}', 400, "temperature must be"),
+        (json.dumps(GOOD | {"seed": 10**400}).encode(), 400, "seed must be a whole number from 0"),
         (json.dumps(GOOD | {"accuracy": 1.5}).encode(), 400, "accuracy must be a number from 0 to 1"),
         (json.dumps(GOOD | {"max_tokens": 10**6}).encode(), 400, "max_tokens must be"),
         (json.dumps(GOOD | {"max_tokens": 2.5}).encode(), 400, "whole number"),
@@ -159,6 +163,23 @@ def test_a_tab_closed_during_its_race_frees_the_place(server: Server, track: Han
     second.leave()
     until(lambda: len(demo.line) == 0)
     until(lambda: track.closed == ["first", "second"])
+
+
+def test_a_visitor_who_reads_nothing_holds_nobody_up(server: Server, track: HandTrack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "UNREAD", 0.5)
+    track.padding = "x" * 1_000_000
+    body = json.dumps(GOOD | {"prompt": "silent"}).encode()
+    head = f"POST /api/race HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.socket() as silent:
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        silent.connect(("127.0.0.1", server.port))
+        silent.sendall(head.encode() + body)
+        until(lambda: track.racing == ["silent"])
+        second = server.race(**GOOD | {"prompt": "second"})
+        assert second.next() == {"type": "waiting", "ahead": 1}
+        until(lambda: track.racing == ["silent", "second"])
+        assert track.closed == ["silent"]
+        second.leave()
 
 
 def test_a_tab_closed_in_line_frees_the_place(server: Server, track: HandTrack, demo: Demo) -> None:

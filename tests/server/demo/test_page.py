@@ -143,6 +143,28 @@ def test_it_can_be_used_by_keyboard_alone(visitor: Visitor) -> None:
     page.keyboard.press("End")
     assert page.evaluate(f"{tokens}.at(-1) === document.activeElement")
     assert page.locator(".detail").is_visible()
+    page.keyboard.press("Shift+Tab")
+    assert page.evaluate("document.activeElement.closest('#lane-plain') !== null")
+    page.keyboard.press("Shift+Tab")  # and on, out of the lanes
+    assert page.evaluate("document.activeElement.closest('.text')") is None
+    page.locator("#guesses").focus()
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    assert page.evaluate(f"{tokens}.at(-1) === document.activeElement")  # where it was left
+    assert page.locator(".tok[aria-selected=true]").count() == 1
+
+
+def test_a_race_that_is_refused_leaves_the_one_before_it_to_be_replayed(visitor: Visitor) -> None:
+    visitor.race()
+    first, said = visitor.page.input_value("#prompt"), visitor.said("speculative")
+    visitor.page.fill("#prompt", "x y z " * 600)
+    visitor.page.click("#start")
+    visitor.see("#status.error", "tokens; with")
+    visitor.page.click("#replay")
+    visitor.see("#verdict small", "The same text")
+    assert visitor.page.inner_text("#lane-plain .prompt-text").strip() == first.strip()
+    assert visitor.said("speculative") == said
+    visitor.complaints.clear()  # the refusal
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
@@ -34,6 +34,7 @@ Result = TypeVar("Result")
 
 PAGE = Path(__file__).parent / "page"
 HEARTBEAT = 2.0  # seconds after which a visitor who waits is told again where
+UNREAD = 10.0  # seconds that a message may wait to be taken; who takes none gives up the place to those behind
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -126,10 +127,17 @@ class RaceStream:
             full = f"{self._demo.line.longest} visitors are in line already: try again in a minute"
             await refusal(full, 429, {"Retry-After": "30"})(scope, receive, send)
             return
+
+        async def send_in_time(message: Message) -> None:
+            await asyncio.wait_for(send(message), UNREAD)
+
         with place:
             async with aclosing(self._demo.events(place, self._wanted, self._prompt)) as events:
                 stream = StreamingResponse(_written(events), media_type="text/event-stream")
-                await stream(scope, receive, send)
+                try:
+                    await stream(scope, receive, send_in_time)
+                except (asyncio.TimeoutError, ClientDisconnect):
+                    logger.info("a visitor took no more of a race: the place goes to the next")
 
 
 async def _written(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:

@@ -7,14 +7,13 @@ engine, neither slows the other down but by what it leaves in the processor's ca
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
 
-from outrider.engine import Emission, Engine, Observation
-from outrider.engine.stats import expected_speedup
-from outrider.server.demo.distributions import Place, places, verdict_path
+from outrider.engine import Emission, Engine, GenerationStats, Observation, Round
+from outrider.server.demo.distributions import Place, places
 from outrider.server.demo.race_request import Event
 from outrider.server.demo.token_texts import TokenTexts
 from outrider.types import OutriderError, Request, SamplingParams
@@ -23,68 +22,18 @@ SLICE = 0.05  # seconds of rounds between two looks at whether the visitor is st
 PLAIN, SPECULATIVE = "plain", "speculative"
 
 
-@dataclass
-class Tally:
-    """What a lane has done after its first round, which reads the prompt: counts and seconds, as docs/glossary.md has them."""
-
-    rounds: int = 0
-    tokens: int = 0
-    accepted: int = 0
-    judged: int = 0
-    seconds: float = 0.0
-    score_seconds: float = 0.0
-    draft_seconds: float = 0.0
-    draft_steps: int = 0
-
-    def add(self, seen: Observation, num_tokens: int) -> None:
-        round_ = seen.round
-        accepted, depth = round_.num_accepted[0], round_.depths[0]
-        self.rounds += 1
-        self.tokens += num_tokens
-        self.accepted += accepted
-        self.judged += accepted + (_is_rejected(seen) if depth else 0)
-        self.seconds += round_.times.total
-        self.score_seconds += round_.times.score
-        self.draft_seconds += round_.times.draft
-        self.draft_steps += depth
-
-    @property
-    def tok_s(self) -> float | None:
-        return self.tokens / self.seconds if self.seconds else None
-
-    @property
-    def alpha(self) -> float | None:
-        """Accepted drafts over steps of depth that were reached."""
-        return self.accepted / self.judged if self.judged else None
-
-    def figures(self, plain: Tally) -> dict[str, float | None]:
-        """Measured rates, and what the formula makes of them with the other lane's passes as the price of one."""
-        cost_ratio = None
-        if self.draft_steps and plain.score_seconds:
-            cost_ratio = (self.draft_seconds / self.draft_steps) / (plain.score_seconds / plain.rounds)
-        mean_k = self.draft_steps / self.rounds if self.rounds else 0.0
-        expected = None
-        if cost_ratio is not None and self.alpha is not None:
-            expected = expected_speedup(self.alpha, mean_k, cost_ratio)
-        speedup = self.tok_s / plain.tok_s if self.tok_s and plain.tok_s else None
-        return {
-            "tok_s": self.tok_s,
-            "tau": 1 + self.accepted / self.rounds if self.rounds else None,
-            "alpha": self.alpha,
-            "mean_k": mean_k,
-            "cost_ratio": cost_ratio,
-            "expected": expected,
-            "speedup": speedup,
-        }
-
-
-def _is_rejected(seen: Observation) -> bool:
-    """Whether a draft was tried behind the accepted path, and failed."""
-    path = verdict_path(seen)
-    last = path[-1] if path else -1
-    count = int(seen.proposal.lens[0])
-    parents = seen.proposal.parents
-    return last + 1 < count if parents is None else last in parents[0, :count].tolist()
+def figures(stats: GenerationStats, plain: GenerationStats) -> dict[str, float | None]:
+    """Rates of a lane, and what the formula makes of them with the plain lane's passes as the price of one; None: unknown."""
+    stats.pass_seconds, stats.num_timed_rounds = plain.times.score, plain.num_steps
+    return {
+        "tok_s": stats.tok_s or None,
+        "tau": stats.mean_acceptance_length if stats.num_rounds else None,
+        "alpha": stats.acceptance_rate if stats.num_judged else None,
+        "mean_k": stats.num_draft_steps / max(stats.num_steps, 1),
+        "cost_ratio": stats.cost_ratio,
+        "expected": stats.expected_speedup if stats.num_judged else None,
+        "speedup": stats.tok_s / plain.tok_s if stats.tok_s and plain.tok_s else None,
+    }
 
 
 @dataclass
@@ -95,7 +44,7 @@ class Lane:
     engine: Engine
     request: Request
     clock: float = 0.0  # seconds of this lane's rounds
-    tally: Tally = field(default_factory=Tally)
+    stats: GenerationStats = field(default_factory=GenerationStats)  # after its first round, which reads the prompt
     finish_reason: str | None = None
 
     @property
@@ -117,8 +66,15 @@ class Lane:
             return emission, None
         self.clock += seen[0].round.times.total
         if not seen[0].is_prefill:
-            self.tally.add(seen[0], len(emission.token_ids))
+            self._count(seen[0].round, len(emission.token_ids))
         return emission, seen[0]
+
+    def _count(self, round_: Round, num_tokens: int) -> None:
+        stats = self.stats
+        stats.count(round_.lens[0], round_.num_judged[0], round_.num_accepted[0], num_tokens)
+        stats.times.add(round_.times)
+        stats.num_steps += 1
+        stats.num_draft_steps += round_.depths[0]
 
     def leave(self) -> None:
         """Frees the request's cache, however the race ended."""
@@ -177,19 +133,18 @@ class Race:
         for token_id, origin, place in zip(emission.token_ids, emission.origins, places(seen, emission.token_ids), strict=True):
             text, name = self._texts.next(lane.name, token_id)
             tokens.append({"text": text, "name": name, "origin": origin, "place": self._place(place, token_id)})
-        plain = self.lanes[0].tally
         return {
             "type": "round",
             "lane": lane.name,
             "clock": lane.clock,
-            "ms": {name: 1e3 * value for name, value in asdict(seen.round.times).items()},
+            "ms": {name: 1e3 * value for name, value in seen.round.times.by_phase().items()},
             "k": seen.round.k,
             "drafted": seen.round.lens[0],
             "accepted": seen.round.num_accepted[0],
             "is_prefill": seen.is_prefill,
             "tokens": tokens,
             "dropped": self._dropped(seen),
-            "figures": lane.tally.figures(plain),
+            "figures": figures(lane.stats, self.lanes[0].stats),
             "finish_reason": emission.finish_reason,
         }
 
@@ -232,6 +187,6 @@ class Race:
             "num_tokens": {lane.name: len(lane.output) for lane in self.lanes},
             "clocks": {lane.name: lane.clock for lane in self.lanes},
             "first_difference": difference,
-            "figures": self.lanes[1].tally.figures(self.lanes[0].tally),
-            "plain_tok_s": self.lanes[0].tally.tok_s,
+            "figures": figures(self.lanes[1].stats, self.lanes[0].stats),
+            "plain_tok_s": self.lanes[0].stats.tok_s or None,
         }

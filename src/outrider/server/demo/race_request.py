@@ -5,7 +5,6 @@ Knows numbers and text; no engine and no HTTP.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -78,6 +77,6 @@ def _is_text(value: str) -> bool:
 
 def _number(name: str, value: Any, low: float, high: float, whole: bool = False) -> float:
     kinds = (int,) if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
         raise OutriderError(f"{name} must be a{' whole' if whole else ''} number from {low:g} to {high:g}")
     return value

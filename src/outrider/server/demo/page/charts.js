@@ -57,7 +57,8 @@ export function curve(root, { alpha, cost_ratio: costRatio, mean_k: meanK, speed
     svg.append(label(x(meanK) + (isLeft ? -11 : 11), y(speedup) + 4, "measured", isLeft ? "end" : "start", "var(--corrected)"));
   }
   const title = node("title");
-  title.textContent = `The formula expects ${expected?.toFixed(2)} at K = ${meanK.toFixed(1)}; measured: ${speedup?.toFixed(2)}.`;
+  const said = (value) => value?.toFixed(2) ?? "not known yet";
+  title.textContent = `The formula expects ${said(expected)} at K = ${meanK.toFixed(1)}; measured: ${said(speedup)}.`;
   svg.prepend(title);
   root.replaceChildren(svg);
 }

@@ -21,7 +21,7 @@ export class Lane {
     this.choose = choose;
     this.text.addEventListener("click", (event) => this.#select(event.target.closest(".tok")));
     this.text.addEventListener("keydown", (event) => this.#move(event));
-    this.text.addEventListener("focus", () => this.#enter());
+    this.text.addEventListener("focusin", (event) => this.#enter(event.target));
     this.clear("", 1);
   }
 
@@ -29,7 +29,8 @@ export class Lane {
     this.wanted = wanted;
     this.tokens = [];
     this.rounds = 0;
-    this.selected = null;
+    this.selected = this.stop = null;
+    this.text.tabIndex = 0;
     this.text.replaceChildren();
     this.text.hidden = !prompt;
     this.empty.hidden = Boolean(prompt);
@@ -75,6 +76,7 @@ export class Lane {
       element.setAttribute("aria-label", `${visible(token.name)}: ${ORIGINS[token.origin]}${instead}`);
       this.tokens.push({ element, token, round, isLast });
       this.text.append(element);
+      if (!this.stop) this.#stopAt(element);
     });
     if (round.figures.tok_s !== null) this.field("tok_s", speed(round.figures.tok_s));
     this.#progress();
@@ -95,15 +97,28 @@ export class Lane {
   #select(element) {
     const found = this.tokens.findIndex((each) => each.element === element);
     if (found < 0) return;
-    this.unselect();
-    this.selected = element;
-    element.setAttribute("aria-selected", "true");
-    element.focus({ preventScroll: false });
-    this.choose(this, found);
+    if (element !== this.selected) {
+      this.unselect();
+      this.selected = element;
+      element.setAttribute("aria-selected", "true");
+      this.#stopAt(element);
+      this.choose(this, found);
+    }
+    if (document.activeElement !== element) element.focus();
   }
 
-  #enter() {
-    if (this.tokens.length) this.#select(this.selected ?? this.tokens[0].element);
+  /** The one place of the text at which Tab stops, in either direction. */
+  #stopAt(element) {
+    if (this.stop) this.stop.tabIndex = -1;
+    this.text.tabIndex = -1;
+    element.tabIndex = 0;
+    this.stop = element;
+  }
+
+  /** From the keyboard to a token, or to the text as a whole: then to the token that was left last. */
+  #enter(target) {
+    if (target !== this.text) this.#select(target.closest(".tok"));
+    else if (this.stop && this.text.matches(":focus-visible")) this.#select(this.stop);
   }
 
   #move(event) {

@@ -105,15 +105,15 @@ function useRate() {
 async function start(event) {
   event?.preventDefault();
   if (running) return;
-  wanted = readForm();
+  const asked = readForm();
   const controller = (running = new AbortController());
   setBusy(true);
   verdict.textContent = "";
-  result = null;
+  let isOver = false;
   say("Asking for a place …");
   try {
-    await race(wanted, handle, controller.signal);
-    if (!result) throw new Refused("The server broke off. Is it still running?");
+    await race(asked, (event) => (isOver = handle(event, asked)), controller.signal);
+    if (!isOver) throw new Refused("The server broke off. Is it still running?");
   } catch (error) {
     player.finish();
     if (controller.signal.aborted) say("Stopped.");
@@ -124,10 +124,12 @@ async function start(event) {
   }
 }
 
-function handle(event) {
+/** Shows an event of the race asked for. Says whether it was the last. */
+function handle(event, asked) {
   if (event.type === "waiting") {
     say(event.ahead === 1 ? "One visitor is racing. You are next." : `${event.ahead} visitors are before you.`);
   } else if (event.type === "started") {
+    wanted = asked; // not before: until then the race before it can be replayed
     reset();
     say("Racing …");
   } else if (event.type === "round") {
@@ -137,10 +139,10 @@ function handle(event) {
     player.finish();
     say("");
   } else if (event.type === "error") {
-    result = event;
     player.finish();
     say(event.message, true);
   }
+  return event.type === "finished" || event.type === "error";
 }
 
 function reset() {
@@ -210,7 +212,7 @@ function tick(time) {
 function finished() {
   byId("replay").disabled = !player.length;
   byId("skip").disabled = true;
-  if (result?.type !== "finished") return;
+  if (!result) return;
   lanes.plain.field("tok_s", result.plain_tok_s ? speed(result.plain_tok_s) : "–");
   drawFigures(result.figures);
   verdict.replaceChildren(...judgement());
@@ -225,7 +227,7 @@ function judgement() {
   if (wanted.temperature === 0 && offer.lossless) {
     small.textContent = same
       ? "The same text, token for token."
-      : `The texts part at token ${result.first_difference + 1}: a tie of two logits in floating point.`;
+      : `The texts part at token ${result.first_difference + 1}: two logits almost equal, most likely; outrider audit tells.`;
   } else if (!offer.lossless) {
     small.textContent = "This verifier is lossy: the text does not follow the target’s distribution.";
   } else {
