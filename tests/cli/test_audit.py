@@ -69,9 +69,9 @@ def test_a_certificate_is_written_and_the_exit_code_is_0(outrider: Run, models: 
     assert not re.search(r"https?:|<script|<link|<img|@import|url\(|src=", page)
 
 
-@pytest.mark.usefixtures("two_controls")
 def test_a_lossy_verifier_ends_with_exit_code_3(outrider: Run, models: list[object]) -> None:
-    code, shown, _ = outrider("audit", *models, *QUICK, "--methods", "draft", "--verifier", "typical")
+    options = [*QUICK, "--methods", "draft", "--verifier", "typical", "--temperature", 0]
+    code, shown, _ = outrider("audit", *models, *options)
     assert code == 3 and "LOSSY" in shown
 
 
@@ -102,7 +102,7 @@ def test_same_text_compares_every_cell_and_goes_on_where_it_ended(
         "--compile",
         "never",
         "--methods",
-        "draft,ngram",
+        "draft",
         "--k",
         "1,3",
         "--batch",
@@ -116,13 +116,13 @@ def test_same_text_compares_every_cell_and_goes_on_where_it_ended(
     assert code == 0, (shown, err)
     document = read(out)
     assert document["kind"] == "same-text" and document["differing"] == 0 and document["certified"]
-    assert len(document["cells"]) == 2 * (1 + 2 * 2 * 2)  # plain at the second batch, and the grid, at two temperatures
+    assert len(document["cells"]) == 2 * (1 + 2 * 2)  # plain at the second batch, and the grid, at two temperatures
     assert all((cell["cost"] is not None) == (cell["batch"] == 1) for cell in document["cells"])
     document["cells"] = document["cells"][:4]
     document["cells"][0]["differing"] = 1
     out.write_text(json.dumps(document))
     code, shown, _ = outrider("audit", "--same-text", *models, *options, "--out", out, "--resume")
     assert code == 3 and "1 texts differ" in shown  # the earlier cells were kept
-    assert len(read(out)["cells"]) == 18
+    assert len(read(out)["cells"]) == 10
     code, _, err = outrider("audit", "--same-text", *models, *options, "--seed", 1, "--max-tokens", 9, "--out", out, "--resume")
     assert code == 2 and "another comparison" in err

@@ -46,6 +46,10 @@ class ListenOptions:
             rich_help_panel=LISTEN,
         ),
     ] = None
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Append what is asked to this file, text included: outrider tune reads it.", rich_help_panel=LISTEN),
+    ] = None
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.", rich_help_panel=LISTEN)
     ] = False
@@ -104,6 +108,7 @@ def command(
     methods: MethodOptions,
 ) -> None:
     """Serve a model to OpenAI's clients: completions and chat, streamed or whole, drafted for and unchanged by it."""
+    from outrider.cli.bench_documents import check_writable
     from outrider.cli.session import load
     from outrider.engine.plan import Plan, served_name
     from outrider.types import OutriderError
@@ -130,6 +135,7 @@ def command(
     }
     config = ServerConfig(**({"name": served_name(models.target)} | given))
     keys = KeyRing.load(listening.api_keys)
+    check_writable("--record", listening.record)
     more = {
         "max_batch": first_given(limits.max_batch, known.given("max_batch"), MAX_BATCH),
         "kv_memory": first_given(limits.kv_memory, known.given("kv_memory")),
@@ -158,7 +164,7 @@ def serve_elsewhere(
     from outrider.export.wanted import wanted
     from outrider.types import OutriderError
 
-    own = {"api_keys", "trust_remote_code", "max_queue", "max_body", "request_timeout", "shutdown_grace"}
+    own = {"api_keys", "record", "trust_remote_code", "max_queue", "max_body", "request_timeout", "shutdown_grace"}
     for name, value in {**asdict(listening), **asdict(limits)}.items():
         if name in own and value:
             raise OutriderError(

@@ -28,6 +28,7 @@ class ServerConfig:
     body_timeout: float = 30.0  # seconds for a body to arrive
     request_timeout: float = 600.0  # seconds from arrival to the last token
     shutdown_grace: float = 60.0  # seconds that running streams get to finish
+    record: Path | None = None  # file that what clients ask for is appended to, text included
 
     def __post_init__(self) -> None:
         if min(self.max_queue, self.max_choices, self.max_body) < 1:

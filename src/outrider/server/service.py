@@ -24,6 +24,7 @@ from outrider.server.gate import CLOSED, Call, error_body
 from outrider.server.grammar import GrammarCompiler
 from outrider.server.metrics import Metrics
 from outrider.server.protocol import ChatBody, CompletionBody, SamplingFields, StreamOptions
+from outrider.server.record import Record
 from outrider.types import Grammar, OutriderError, SamplingParams
 from outrider.types import Request as EngineRequest
 
@@ -43,6 +44,7 @@ class Service:
         self.metrics = Metrics(self.bridge, config.name)
         self._tokens = TokenTexts(llm.tokenizer)
         self._aside_thread = ThreadPoolExecutor(1, "outrider-aside")  # tokenizers are not made for two threads
+        self._record = None if config.record is None else Record(config.record, config.name, llm.tokenizer)
         self._grammars = GrammarCompiler(llm.tokenizer, llm.runner.vocab_size, sorted(eos_token_ids(llm.runner, llm.tokenizer)))
 
     async def completions(self, body: CompletionBody, http: Request) -> Response:
@@ -65,7 +67,9 @@ class Service:
         return await self._answer(body, http, [prompt], params, answer)
 
     def close(self) -> None:
-        self._aside_thread.shutdown(wait=False)
+        self._aside_thread.shutdown(wait=self._record is not None)
+        if self._record is not None:
+            self._record.close()
 
     def _check(self, body: SamplingFields, num_sequences: int) -> None:
         """Raises ``OutriderError`` for what can be refused before the seconds that a long prompt takes to be understood."""
@@ -108,6 +112,8 @@ class Service:
         call = _call(http)
         stream = self.bridge.submit(samples, self.config.request_timeout, call.client)
         self.metrics.asked(sum(map(len, prompts)))
+        if self._record is not None:
+            self._aside_thread.submit(self._record.add, body)
         watched = Watched(stream, answer, call, self.metrics)
         if body.stream:
             return EventStream(watched, body.stream_options or StreamOptions())

@@ -1,0 +1,57 @@
+"""What clients asked for, kept in a file if one is named: the traffic that ``outrider tune`` finds a plan for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outrider.server.protocol import CompletionBody, SamplingFields
+from outrider.types import OutriderError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+class Record:
+    """Appends the bodies of requests to a file, a prompt a line. Not to be used from two threads at once."""
+
+    def __init__(self, file: Path, model: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """``model``: the name that lines give. Raises ``OutriderError`` for a file that cannot be written."""
+        self._model, self._tokenizer = model, tokenizer
+        try:
+            self._file = open(file, "a", encoding="utf-8", opener=_private)  # noqa: SIM115 - as long as the server is there
+        except OSError as error:
+            raise OutriderError(f"--record {file} cannot be written: {error.strerror}") from error
+
+    def add(self, body: SamplingFields) -> None:
+        """Writes a request at once. A disk that is full costs the line and a warning, not the answer."""
+        try:
+            self._file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines(body))
+            self._file.flush()
+        except OSError as error:
+            logger.warning("a request was not recorded: %s", error)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _lines(self, body: SamplingFields) -> Iterator[dict[str, Any]]:
+        line = {"model": self._model, **body.model_dump(mode="json", exclude_unset=True, exclude={"model"})}
+        if not isinstance(body, CompletionBody):
+            yield line
+            return
+        for prompt in body.prompts():
+            if isinstance(prompt, str):
+                yield line | {"prompt": prompt}
+            elif self._tokenizer is not None:
+                yield line | {"prompt": self._tokenizer.decode(prompt)}
+
+
+def _private(path: str, flags: int) -> int:
+    """How a file is opened that is nobody else's to read."""
+    return os.open(path, flags, 0o600)

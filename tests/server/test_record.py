@@ -1,0 +1,49 @@
+"""``outrider serve --record``: what was asked is what ``outrider tune`` reads, and nothing else is kept."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outrider import LLM, OutriderError, SamplingParams
+from outrider.search.traffic import read_file
+from outrider.server.app import create_app
+from outrider.server.config import ServerConfig
+
+from .served import serving
+
+
+def test_recorded_requests_are_traffic_to_tune_for(load: Callable[..., LLM], tmp_path: Path) -> None:
+    file = tmp_path / "asked.jsonl"
+    file.write_text(json.dumps({"prompt": "from an earlier day"}) + "\n")
+    llm = load()
+    with serving(llm, record=file, name="mine") as server:
+        server.text("one", temperature=0.3, seed=7)
+        server.text(["two", "naïve"])
+        assert llm.tokenizer is not None
+        server.text(llm.tokenizer.encode("four"))
+        messages = [{"role": "user", "content": "five"}]
+        assert server.post("/v1/chat/completions", messages=messages, max_tokens=4, model=None).status_code == 200
+        assert server.post("/v1/completions", prompt="refused", temperature=-1).status_code == 400
+    asked = read_file(file, 9, SamplingParams(max_tokens=20, temperature=0.9))
+    texts = [each.prompt.text or each.prompt.messages[0]["content"] for each in asked]
+    assert texts == ["from an earlier day", "one", "two", "naïve", "four", "five"]
+    assert [each.params.temperature for each in asked] == [0.9, 0.3, 0, 0, 0, 1.0]
+    assert asked[1].params.seed == 7 and asked[5].params.max_tokens == 4
+    assert {json.loads(line).get("model") for line in file.read_text().splitlines()[1:]} == {"mine"}
+
+
+def test_only_the_owner_can_read_what_was_asked(load: Callable[..., LLM], tmp_path: Path) -> None:
+    file = tmp_path / "asked.jsonl"
+    with serving(load(), record=file) as server:
+        server.text("secret")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_file_that_cannot_be_written_is_said_before_anyone_asks(plain: LLM, tmp_path: Path) -> None:
+    with pytest.raises(OutriderError, match="cannot be written"):
+        create_app(plain, ServerConfig(record=tmp_path / "nowhere" / "asked.jsonl"))
