@@ -18,6 +18,7 @@ from torch.nn import functional
 from outrider.audit.evidence import LEAKS, NUM_CELLS, at_borders, cells_of
 from outrider.audit.statistics import needed_rounds, needed_shift
 from outrider.audit.wrong import LEAK, flattened
+from outrider.proposers.around import Around
 from outrider.proposers.base import Proposer
 from outrider.sampling import Sampler
 from outrider.types import Context, Proposal, Randomness, Request, Verdict
@@ -27,7 +28,7 @@ STRESS = 0.5  # of the drafts that ``Stressed`` replaces
 _CAP = 30.0  # of a log-ratio: a token that the target never says
 
 
-class Stressed(Proposer):
+class Stressed(Around):
     """A proposer half of whose drafts are replaced by tokens drawn evenly from the vocabulary, and which says so.
 
     ``Proposal.probs`` are the mixtures that the drafts were really drawn from, so a right verifier stays lossless; a wrong one
@@ -35,9 +36,8 @@ class Stressed(Proposer):
     """
 
     def __init__(self, inner: Proposer, seed: int, share: float = STRESS) -> None:
-        self.inner, self.share = inner, share
-        self.name, self.needs_hidden, self.drafts_trees = inner.name, inner.needs_hidden, inner.drafts_trees
-        self.max_drafts, self.auto_drafts, self.takes_draft = inner.max_drafts, inner.auto_drafts, inner.takes_draft
+        super().__init__(inner)
+        self.share = share
         self._generator = torch.Generator().manual_seed(seed)
 
     def propose(self, context: Context, k: int) -> Proposal:
@@ -52,21 +52,6 @@ class Stressed(Proposer):
             probs = functional.one_hot(proposal.token_ids.clamp(0, size - 1), size).float()
         mixed = (1 - self.share) * probs + self.share / size
         return Proposal(torch.where(replaced, anything, proposal.token_ids), proposal.lens, mixed, proposal.parents)
-
-    def read(self, requests: Sequence[Request]) -> list[bool]:
-        return self.inner.read(requests)
-
-    def fork(self, source_id: str, request: Request) -> None:
-        self.inner.fork(source_id, request)
-
-    def commit(self, context: Context, verdict: Verdict) -> None:
-        self.inner.commit(context, verdict)
-
-    def release(self, request_ids: Sequence[str]) -> None:
-        self.inner.release(request_ids)
-
-    def num_nodes(self, k: int) -> int:
-        return self.inner.num_nodes(k)
 
 
 class Watched(Verifier):

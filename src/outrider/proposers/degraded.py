@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from outrider.proposers.around import Around
 from outrider.proposers.base import Proposer
 from outrider.sampling.randomness import key_of, uniforms
 from outrider.types import Context, OutriderError, Proposal, Request, Verdict
@@ -16,7 +17,7 @@ from outrider.types import Context, OutriderError, Proposal, Request, Verdict
 _REPLACED = 0x57726F6E67  # keeps these numbers apart from the sampler's of the same seed
 
 
-class Degraded(Proposer):
+class Degraded(Around):
     """Each draft of ``inner``, in a chain or a tree, is kept with probability ``accuracy``.
 
     At 1 the proposals are the inner ones. At 0 every draft is a token at random that is not the one drafted: as good as never
@@ -24,21 +25,9 @@ class Degraded(Proposer):
     """
 
     def __init__(self, inner: Proposer, accuracy: float = 1.0) -> None:
-        self.inner = inner
-        self.name, self.needs_hidden, self.drafts_trees = inner.name, inner.needs_hidden, inner.drafts_trees
-        self.max_drafts, self.auto_drafts, self.takes_draft = inner.max_drafts, inner.auto_drafts, inner.takes_draft
-        self.reads_text_only = inner.reads_text_only
+        super().__init__(inner)
         self.accuracy = accuracy
         self._wrong: dict[str, dict[int, int]] = {}  # request -> this round's node -> the token that stands there now
-
-    @property
-    def memory(self) -> object:
-        """The inner one's."""
-        return self.inner.memory
-
-    @memory.setter
-    def memory(self, known: object) -> None:
-        self.inner.memory = known
 
     @property
     def accuracy(self) -> float:
@@ -88,22 +77,4 @@ class Degraded(Proposer):
             if at is not None:
                 path, num_accepted, next_token = path.clone(), num_accepted.clone(), next_token.clone()
                 path[b, at:], num_accepted[b], next_token[b] = -1, at, wrong[nodes[at]]
-        self.inner.commit(context, Verdict(path, num_accepted, next_token))
-
-    def read(self, requests: Sequence[Request]) -> list[bool]:
-        return self.inner.read(requests)
-
-    def fork(self, source_id: str, request: Request) -> None:
-        self.inner.fork(source_id, request)
-
-    def release(self, request_ids: Sequence[str]) -> None:
-        self.inner.release(request_ids)
-
-    def retire(self, request_ids: Sequence[str]) -> None:
-        self.inner.retire(request_ids)
-
-    def num_nodes(self, k: int) -> int:
-        return self.inner.num_nodes(k)
-
-    def warmup(self, k: int, batch: int) -> None:
-        self.inner.warmup(k, batch)
+        super().commit(context, Verdict(path, num_accepted, next_token))

@@ -1,0 +1,48 @@
+"""What stands around another proposer and changes its drafts: everything else is the inner one's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.proposers.base import Proposer
+from outrider.types import Context, Request, Verdict
+
+
+class Around(Proposer):
+    """A proposer that hands on whatever it does not change."""
+
+    def __init__(self, inner: Proposer) -> None:
+        self.inner = inner
+        self.name, self.needs_hidden, self.drafts_trees = inner.name, inner.needs_hidden, inner.drafts_trees
+        self.max_drafts, self.auto_drafts, self.takes_draft = inner.max_drafts, inner.auto_drafts, inner.takes_draft
+        self.reads_text_only = inner.reads_text_only
+
+    @property
+    def memory(self) -> object:
+        """The inner one's."""
+        return self.inner.memory
+
+    @memory.setter
+    def memory(self, known: object) -> None:
+        self.inner.memory = known
+
+    def read(self, requests: Sequence[Request]) -> list[bool]:
+        return self.inner.read(requests)
+
+    def fork(self, source_id: str, request: Request) -> None:
+        self.inner.fork(source_id, request)
+
+    def commit(self, context: Context, verdict: Verdict) -> None:
+        self.inner.commit(context, verdict)
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        self.inner.release(request_ids)
+
+    def retire(self, request_ids: Sequence[str]) -> None:
+        self.inner.retire(request_ids)
+
+    def num_nodes(self, k: int) -> int:
+        return self.inner.num_nodes(k)
+
+    def warmup(self, k: int, batch: int) -> None:
+        self.inner.warmup(k, batch)
