@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+from outcome import told
 
 from outrider import LLM, SamplingParams
 from outrider.engine.config import eos_token_ids
@@ -123,10 +124,7 @@ def main() -> int:
         print(f"{method}: {json.dumps(found[method])}", file=sys.stderr, flush=True)
     holds = not any(each.get("invalid") or each.get("forbidden_drafts") for each in found.values())
     result = {"command": sys.argv, "methods": found, "holds": holds}
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
-    return 0 if holds else 1
+    return told(result, args.out)
 
 
 if __name__ == "__main__":

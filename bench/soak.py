@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from outcome import told
 
 PROMPTS = [
     "def quicksort(",
@@ -283,10 +284,7 @@ def main() -> int:
         "proposer_faults": faults,
         "holds": holds,
     }
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
-    return 0 if holds else 1
+    return told(result, args.out)
 
 
 if __name__ == "__main__":

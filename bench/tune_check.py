@@ -13,13 +13,14 @@ Passes that have not been compiled on this machine before are compiled on the se
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+from outcome import told
 
 from outrider import LLM, SamplingParams
 from outrider.bench.contenders import PLAIN, Contender
@@ -138,10 +139,7 @@ def main() -> int:
     holds = all(each["holds"] for each in (*found, useless)) and len(plans) == len(found)
     result = {"target": args.target or "embedded", **provenance(check.llm.runner), "traffics": found, "useless": useless}
     result |= {"plans_differ": len(plans) == len(found), "holds": holds}
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
-    return 0 if holds else 1
+    return told(result, args.out)
 
 
 if __name__ == "__main__":
