@@ -114,9 +114,7 @@ class Engine:
         entry = self.scheduler.remove(request_id)
         if entry is None:
             return ""
-        self._forget([request_id], ended=True)
-        self.policy.release([request_id])
-        return self.scheduler.finish(entry, "abort")
+        return self._end(entry, "abort")
 
     @torch.no_grad()
     def step(self) -> list[Emission]:
@@ -297,6 +295,13 @@ class Engine:
             emissions += self._settle([entry], alone, drafts.row(b), perf_counter())
         return emissions
 
+    def _end(self, entry: Entry, reason: str) -> str:
+        """Ends a request outside of a round, in all that knows of it; what is cached of one that failed serves nobody."""
+        text = self.scheduler.finish(entry, reason)
+        self._forget([entry.request.request_id], ended=reason != "error")
+        self.policy.release([entry.request.request_id])
+        return text
+
     def fail_running(self, error: BaseException) -> list[Emission]:
         """Ends every running request with an error, after a step that raised one."""
         return [self._fail(entry, error) for entry in list(self.scheduler.running)]
@@ -304,9 +309,7 @@ class Engine:
     def _fail(self, entry: Entry, error: BaseException) -> Emission:
         """Ends one request with an error; what it has generated stays."""
         logger.debug("request %s failed", entry.request.request_id, exc_info=error)
-        text = self.scheduler.finish(entry, "error")
-        self._forget([entry.request.request_id])
-        self.policy.release([entry.request.request_id])
+        text = self._end(entry, "error")
         return Emission(entry.request.request_id, [], [], text, None, "error", _said(error), entry.stats)
 
     @staticmethod
