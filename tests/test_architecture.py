@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,7 @@ def room_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+@cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
@@ -126,9 +128,8 @@ def test_verifiers_and_types_know_no_model_and_no_temperature():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_functions_stay_small(path):
-    text = path.read_text()
-    assert len(text.splitlines()) <= MAX_FILE
-    for node in ast.walk(ast.parse(text)):
+    assert len(path.read_text().splitlines()) <= MAX_FILE
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             assert length <= MAX_FUNCTION, f"{node.name} has {length} lines"

@@ -73,10 +73,13 @@ def reference_probs(
         if mass < params.top_p:
             kept.add(token)
         mass += probs[token]
-    kept = {token for token in kept if probs[token] >= params.min_p * max(probs)}
+    least = params.min_p * max(probs)
+    kept = {token for token in kept if probs[token] >= least}
     return _softmax([score if token in kept else -math.inf for token, score in enumerate(scores)])
 
 
 def _softmax(scores: Sequence[float]) -> list[float]:
-    weights = [math.exp(score - max(scores)) for score in scores]
-    return [weight / sum(weights) for weight in weights]
+    best = max(scores)
+    weights = [math.exp(score - best) for score in scores]
+    total = sum(weights)
+    return [weight / total for weight in weights]

@@ -28,6 +28,12 @@ def plain_text(outrider: Run, target: Path, *options: object) -> str:
     return out
 
 
+def test_every_command_has_examples_in_its_help(outrider: Run) -> None:
+    for command in app.COMMANDS:
+        code, out, _ = outrider(command, "--help")
+        assert code == 0 and "Examples:" in out and f"outrider {command}" in out
+
+
 @pytest.mark.parametrize("k", ["0", "1", "3", "auto"])
 def test_generate_says_what_plain_decoding_says(outrider: Run, target: Path, draft: Path, k: str) -> None:
     code, out, err = outrider("generate", *models(target, draft), "--k", k, "--max-tokens", 30, PROMPT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -305,12 +304,14 @@ def test_every_method_says_what_it_is() -> None:
     assert all(type(kind) is not Portable and kind.what for kind in kinds.values())
 
 
-def test_the_command_writes_a_folder_and_names_its_script(models: Path, tmp_path: Path) -> None:
+def test_the_command_writes_a_folder_and_names_its_script(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "plan.toml").write_text(f'target = "{models / "target"}"\nmethod = "ngram"\nk = 2\n')
-    command = [sys.executable, "-m", "outrider", "export", "plan.toml", "--to", "vllm", "--k", "7"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "outrider-vllm/run.sh\n" and "earliest match" in done.stderr
+    assert main(["export", "plan.toml", "--to", "vllm", "--k", "7"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "outrider-vllm/run.sh\n" and "earliest match" in said.err
     assert vllm_settings(tmp_path / "outrider-vllm")["speculative-config"]["num_speculative_tokens"] == 7
-    done = subprocess.run([*command[:5], "--to", "tgi"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "known: vllm, sglang, transformers" in done.stderr
+    assert main(["export", "plan.toml", "--to", "tgi"]) == 2
+    assert "known: vllm, sglang, transformers" in capsys.readouterr().err

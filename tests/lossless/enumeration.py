@@ -22,15 +22,16 @@ Text = tuple[int, ...]
 Law = dict[Text, float]  # emitted tokens -> probability
 
 
-class OneOutcome:
-    """A Randomness that plays one outcome, the same for every row, and multiplies up each row's probability of it."""
+class Played:
+    """A Randomness that plays one outcome in each row, and multiplies up the row's probability of it."""
 
-    def __init__(self, coins: Sequence[bool], token: int, batch: int) -> None:
-        self._coins, self._token, self._tossed = coins, token, 0
-        self.weights = torch.ones(batch, dtype=torch.float64)
+    def __init__(self, coins: Tensor, tokens: Tensor) -> None:
+        """``coins`` bool [B, N], in the order in which they are tossed, and the tokens [B] drawn in the end."""
+        self._coins, self._tokens, self._tossed = coins, tokens, 0
+        self.weights = torch.ones(len(coins), dtype=torch.float64)
 
     def bernoulli(self, probs: Tensor) -> Tensor:
-        falls = torch.tensor(self._coins[self._tossed : self._tossed + probs.shape[1]]).expand(probs.shape)
+        falls = self._coins[:, self._tossed : self._tossed + probs.shape[1]]
         self._tossed += probs.shape[1]
         self.weights = self.weights * torch.where(falls, probs, 1 - probs).prod(dim=-1)
         return falls
@@ -38,8 +39,8 @@ class OneOutcome:
     def categorical(self, probs: Tensor) -> Tensor:
         possible = self.weights > 0
         assert ((probs.sum(dim=-1) - 1).abs() < 1e-12)[possible].all()
-        self.weights = self.weights * probs[:, self._token]
-        return torch.full(probs.shape[:1], self._token)
+        self.weights = self.weights * probs.gather(-1, self._tokens.unsqueeze(-1)).squeeze(-1)
+        return self._tokens.clone()
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,10 @@ def draw_drafts(
     tree = torch.tensor(parents).expand(batch, -1)
     bare = Proposal(token_ids, torch.full((batch,), num_nodes), None, None if is_chain else tree)
     texts = node_texts(bare, output)
-    drawn, claimed = [], []
-    for settings, rows in ((params, drawn), (shown or params, claimed)):
-        sampler = sampler_after(output, settings, batch)
+
+    def of_nodes(settings: SamplingParams) -> Tensor:
+        """[batch, N, V]: what each node is drawn from under these settings."""
+        sampler, rows = sampler_after(output, settings, batch), []
         for i, parent in enumerate(parents):
             logits = DRAFT.batch([PROMPT + row[parent + 1] for row in texts]).unsqueeze(1)
             before = (token_ids[:, : parent + 1], bare.parents if bare.parents is None else tree[:, : parent + 1], parent + 1)
@@ -96,11 +98,14 @@ def draw_drafts(
                 mass = probs.sum(dim=-1, keepdim=True)
                 probs = torch.where(mass > 0, probs / mass, 1 / VOCAB)  # nothing left to draw: anything will do
             rows.append(probs)
-    weights = torch.stack(drawn, dim=1).gather(-1, token_ids.unsqueeze(-1)).squeeze(-1).prod(dim=-1)
+        return torch.stack(rows, dim=1)
+
+    drawn = of_nodes(params)
+    claimed = drawn if shown is None else of_nodes(shown)
+    weights = drawn.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1).prod(dim=-1)
     possible = weights > 0
     tree_rows = None if is_chain else tree[possible]
-    carried = torch.stack(claimed, dim=1)[possible]
-    return Drafts(Proposal(token_ids[possible], bare.lens[possible], carried, tree_rows), weights[possible])
+    return Drafts(Proposal(token_ids[possible], bare.lens[possible], claimed[possible], tree_rows), weights[possible])
 
 
 def fixed_drafts(rows: Sequence[Sequence[int]], parents: Sequence[int] | None = None) -> Drafts:
@@ -112,40 +117,64 @@ def fixed_drafts(rows: Sequence[Sequence[int]], parents: Sequence[int] | None = 
 
 
 def round_law(verifier: Verifier, drafts: Drafts, target_probs: Tensor) -> Law:
-    """The law of what a round emits: drafts and every outcome of the verifier's coins and final draw."""
-    law: Law = defaultdict(float)
+    """The law of what a round emits: drafts and every outcome of the verifier's coins and final draw, all in one batch."""
     proposal, batch = drafts.proposal, len(drafts.weights)
-    token_ids = proposal.token_ids.tolist()
-    for coins in itertools.product((False, True), repeat=proposal.num_nodes):
-        for token in range(VOCAB):
-            random = OneOutcome(coins, token, batch)
-            verdict = verifier.verify(proposal, target_probs, random)
-            weights = (drafts.weights * random.weights).tolist()
-            rows = zip(weights, verdict.path.tolist(), verdict.num_accepted.tolist(), verdict.next_token.tolist(), strict=True)
-            for b, (weight, path, count, next_token) in enumerate(rows):
-                if weight > 0:
-                    law[(*(token_ids[b][i] for i in path[:count]), next_token)] += weight
+    outcomes = torch.tensor(list(itertools.product(*[(0, 1)] * proposal.num_nodes, range(VOCAB))))
+    times = len(outcomes)
+    outcomes = outcomes.repeat_interleave(batch, dim=0)  # [times * B, N + 1]
+
+    def repeated(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values.repeat(times, *[1] * (values.ndim - 1))
+
+    random = Played(outcomes[:, :-1].bool(), outcomes[:, -1])
+    every = Proposal(*map(repeated, (proposal.token_ids, proposal.lens, proposal.probs, proposal.parents)))
+    verdict = verifier.verify(every, repeated(target_probs), random)
+    weights = drafts.weights.repeat(times) * random.weights
+    weights = torch.where(weights > 0, weights, 0.0)  # NaN is no probability
+    place, count = torch.arange(verdict.path.shape[1] + 1), verdict.num_accepted.unsqueeze(-1)
+    kept = torch.nn.functional.pad(every.token_ids.gather(1, verdict.path.clamp_min(0)), (0, 1))
+    emitted = torch.where(place < count, kept, torch.where(place == count, verdict.next_token.unsqueeze(-1), -1))
+    numbers = ((emitted + 1) * (VOCAB + 1) ** place).sum(dim=-1)  # each text as one number, its first token the last digit
+    sums = torch.bincount(numbers, weights)
+    return defaultdict(float, {_digits(number): float(sums[number]) for number in sums.nonzero().flatten().tolist()})
+
+
+def _digits(number: int) -> Text:
+    text: Text = ()
+    while number:
+        number, digit = divmod(number, VOCAB + 1)
+        text = (*text, digit - 1)
+    return text
+
+
+_known: dict[str, dict[Text, list[float]]] = {}  # settings -> output -> law of the next token
+
+
+def next_law(params: SamplingParams) -> Callable[[Text], list[float]]:
+    """Of an output, the target's own law of the next token, by the slow reference sampler."""
+    known = _known.setdefault(repr(params), {})
+
+    def law(output: Text) -> list[float]:
+        if output not in known:
+            known[output] = reference_probs(TARGET.logits(PROMPT + output), PROMPT, output, params)
+        return known[output]
+
     return law
 
 
 def target_law(output: Text, params: SamplingParams, length: int) -> Law:
-    """The target's own law of the next ``length`` tokens, by the slow reference sampler."""
-    law: Law = {(): 1.0}
-    for _ in range(length):
-        law = {
-            (*text, token): weight * prob
-            for text, weight in law.items()
-            for token, prob in enumerate(reference_probs(TARGET.logits(PROMPT + output + text), PROMPT, output + text, params))
-        }
-    return law
+    """The target's own law of the next ``length`` tokens."""
+    return continued({(): 1.0}, output, params, length)
 
 
 def continued(law: Law, output: Text, params: SamplingParams, length: int) -> Law:
     """A round's law, shorter texts continued by the target to ``length`` tokens."""
-    total: Law = defaultdict(float)
-    for text, weight in law.items():
-        for rest, prob in target_law(output + text, params, length - len(text)).items():
-            total[text + rest] += weight * prob
+    next_token, total = next_law(params), dict(law)
+    for short in range(length):
+        for text in [text for text in total if len(text) == short]:
+            weight = total.pop(text)
+            for token, prob in enumerate(next_token(output + text)):
+                total[(*text, token)] = total.get((*text, token), 0.0) + weight * prob
     return total
 
 
