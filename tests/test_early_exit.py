@@ -14,7 +14,7 @@ from torch import nn
 from outrider import LLM, SamplingParams
 from outrider.proposers.base import Setting
 from outrider.proposers.early_exit import EarlyExitProposer, measure_exits, pick_exit
-from outrider.runner import ModelRunner, RunnerConfig, compiled, kernels
+from outrider.runner import ModelRunner, RunnerConfig, kernels
 from outrider.runner.costs import PassCosts
 from outrider.runner.layer_span import WHOLE, LayerSpan
 from outrider.sampling import Sampler
@@ -38,8 +38,9 @@ def four_layers(model_type="llama", **shape):
 class Drafting:
     """A target that drafts for itself, held against its own plain forward and against a second runner that never drafts."""
 
-    def __init__(self, model_type="llama", lengths=(3, 20, 37), depth=DEPTH, temperature=0.0, compile="never"):
-        self.model = make_model(four_layers(model_type, **(EVEN if model_type == "llama" else {})))
+    def __init__(self, model_type="llama", lengths=(3, 20, 37), depth=DEPTH, temperature=0.0, model=None, compile="never"):
+        """``model``: one in the place of a random one of ``model_type``."""
+        self.model = model or make_model(four_layers(model_type, **(EVEN if model_type == "llama" else {})))
         config = RunnerConfig(compile=compile, prefill_chunk=16)
         self.runner = ModelRunner.load(untouched(self.model), config)
         self.config = config
@@ -285,16 +286,3 @@ def test_a_model_whose_layers_hand_on_more_than_one_state_is_refused():
 def test_odd_options_are_one_clear_error(method, message):
     with pytest.raises(OutriderError, match=message):
         LLM(make_model(four_layers()), method=method, compile="never")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
-@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
-def test_compiled_parts_say_what_compiled_whole_passes_say(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiled, "cache_dir", lambda *_: tmp_path)
-    drafting = Drafting(compile="always")
-    drafting.proposer.warmup(3, 3)
-    assert drafting.runner.passes.is_compiled and len(list(tmp_path.iterdir())) == 3
-    drafting.step([3, 3, 3], [3, 0, 1])
-    drafting.step([2, 2, 2], [1, 0, 1])
-    drafting.assert_cache_is_a_fresh_forwards(exact=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_early_exit import EVEN, Drafting
 
 from outrider.runner import ModelRunner, RunnerConfig, compiled, kernels
 from outrider.types import Context
@@ -17,9 +18,13 @@ pytestmark = [
 ]
 
 
+def small(seed=0):
+    return make_model(small_config("llama", max_position_embeddings=400, tie_word_embeddings=True, **EVEN), seed)
+
+
 @pytest.fixture(scope="module")
 def model():
-    return make_model(small_config("llama", max_position_embeddings=400, tie_word_embeddings=True))
+    return small()
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +111,20 @@ def test_compiled_hidden_states_equal_eager_ones(runner, model):
     assert runner.passes.is_compiled
     for layer in (0, 1, 2):
         for b, length in enumerate((2, 39)):
-            assert got.past_hidden[layer][b].shape == (length, 32)
+            assert got.past_hidden[layer][b].shape == (length, model.config.hidden_size)
             torch.testing.assert_close(got.past_hidden[layer][b], expected.past_hidden[layer][b], rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(got.hidden[layer][b, :2], expected.hidden[layer][b, :2], rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_parts_say_what_the_compiled_whole_says(model, package, passes):
+    """Of a target whose first layer drafts: to the bit, or the cache would hold what the whole pass does not write."""
+    before = set(passes.iterdir())
+    drafting = Drafting(model=model, depth=1, compile="always")
+    drafting.proposer.warmup(3, 3)
+    assert drafting.runner.passes.is_compiled and len(set(passes.iterdir()) - before) == 3
+    drafting.step([3, 3, 3], [3, 0, 1])
+    drafting.step([2, 2, 2], [1, 0, 1])
+    drafting.assert_cache_is_a_fresh_forwards(exact=True)
 
 
 def test_a_requests_logits_are_the_same_bits_in_any_batch_and_with_any_drafts(runner):
@@ -130,7 +146,7 @@ def test_the_next_runner_takes_the_package_from_disk(runner, model, monkeypatch)
 
 def test_another_model_of_the_same_shape_computes_with_its_own_weights(runner, monkeypatch):
     monkeypatch.setattr(compiled, "_build", lambda *_: pytest.fail("compiled again"))
-    other = make_model(small_config("llama", max_position_embeddings=400, tie_word_embeddings=True), seed=1)
+    other = small(seed=1)
     rounds = Rounds(load(other, "auto"), other, [make_text(20, 1)])
     rounds.step([[1, 2]], [[0]], [3])
     assert rounds.runner.passes.is_compiled
