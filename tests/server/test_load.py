@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import pytest
 from outrider.bench.load.arrivals import Load
 from outrider.bench.load.cells import Objective, cells
 from outrider.bench.load.sweep import PLAIN, SPECULATIVE, Mode, Sweep, Traffic
+from outrider.cli import main
 
 from .served import Served
 
@@ -52,24 +52,37 @@ def test_usage_stands_in_every_chunk_where_it_is_asked_for(served: Served) -> No
     assert not events[-1]["choices"]
 
 
-@pytest.mark.parametrize("ends", ["by itself", "by a signal"])
-def test_the_command_starts_a_server_and_ends_it(ends: str, target: Path, tmp_path: Path) -> None:
+def command(target: Path, repeat: int) -> list[str]:
     options = ["--target", target, "--method", "ngram", "--k", 2, "--compile", "never", "--max-len", 256, "--concurrency", 2]
-    more = ["--requests", 1, "--repeat", 1 if ends == "by itself" else 1000, "--max-tokens", 8, "--workloads", "story"]
-    command = [sys.executable, "-m", "outrider", "bench", "serve", *options, *more, "--num-prompts", 1, "--out", "out.json"]
-    with subprocess.Popen(
-        list(map(str, command)), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}
-    ) as process:
-        if ends == "by a signal":
-            assert process.stderr is not None
-            next(line for line in process.stderr if line.startswith("3/"))  # the first repeat is done
-            process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=300)
-    assert process.returncode == (0 if ends == "by itself" else 130), err
+    more = ["--requests", 1, "--repeat", repeat, "--max-tokens", 8, "--workloads", "story", "--num-prompts", 1]
+    return [str(word) for word in ("bench", "serve", *options, *more, "--out", "out.json")]
+
+
+def check_document(out: str, folder: Path, is_interrupted: bool) -> None:
+    """The last line is the document, of both modes, and the server that was measured is gone."""
     result = json.loads(out.splitlines()[-1])
-    assert result == json.loads((tmp_path / "out.json").read_text())
+    assert result == json.loads((folder / "out.json").read_text())
     assert [cell["mode"] for cell in result["cells"]] == [PLAIN, SPECULATIVE]
-    assert bool(result.get("interrupted")) == (ends == "by a signal")
+    assert bool(result.get("interrupted")) == is_interrupted
     time.sleep(0.1)
     with pytest.raises(httpx.ConnectError):
         httpx.get(result["modes"][0]["url"] + "/health", timeout=5)
+
+
+def test_the_command_starts_a_server_and_ends_it(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(command(target, repeat=1)) == 0
+    check_document(capsys.readouterr().out, tmp_path, is_interrupted=False)
+
+
+def test_a_signal_ends_the_command_and_its_server(target: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "outrider", *command(target, repeat=1000)]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        next(line for line in process.stderr if line.startswith("3/"))  # the first repeat is done
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=300)
+    assert process.returncode == 130, err
+    check_document(out, tmp_path, is_interrupted=True)
