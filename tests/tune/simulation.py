@@ -152,8 +152,8 @@ def best_fixed(cell: Cell) -> float:
 
 def weigh(cell: Cell) -> tuple[float, float]:
     """(auto / plain, auto / best fixed K)."""
-    auto = automatic(cell)
-    return auto / plain(cell), auto / best_fixed(cell)
+    auto, without = automatic(cell), plain(cell)
+    return auto / without, auto / max(without, *(simulate(FixedLength(k), cell) for k in FIXED))
 
 
 class Recorded:
