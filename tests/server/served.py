@@ -22,7 +22,6 @@ from outrider.server.app import create_app
 from outrider.server.config import KeyRing, ServerConfig
 from outrider.server.service import Service
 
-
 TLS = httpx.create_ssl_context()  # not used, but httpx would make one for each call, which takes longer than the call
 
 
