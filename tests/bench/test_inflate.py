@@ -131,7 +131,7 @@ def test_sizes_are_met_within_eight_percent(size: str, params: float, hidden: in
 
 def test_the_cache_is_keyed_by_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(SIZES, "1b", 400_000)
+    monkeypatch.setitem(SIZES, "1b", SHAPES["hidden x4, more of everything"])
     source = make_folder(tmp_path / "small")
     first = inflated(source, "1b", progress=False)
     assert inflated(source, "1b", progress=False) == first and first.is_relative_to(tmp_path / "cache")

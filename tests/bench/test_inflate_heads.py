@@ -148,7 +148,7 @@ def test_bench_inflates_the_heads_of_its_methods(family, tmp_path, monkeypatch, 
     from outrider.cli import main
 
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(SIZES, "1b", 3_000_000)
+    monkeypatch.setitem(SIZES, "1b", SHAPES["four times as wide"])
     write_medusa(tmp_path / "medusa", VOCAB, 2)
     write_eagle1(tmp_path / "eagle", VOCAB)
     methods = f"draft,medusa:draft={tmp_path / 'medusa'},eagle:draft={tmp_path / 'eagle'}:max_nodes=4"
