@@ -38,28 +38,31 @@ class TableRunner:
         self.nan_for: set[str] = set()
 
     def logits_after(self, text: list[int]) -> torch.Tensor:
-        return self.table[text[-2] if len(text) > 1 else 0, text[-1]]
+        return self.table[_end(text)]
 
     def score(self, context: Context, proposal: Proposal) -> Scores:
         self.num_scores += 1
         width = proposal.num_nodes + 1
         logits = torch.full((len(context.requests), width, VOCAB), float("nan"))  # rows beyond lens are undefined
+        drafts, lens = proposal.token_ids.tolist(), proposal.lens.tolist()
+        parents = None if proposal.parents is None else proposal.parents.tolist()
         before = []  # text of each request that this call reads, up to the root
+        places, ends = [], []  # of every row of logits, and the tokens that it follows
         for b, request in enumerate(context.requests):
             if request.request_id in self.fails_for:
                 raise RuntimeError("out of memory")
             known = self.cached.setdefault(request.request_id, [])
             assert known == request.token_ids[: len(known)], "the cache is not a prefix of the committed text"
             before.append([request.token_ids[: i + 1] for i in range(len(known), len(request.token_ids) - 1)])
-            paths = {-1: request.token_ids}
-            logits[b, 0] = self.logits_after(request.token_ids)
-            for i in range(int(proposal.lens[b])):
-                parent = i - 1 if proposal.parents is None else int(proposal.parents[b, i])
-                paths[i] = [*paths[parent], int(proposal.token_ids[b, i])]
-                logits[b, i + 1] = self.logits_after(paths[i])
-            if request.request_id in self.nan_for:
-                logits[b] = float("nan")
-        self._proposal = proposal
+            after = {-1: _end(request.token_ids)}
+            for i in range(lens[b]):
+                after[i] = after[i - 1 if parents is None else parents[b][i]][1], drafts[b][i]
+            if request.request_id not in self.nan_for:
+                places += [(b, node + 1) for node in after]
+                ends += after.values()
+        if places:
+            logits[tuple(zip(*places, strict=True))] = self.table[tuple(zip(*ends, strict=True))]
+        self._drafts = drafts
         hidden = {layer: logits[..., : self.hidden_size] + layer for layer in self.needs_hidden}
         return Scores(logits, hidden, {layer: [self._past(row, layer) for row in before] for layer in self.needs_hidden})
 
@@ -68,9 +71,9 @@ class TableRunner:
         return torch.stack(rows)[:, : self.hidden_size] + layer if rows else torch.empty(0, self.hidden_size)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
-        for b, request in enumerate(context.requests):
-            path = verdict.path[b, : int(verdict.num_accepted[b])].tolist()
-            self.cached[request.request_id] = request.token_ids + [int(self._proposal.token_ids[b, i]) for i in path]
+        paths, counts = verdict.path.tolist(), verdict.num_accepted.tolist()
+        for request, drafts, path, count in zip(context.requests, self._drafts, paths, counts, strict=True):
+            self.cached[request.request_id] = request.token_ids + [drafts[i] for i in path[:count]]
 
     def read(self, request_ids, texts) -> list[bool]:
         """Nothing: every text is scored at once, unless a test sets ``chunk``."""
@@ -103,6 +106,11 @@ class TableRunner:
 
     def pass_cost(self, width, batch, cache_len):
         return 0.001
+
+
+def _end(text: list[int]) -> tuple[int, int]:
+    """The two tokens that the next one hangs on."""
+    return (text[-2] if len(text) > 1 else 0, text[-1])
 
 
 def make_engine(proposer=None, k=0, policy=None, runner=None, detokenizer=None, verifier=None, coupled=False) -> Engine:
