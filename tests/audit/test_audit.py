@@ -127,14 +127,13 @@ def test_what_would_take_too_long_is_refused(rig: Rig, drafts: TableDraft) -> No
         make_plan(rig, Way(drafts, RejectionVerifier(), 2), replace(QUESTION, tv=0.002), quiet)
 
 
-def test_a_failing_proposer_makes_it_void(rig: Rig, drafts: TableDraft) -> None:
+def test_a_failing_proposer_makes_it_void(rig: Rig, plan: Plan) -> None:
     class Failing(TableDraft):
         def propose(self, context, k):  # type: ignore[no-untyped-def]
             if any(request.num_output_tokens > 1 for request in context.requests):
                 raise RuntimeError("broken")
             return super().propose(context, k)
 
-    plan = make_plan(rig, Way(drafts, RejectionVerifier(), 2), QUESTION, quiet)
     small = replace(plan, samples=dict.fromkeys(plan.samples, 40))
     outcome = judge(rig, Way(Failing(rig.runner), RejectionVerifier(), 2), QUESTION, small, quiet)  # type: ignore[arg-type]
     assert outcome.faults > 0
