@@ -36,7 +36,7 @@ class TableDraft(Proposer):
 
 
 def table_runner() -> TableRunner:
-    return TableRunner(max_batch=64, max_len=4000, eos_bias=0.0, sharpness=3.0)
+    return TableRunner(max_batch=256, max_len=4000, eos_bias=0.0, sharpness=3.0)
 
 
 PROMPTS = [[3, 1, 4], [2, 7]]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_folder import make_folder
 
-from outrider.audit import sampling
+from outrider.audit import same_text, sampling
 
 Run = Callable[..., "tuple[int, str, str]"]
 QUICK = [
@@ -93,25 +94,12 @@ def test_bad_input_is_one_line_and_exit_code_2(outrider: Run, models: list[objec
 
 
 def test_same_text_compares_every_cell_and_goes_on_where_it_ended(
-    outrider: Run,
-    models: list[object],
-    tmp_path: Path,
+    outrider: Run, models: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(same_text, "Grid", partial(same_text.Grid, repeat=1))  # of the cost
     out = tmp_path / "grid.json"
-    options = [
-        "--compile",
-        "never",
-        "--methods",
-        "draft",
-        "--k",
-        "1,3",
-        "--batch",
-        "1,2",
-        "--max-tokens",
-        8,
-        "--num-prompts",
-        3,
-    ]
+    options = ["--compile", "never", "--methods", "draft", "--k", "1,3", "--batch", "1,2", "--max-tokens", 8]
+    options += ["--num-prompts", 3]
     code, shown, err = outrider("audit", "--same-text", *models, *options, "--out", out)
     assert code == 0, (shown, err)
     document = read(out)

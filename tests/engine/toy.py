@@ -53,7 +53,8 @@ class TableRunner:
                 raise RuntimeError("out of memory")
             known = self.cached.setdefault(request.request_id, [])
             assert known == request.token_ids[: len(known)], "the cache is not a prefix of the committed text"
-            before.append([request.token_ids[: i + 1] for i in range(len(known), len(request.token_ids) - 1)])
+            if self.needs_hidden:
+                before.append([request.token_ids[: i + 1] for i in range(len(known), len(request.token_ids) - 1)])
             after = {-1: _end(request.token_ids)}
             for i in range(lens[b]):
                 after[i] = after[i - 1 if parents is None else parents[b][i]][1], drafts[b][i]

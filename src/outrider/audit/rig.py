@@ -54,7 +54,8 @@ class Rig:
 
     def generate(self, way: Way, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Text]:
         """One text for each prompt, a batch at a time."""
-        requests = [self._request(f"text-{i}", prompt, params, params.seed or 0) for i, prompt in enumerate(prompts)]
+        params = _endless(params)
+        requests = [_request(f"text-{i}", prompt, params, params.seed or 0) for i, prompt in enumerate(prompts)]
         texts = self._run(self._engine(way), requests)
         return [texts[request.request_id] for request in requests]
 
@@ -65,14 +66,12 @@ class Rig:
 
         One token more is generated, so that the last one that counts comes from a round with drafts too.
         """
-        params = replace(params, max_tokens=length + 1)
+        params = _endless(replace(params, max_tokens=length + 1))
         watched = Watched(way.verifier)
         way = replace(way, verifier=watched)
         for start in range(0, num_samples, self._wave):
             count = min(self._wave, num_samples - start)
-            requests = [
-                self._request(f"sample-{start + i}", prompt, params, key_of(seed, start + i) >> 1) for i in range(count)
-            ]
+            requests = [_request(f"sample-{start + i}", prompt, params, key_of(seed, start + i) >> 1) for i in range(count)]
             texts = self._run_from_one_prompt(self._engine(way), requests)
             yield [_sample(texts[r.request_id], watched.notes.get(r.request_id, {}), length) for r in requests]
             watched.notes.clear()
@@ -85,11 +84,10 @@ class Rig:
         show: Callable[[list[tuple[int, ...]], Tensor], None],
     ) -> None:
         """Leads plain decoding along texts and shows the target's laws [B, V] after each of their prefixes."""
+        params = _endless(params)
         for start in range(0, len(texts), self._wave):
             part = texts[start : start + self._wave]
-            requests = [
-                self._request(f"led-{i}", prompt, replace(params, max_tokens=len(text)), 0) for i, text in enumerate(part)
-            ]
+            requests = [_request(f"led-{i}", prompt, replace(params, max_tokens=len(text)), 0) for i, text in enumerate(part)]
             told = {request.request_id: text for request, text in zip(requests, part, strict=True)}
 
             def shown(requests: Sequence[Request], probs: Tensor) -> None:
@@ -107,11 +105,6 @@ class Rig:
         scheduler = Scheduler(self.batch, self.runner.max_len)
         return Engine(self.runner, way.proposer, verifiers, FixedLength(way.k), scheduler, way.coupled)
 
-    def _request(self, name: str, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
-        # Texts go on behind an end-of-text token: its place is tested as any other, and every text is as long as the others.
-        params = replace(params, ignore_eos=True, n=1, stop=(), stop_token_ids=())
-        return Request(name, list(prompt), len(prompt), params, seed, torch.Generator().manual_seed(seed))
-
     def _run_from_one_prompt(self, engine: Engine, requests: Sequence[Request]) -> dict[str, Text]:
         """Requests with one prompt: the first reads it, the others copy its cache as long as it runs.
 
@@ -120,7 +113,7 @@ class Rig:
         first = requests[0]
         if len(requests) > self.batch > 1:
             room = self.runner.max_len - first.num_prompt_tokens
-            first = self._request(FRONT, first.token_ids, replace(first.params, max_tokens=room), first.seed)
+            first = _request(FRONT, first.token_ids, replace(first.params, max_tokens=room), first.seed)
             engine.add(first)
         for request in requests:
             engine.add(request, fork_of=None if request is first else first.request_id)
@@ -151,6 +144,15 @@ class Rig:
                 engine.abort(request_id)
             self.faults += engine.stats.faults
         return texts
+
+
+def _endless(params: SamplingParams) -> SamplingParams:
+    """Texts go on behind an end-of-text token: its place is tested as any other, and every text is as long as the others."""
+    return replace(params, ignore_eos=True, n=1, stop=(), stop_token_ids=())
+
+
+def _request(name: str, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
+    return Request(name, list(prompt), len(prompt), params, seed, torch.Generator().manual_seed(seed))
 
 
 def _sample(text: Text, notes: dict[int, float], length: int) -> Sample:
