@@ -19,7 +19,7 @@ from outrider.engine.plan import Plan
 from outrider.proposers.base import PlainProposer
 
 Run = Callable[..., "tuple[int, str, str]"]
-QUICK = ["--compile", "never", "--num-prompts", 3, "--max-tokens", 12, "--repeat", 1, "--k", "1,3"]
+QUICK = ["--compile", "never", "--num-prompts", 3, "--max-tokens", 20, "--repeat", 1, "--k", "1,3"]
 
 
 @pytest.fixture
