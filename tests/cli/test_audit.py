@@ -25,7 +25,7 @@ QUICK = [
     "--max-tokens",
     8,
     "--tv",
-    0.3,
+    0.5,
     "--power",
     0.9,
     "--temperature",
