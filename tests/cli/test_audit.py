@@ -25,7 +25,7 @@ QUICK = [
     "--max-tokens",
     8,
     "--tv",
-    0.5,
+    0.3,
     "--power",
     0.9,
     "--temperature",
