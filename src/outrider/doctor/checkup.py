@@ -139,6 +139,8 @@ def _measured(
     first = found.by_position[0]
     if not drafted.num_drafts:
         yield Finding("note", "acceptance", "nothing was drafted on these prompts, so nothing can be said of it")
+    elif first < DOUBTFUL and PROPOSERS.get(split_method(patient.method)[0]).reads_text_only:
+        yield Finding("note", "acceptance", f"{first:.0%} of first drafts are accepted: these prompts hardly repeat themselves")
     elif first < HOPELESS:
         yield Finding("wrong", "acceptance", f"{first:.0%} of first drafts are accepted: it was made for another target, or is"
                       " not trained for this kind of text")  # fmt: skip
@@ -161,7 +163,7 @@ def _acceptance(plain: Run, drafted: Run, num_prompts: int) -> Acceptance:
     # A round's score grows little with its drafts; between a plain round and the measured one it is a straight line.
     speeds = [expected_tau(rate, k) / (k * step + whole + (score - whole) * min(k / K, 1)) if k else 1 / max(whole, 1e-9)
               for k in range(2 * K + 1)]  # fmt: skip
-    best = max(range(len(speeds)), key=lambda k: speeds[k])
+    best = max(range(len(speeds)), key=lambda k: speeds[k]) if drafted.num_drafts else 0
     tau = drafted.mean_acceptance_length
     return Acceptance(drafted.conditional_acceptance(K), tau, plain.decode_tok_s, drafted.decode_tok_s, best, num_prompts)
 
@@ -191,11 +193,17 @@ def _tried(
 
 def _memory_on_disk(sources: list[Any]) -> Iterator[Finding]:
     """Whether weights in local folders fit into the memory that is free."""
-    files = [file for source in sources if isinstance(source, (str, Path)) for file in Path(source).glob("*.safetensors")]
+    files = [file for source in sources if isinstance(source, (str, Path)) for file in _weights_in(Path(source))]
     needed, free = sum(file.stat().st_size for file in files), free_memory()
     if files and free is not None:
         said = f"the weights take {size(needed)}, {size(free)} are free"
         yield Finding("ok" if needed < 0.9 * free else "wrong", "memory", said)
+
+
+def _weights_in(folder: Path) -> list[Path]:
+    """The files that are read: where a folder holds its weights in two formats, the first."""
+    kinds = (sorted(folder.glob(f"*{suffix}")) for suffix in (".safetensors", ".bin", ".pt"))
+    return next((files for files in kinds if files), [])
 
 
 def _cache_memory(runner: ModelRunner) -> Finding:

@@ -20,6 +20,7 @@ from outrider.heads import eagle_formats, findings
 from outrider.heads.checkpoint import EAGLE, folder_of
 from outrider.heads.eagle import EagleHead, check_fit
 from outrider.heads.head_runner import HeadRunner
+from outrider.heads.own_logits import finish_of
 from outrider.proposers.base import Proposer, Setting
 from outrider.proposers.portable import FeatureHead
 from outrider.proposers.sample_text import TEXT
@@ -60,8 +61,10 @@ class EagleProposer(Proposer):
         self.needs_hidden = config.hidden_states or head.shape.hidden_states
         is_there = 0 <= min(self.needs_hidden) <= max(self.needs_hidden) <= target.num_layers
         if len(self.needs_hidden) != len(head.shape.hidden_states) or not is_there:
-            raise OutriderError(f"the head reads {len(head.shape.hidden_states)} hidden states, not {self.needs_hidden}")
+            said = f"the head reads {len(head.shape.hidden_states)} of the hidden states 0 to {target.num_layers}"
+            raise OutriderError(f"{said}, not {self.needs_hidden}")
         self.head = HeadRunner(head, target)
+        head.finish = finish_of(target.model) if head.uses_targets_output else None
         self.max_drafts = config.max_depth
         self._config, self._vocab_size = config, target.vocab_size
         self._sizes = TreeSizes(target, config.max_nodes)

@@ -18,6 +18,7 @@ from outrider.train import optim
 from outrider.train.clock import MAX_GAP_S, RunningClock
 from outrider.train.plan import Plan
 from outrider.train.progress import Progress
+from outrider.types import OutriderError
 
 
 class Batches(Protocol):
@@ -112,6 +113,11 @@ class Trainer:
         rows = max(1, plan.batch_tokens // seq_len)
         ids = self.job.batches.batch(self.step, rows, seq_len).to(self.device)
         loss, parts = self.job.loss(ids, self.step, before)
+        if not torch.isfinite(loss):  # one update with it, and the next checkpoint would be lost too
+            raise OutriderError(
+                f"the loss of step {self.step + 1} is {float(loss)}: the learning rates (--muon-lr, --adam-lr) are too high;"
+                f" {self.checkpoint} is from before, delete it to begin anew"
+            )
         loss.backward()
         for optimizer in self.optimizers:
             optimizer.step()
