@@ -8,9 +8,11 @@ from typing import ClassVar
 
 import pytest
 import torch
+from heads.writers import write_eagle3
 from safetensors.torch import load_file, save_file
 from tiny_folder import make_folder, make_tokenizer
 
+from outrider import LLM
 from outrider.doctor import Patient, check_up, checkup
 from outrider.proposers.base import Proposer, Setting, chain_proposal
 from outrider.registry import PROPOSERS
@@ -32,6 +34,10 @@ def examined(target, method="draft", draft=None, params=SHORT):
 
 def level_of(found, topic):
     return {finding.topic: finding.level for finding in found.findings}.get(topic)
+
+
+def text_of(found, topic):
+    return " ".join(finding.text for finding in found.findings if finding.topic == topic)
 
 
 def test_a_draft_that_is_the_target_is_accepted_at_every_place_and_is_told_to_be_too_large(target):
@@ -97,6 +103,34 @@ def test_the_targets_own_methods_are_examined_by_their_own_checks(target):
     assert found.acceptance is not None
 
 
+def test_a_draft_with_another_tokenizer_is_measured_by_the_method_that_takes_one(target, tmp_path):
+    found = examined(target, method="cross-tokenizer", draft=make_folder(tmp_path, tokenizer=make_tokenizer(300)))
+    assert level_of(found, "vocabulary") == "ok"
+    assert "of the target's 320 tokens are the draft's too" in text_of(found, "vocabulary")
+    assert level_of(found, "context") == "ok" and found.acceptance is not None
+
+
+def test_two_methods_in_turn_are_examined_as_each_of_them(target, tmp_path):
+    found = examined(target, method="suffix+draft:draft.draft=" + str(target))
+    assert level_of(found, "vocabulary") == "ok" and found.acceptance.by_position[0] > 0.9
+    head = write_eagle3(tmp_path / "head", 320, 320) and tmp_path / "head"
+    setting = Setting(LLM(str(target), method="plain", **OPTIONS).runner, options={"eagle.draft": str(head)})
+    joint = PROPOSERS.get("suffix+eagle")
+    assert joint.alternatives(setting) == ["eagle.hidden_states=0,1,2", "eagle.hidden_states=2,3,4"]
+    assert [finding.topic for finding in joint.examine(setting)][:2] == ["hidden size", "vocabulary"]
+
+
+def test_a_text_that_does_not_repeat_itself_is_no_draft_that_does_not_fit(target):
+    found = examined(target, method="suffix")
+    assert found.fits and level_of(found, "acceptance") == "note"
+    assert "hardly repeat" in text_of(found, "acceptance")
+
+
+def test_where_nothing_is_drafted_no_gain_is_promised(target):
+    found = examined(target, method="plain")
+    assert found.acceptance.best_k == 0 and "gains nothing" in found.verdict
+
+
 class Guessing(Proposer):
     """Drafts zeros, or with the right option what the target says."""
 
@@ -128,7 +162,6 @@ class Guessing(Proposer):
 
 
 def test_where_hardly_any_draft_is_accepted_the_alternative_that_fits_is_named(target, monkeypatch):
-    from outrider import LLM
     from outrider.bench.workloads import builtin, encode
 
     monkeypatch.setitem(PROPOSERS._entries, "guessing", Guessing)

@@ -115,7 +115,7 @@ class Trainer:
         loss, parts = self.job.loss(ids, self.step, before)
         if not torch.isfinite(loss):  # one update with it, and the next checkpoint would be lost too
             raise OutriderError(
-                f"the loss of step {self.step + 1} is {float(loss)}: the learning rates (--muon-lr, --adam-lr) are too high;"
+                f"the loss of step {self.step + 1} is {loss.item()}: the learning rates (--muon-lr, --adam-lr) are too high;"
                 f" {self.checkpoint} is from before, delete it to begin anew"
             )
         loss.backward()
