@@ -247,6 +247,11 @@ WRONG = {
         lambda folder: break_config(folder, eagle_aux_hidden_state_layer_ids=3),
         "names no layers: 3",
     ),
+    "no rotation": (
+        lambda folder: break_config(folder, rope_scaling={"rope_type": "spiral"}),
+        "its config names 'spiral', an activation or rotation",
+    ),
+    "no section": (lambda folder: break_config(folder, eagle_config=[1]), "eagle_config in its config is no config but a list"),
     "no index": (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "names no files"),
     "no object": (lambda folder: (folder / "config.json").write_text("[]"), "is no config: it holds a list"),
     "a trainer's checkpoint": (

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from toy import make_request
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -116,6 +117,12 @@ def test_heads_for_another_target_are_refused(target, tmp_path):
     write_medusa(tmp_path / "vocab", VOCAB + 2, 2)
     with pytest.raises(OutriderError, match="guesses among 42 tokens, the target has 40"):
         medusa.load(tmp_path / "vocab", VOCAB)
+    weights = write_vllm_medusa(tmp_path / "map", VOCAB, 2, map_to=15)
+    for odd in (-3, VOCAB):
+        weights["token_map"][4] = odd
+        save_file(weights, tmp_path / "map" / "model.safetensors")
+        with pytest.raises(OutriderError, match=f"its token map names token {odd}, the target has 40"):
+            medusa.load(tmp_path / "map", VOCAB)
     write_vllm_medusa(tmp_path / "none", VOCAB, 2)
     (tmp_path / "none" / "model.safetensors").write_bytes(b"\x08")
     with pytest.raises(OutriderError, match="cannot be read"):

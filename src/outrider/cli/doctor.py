@@ -50,6 +50,9 @@ def command(
         target = TARGET
     params = sampling.params(max_tokens=sampling.max_tokens or 48)
     with waiting("looking") as status:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
         checkup = check_up(Patient(target, method, options, params), status.update if status is not None else lambda _: None)
     if as_json:
         print(json.dumps(asdict(checkup) | {"fits": checkup.fits, "verdict": checkup.verdict}))

@@ -279,10 +279,13 @@ def bench_of(text: TextOptions, out: Path) -> Bench:
     names = ("seq_len", "max_tokens", "regenerate", "prompt_len", "temperature")
     source = Source(tuple(text.text), **given(text, *names))
     with waiting(f"loading {text.target or 'the embedded model'}"):
+        from transformers.utils import logging
+
         from outrider.engine.config import load_tokenizer
         from outrider.family import TARGET
         from outrider.runner import ModelRunner, RunnerConfig
 
+        logging.disable_progress_bar()
         target = text.target or TARGET
         return Bench(ModelRunner.load(target, RunnerConfig(max_batch=16)), load_tokenizer(target), work, source)
 

@@ -42,6 +42,7 @@ LAYER_KEYS = (
 )
 # Llama's layer but for what shows in the weights: biases of attention are read, norms within a head are refused by name.
 LLAMA_LIKE = ("llama", "eagle", "qwen2", "qwen3")
+SECTIONS = ("transformer_layer_config", "model", "eagle_config", "outrider")  # of a config that are configs
 FORMATS = ("native", "speculators")
 
 
@@ -53,6 +54,9 @@ def load(source: str | Path, num_layers: int, vocab_size: int, target_hidden_siz
     if kind not in (None, "eagle3"):
         raise OutriderError(f"{source} is a speculators head of the kind {kind!r}: of these, eagle3 can be loaded")
     tensors = {_plain_name(name): tensor for name, tensor in tensors.items()}
+    odd = [key for key in SECTIONS if not isinstance(config.get(key) or {}, dict)]
+    if odd:
+        raise OutriderError(f"{source}: {odd[0]} in its config is no config but a {type(config[odd[0]]).__name__}")
     layer = config.get("transformer_layer_config") or config.get("model") or config
     if "fc.weight" not in tensors:
         raise OutriderError(f"{source} has no fc.weight: not an EAGLE head")
@@ -65,7 +69,10 @@ def load(source: str | Path, num_layers: int, vocab_size: int, target_hidden_siz
         shape = _shape_of_generation_1(tensors, llama, num_layers)
         # The output head is the target's; an embedding beside it is a copy of the target's.
         tensors = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
-    head = EagleHead(shape)
+    try:
+        head = EagleHead(shape)
+    except KeyError as error:  # of transformers' tables
+        raise OutriderError(f"{source}: its config names {error}, an activation or rotation that is not known") from error
     offsets = tensors.pop("d2t", None)
     if offsets is not None:
         tensors["draft_ids"] = offsets.long() + torch.arange(len(offsets))
@@ -89,7 +96,7 @@ def _llama(layer: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int) -
     try:
         config = LlamaConfig(**given, num_hidden_layers=max(numbers, default=0) + 1, attention_dropout=0.0)
     except Exception as error:  # transformers checks configs in many ways
-        raise OutriderError(f"the head's config makes no Llama layer: {str(error).splitlines()[0]}") from error
+        raise OutriderError(f"the head's config makes no Llama layer: {' '.join(str(error).split())}") from error
     embedding = tensors.get("embed_tokens.weight")
     config.vocab_size = vocab_size if embedding is None else embedding.shape[0]
     config._attn_implementation = "outrider"
