@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train import runs, shapes
 from outrider.train.capture import CachedRows, capture
 from outrider.train.claims import fingerprint
+from outrider.train.clock import RunningClock
 from outrider.train.eagle import EagleLoss
 from outrider.train.medusa import MedusaLoss
 from outrider.train.runs import Bench, EagleRun, HeadPlan, Source, train_eagle, train_medusa
@@ -254,6 +256,15 @@ def test_another_run_is_never_gone_on_from(kind, runner, rows, tmp_path):
     with pytest.raises(OutriderError, match="cannot be gone on from, delete it") as error:
         train(changed=False)
     assert "\n" not in str(error.value)
+
+
+def test_a_run_ends_by_the_clock_however_long_its_steps_take_and_a_pause_does_not_count():
+    steps = [*[30.0] * 20, 3600.0, *[30.0] * 20]  # a large model; in the midst of it a laptop slept
+    times = iter([0.0, *accumulate(steps)])
+    clock = RunningClock(now=lambda: next(times))
+    for _ in steps:
+        clock.tick()
+    assert sum(steps) - 3600 - 45 < clock.elapsed <= sum(steps) - 3600 + 4 * 30
 
 
 def test_what_cannot_be_trained_is_said_before_the_target_writes_text(runner, tmp_path, monkeypatch):

@@ -34,8 +34,8 @@ def command(
     sampling: SamplingOptions,
 ) -> int:
     """Check whether a draft fits its target: vocabulary, context, memory, then acceptance and speed on a few prompts."""
-    from outrider.cli.console import show_notices, waiting
-    from outrider.cli.session import resolve
+    from outrider.cli.console import show_notices
+    from outrider.cli.session import loading, resolve
     from outrider.doctor import Patient, check_up
     from outrider.engine.config import default_method
 
@@ -49,10 +49,7 @@ def command(
 
         target = TARGET
     params = sampling.params(max_tokens=sampling.max_tokens or 48)
-    with waiting("looking") as status:
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
+    with loading("looking") as status:
         checkup = check_up(Patient(target, method, options, params), status.update if status is not None else lambda _: None)
     if as_json:
         print(json.dumps(asdict(checkup) | {"fits": checkup.fits, "verdict": checkup.verdict}))

@@ -257,8 +257,8 @@ def plan_of(length: LengthOptions, rates: dict[str, float] | None = None) -> Hea
 
 def bench_of(text: TextOptions, out: Path) -> Bench:
     """Loads the target; everything that can be refused without it is refused before."""
-    from outrider.cli.console import show_notices, waiting
-    from outrider.cli.session import check_source
+    from outrider.cli.console import show_notices
+    from outrider.cli.session import check_source, loading
     from outrider.train.runs import Bench, Source
     from outrider.types import OutriderError
 
@@ -278,14 +278,11 @@ def bench_of(text: TextOptions, out: Path) -> Bench:
     show_notices()
     names = ("seq_len", "max_tokens", "regenerate", "prompt_len", "temperature")
     source = Source(tuple(text.text), **given(text, *names))
-    with waiting(f"loading {text.target or 'the embedded model'}"):
-        from transformers.utils import logging
-
+    with loading(f"loading {text.target or 'the embedded model'}"):
         from outrider.engine.config import load_tokenizer
         from outrider.family import TARGET
         from outrider.runner import ModelRunner, RunnerConfig
 
-        logging.disable_progress_bar()
         target = text.target or TARGET
         return Bench(ModelRunner.load(target, RunnerConfig(max_batch=16)), load_tokenizer(target), work, source)
 
