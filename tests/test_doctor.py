@@ -19,6 +19,7 @@ from outrider.registry import PROPOSERS
 from outrider.types import Finding, SamplingParams
 
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 OPTIONS = {"compile": "never", "device": "cpu"}
 
 
@@ -132,17 +133,17 @@ def test_where_nothing_is_drafted_no_gain_is_promised(target):
 
 
 class Guessing(Proposer):
-    """Drafts zeros, or with the right option what the target says."""
+    """Drafts what the target says: with the right option always, else in so many places of ten; zeros in the others."""
 
     name = "guessing"
     answers: ClassVar[list[list[int]]] = []
 
-    def __init__(self, is_right):
-        self.is_right = is_right
+    def __init__(self, tenths):
+        self.tenths = tenths
 
     @classmethod
     def build(cls, setting: Setting):
-        return cls(setting.options.get("layer") == "3")
+        return cls(10 if setting.options.get("layer") == "3" else int(setting.options.get("tenths", 0)))
 
     @classmethod
     def examine(cls, setting: Setting):
@@ -157,22 +158,43 @@ class Guessing(Proposer):
         for request, limit in zip(context.requests, context.limits, strict=True):
             text = next((a for a in self.answers if a[: len(request.token_ids)] == request.token_ids), [])
             right = text[len(request.token_ids) :][: min(k, limit)]
-            chains.append(right if self.is_right else [299] * min(k, limit))
+            chains.append(right if len(request.token_ids) * 7 % 10 < self.tenths else [299] * min(k, limit))
         return chain_proposal(chains)
 
 
-def test_where_hardly_any_draft_is_accepted_the_alternative_that_fits_is_named(target, monkeypatch):
+@pytest.fixture
+def guessing(target, monkeypatch):
+    """The method, and what the target says to the doctor's prompts."""
     from outrider.bench.workloads import builtin, encode
 
     monkeypatch.setitem(PROPOSERS._entries, "guessing", Guessing)
     llm = LLM(str(target), method="plain", **OPTIONS)
     prompts = [encode(llm.tokenizer, prompt)[-128:] for kind in checkup.WORKLOADS for prompt in builtin(kind, 1)]
-    texts = llm.generate(prompts, SHORT)
+    texts = llm.generate(prompts, LONG)
     Guessing.answers = [prompt + text.token_ids for prompt, text in zip(prompts, texts, strict=True)]
+
+
+@pytest.mark.usefixtures("guessing")
+def test_where_hardly_any_draft_is_accepted_the_alternative_that_fits_is_named(target):
     found = examined(target, method="guessing:layer=2")
     assert not found.fits and level_of(found, "head") == "note"
     assert level_of(found, "options") == "suspicious"
     assert "guessing:layer=3 fits better" in found.findings[-1].text
+
+
+@pytest.mark.usefixtures("guessing")
+def test_an_alternative_that_fits_better_is_named_where_much_is_accepted_too(target, monkeypatch):
+    """One layer beside the right one costs a head some of its acceptance, seldom all."""
+    monkeypatch.setattr(checkup, "BETTER", 99.0)
+    found = examined(target, method="guessing:layer=2:tenths=6", params=LONG)
+    assert found.acceptance.by_position[0] > checkup.DOUBTFUL
+    assert found.fits and level_of(found, "options") == "suspicious"
+    assert "guessing:layer=3:tenths=6 fits better" in text_of(found, "options")
+    monkeypatch.setattr(checkup, "CLEAR", 99.0)
+    found = examined(target, method="guessing:layer=2:tenths=6", params=LONG)
+    assert level_of(found, "options") == "note" and "too little better to tell" in text_of(found, "options")
+    found = examined(target, method="guessing:layer=3", params=LONG)
+    assert level_of(found, "options") == "ok" and "no better" in text_of(found, "options")
 
 
 def test_the_command_prints_the_verdict_and_its_exit_code_says_whether_it_fits(target, tmp_path, capsys):

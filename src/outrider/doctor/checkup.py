@@ -5,7 +5,7 @@ The checks of a method stand in its own file (``Proposer.examine``, ``Proposer.a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ HOPELESS, DOUBTFUL = (
     0.35,
 )  # acceptance of the first draft below which it does not fit, and below which something may be wrong
 BETTER = 1.15  # an alternative's mean acceptance length over the first one's, from which on it is named
+CLEAR = 2.33  # standard errors between the two's acceptance, beyond which it is named too
 
 Progress = Callable[[str], Any]
 
@@ -115,16 +116,15 @@ def _stages(patient: Patient, checkup: Checkup, progress: Progress) -> Iterator[
         return
     prompts = [encode(llm.tokenizer, prompt) for workload in WORKLOADS for prompt in builtin(workload, 1)]
     prompts = [ids[-llm.runner.max_len // 2 :] for ids in prompts]
-    yield from _measured(patient, contenders, prompts, checkup, progress)
-    assert checkup.acceptance is not None
-    if checkup.acceptance.by_position[0] < DOUBTFUL:
-        yield from _tried(patient, kind.alternatives(setting), contenders, prompts, checkup.acceptance, progress)
+    drafted = yield from _measured(patient, contenders, prompts, checkup, progress)
+    if drafted.num_drafts:  # also where much is accepted: one layer beside the right one costs some of it, not all
+        yield from _tried(patient, kind.alternatives(setting), contenders, prompts, drafted, progress)
 
 
 def _measured(
     patient: Patient, contenders: Contenders, prompts: list[list[int]], checkup: Checkup, progress: Progress
-) -> Iterator[Finding]:
-    """Plain and drafted in turn: acceptance by position, speeds, and whether the text is the same."""
+) -> Generator[Finding, None, Run]:
+    """Plain and drafted in turn: acceptance by position, speeds, and whether the text is the same. Returns the drafted run."""
     runs: dict[str, Run] = {}
     pair = [Contender(PLAIN, 0), Contender(patient.method, K)]
     for contender in pair:  # what is slow only once
@@ -153,6 +153,7 @@ def _measured(
             yield Finding("ok", "text", said)
         else:
             yield Finding("note", "text", said + ": where two tokens are almost equally likely, rounding decides")
+    return drafted
 
 
 def _acceptance(plain: Run, drafted: Run, num_prompts: int) -> Acceptance:
@@ -173,22 +174,37 @@ def _tried(
     alternatives: list[str],
     contenders: Contenders,
     prompts: list[list[int]],
-    found: Acceptance,
+    drafted: Run,
     progress: Progress,
 ) -> Iterator[Finding]:
-    """Other options of the same method, where these hardly work: the one that fits is named."""
+    """Other options of the same method, in the place of those given: the one that fits better is named."""
     name, given = split_method(patient.method)
-    lengths = {}
+    runs: dict[str, Run] = {}
     for alternative in alternatives:
         contender = Contender(join_method(name, given | split_method(f"{name}:{alternative}")[1]), K)
         progress(f"trying {contender.method}")
-        lengths[contender.method] = generate(contenders, contender, prompts, patient.params, batch=1).mean_acceptance_length
-    best = max(lengths, key=lambda method: lengths[method], default=None)
-    if best is not None and lengths[best] > BETTER * found.mean_acceptance_length:
-        yield Finding("suspicious", "options", f"{best} fits better: {lengths[best]:.2f} tokens a pass instead of"
-                      f" {found.mean_acceptance_length:.2f}")  # fmt: skip
-    elif lengths:
-        yield Finding("note", "options", f"{', '.join(lengths)} fit no better")
+        runs[contender.method] = generate(contenders, contender, prompts, patient.params, batch=1)
+    if not runs:
+        return
+    best = max(runs, key=lambda method: runs[method].mean_acceptance_length)
+    found, tau = runs[best].mean_acceptance_length, drafted.mean_acceptance_length
+    if found > BETTER * tau or _is_clear(runs[best], drafted):
+        yield Finding("suspicious", "options", f"{best} fits better: {found:.2f} tokens a pass instead of {tau:.2f}")
+        return
+    said = ", ".join(f"{method} {run.mean_acceptance_length:.2f}" for method, run in runs.items())
+    verdict = "no better" if found <= tau else "too little better to tell from so short texts (--max-tokens makes them longer)"
+    yield Finding("ok" if found <= tau else "note", "options", f"tokens a pass instead of {tau:.2f}: {said}; {verdict}")
+
+
+def _is_clear(better: Run, drafted: Run) -> bool:
+    """Whether one's first drafts are accepted more often than the other's by more than chance explains (two-sided 2%)."""
+    counts = [(run.kept[0], run.reached[0]) for run in (better, drafted)]
+    if not all(reached for _, reached in counts):
+        return False
+    pooled = sum(kept for kept, _ in counts) / sum(reached for _, reached in counts)
+    spread = (pooled * (1 - pooled) * sum(1 / reached for _, reached in counts)) ** 0.5
+    shares = [kept / reached for kept, reached in counts]
+    return shares[0] - shares[1] > CLEAR * spread
 
 
 def _memory_on_disk(sources: list[Any]) -> Iterator[Finding]:

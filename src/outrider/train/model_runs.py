@@ -26,7 +26,7 @@ from outrider.train.distillation import DIVERGENCES, Distillation, DistillationL
 from outrider.train.draft_model import DraftShape, new_draft
 from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
 from outrider.train.precision import autocast_dtype
-from outrider.train.runs import Bench, HeadPlan, checkpoint_dtype, finish, run_job
+from outrider.train.runs import Bench, HeadPlan, Latest, checkpoint_dtype, finish, run_job
 from outrider.train.text import TextRows
 from outrider.types import OutriderError
 
@@ -50,15 +50,17 @@ def train_early_exit(bench: Bench, out: Path, how: HeadPlan, skip: LayerSkip) ->
     bench.claim("early-exit", **asdict(skip))
     rows = TextRows(bench.training_rows())
 
+    held_out = Latest(lambda: measure_exits(decoder, rows.held_out))
+
     def measure(final: bool) -> dict[str, Any]:
-        exits = measure_exits(decoder, rows.held_out if final else rows.held_out[:ROWS])["exits"]
+        exits = (held_out.again() if final else measure_exits(decoder, rows.held_out[:ROWS]))["exits"]
         return {f"held_exit_{depth}": found["greedy"]["acceptance"] for depth, found in exits.items()}
 
     before = once(bench.work / "early-exit" / "before.json", lambda: measure_exits(decoder, rows.held_out))
     loss = EarlyExitLoss(decoder, skip, autocast_dtype(runner.device), how.seed)
     if not run_job(bench, "early-exit", model, rows, loss, how.plan(rows), measure):
         return False
-    found = {"before": before, "after": measure_exits(decoder, rows.held_out)}
+    found = {"before": before, "after": held_out.known()}
     _save(bench, model, out)
     finish(bench, "early-exit", out, found)
     return True
@@ -112,8 +114,10 @@ def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRu
     bench.claim("draft", shape=asdict(kind.shape), start=kind.start, teaching=asdict(teaching))
     rows = TextRows(bench.training_rows())
 
+    held_out = Latest(lambda: measure_draft(draft, target, rows.held_out))
+
     def measure(final: bool) -> dict[str, Any]:
-        found = measure_draft(draft, target, rows.held_out if final else rows.held_out[: 4 * ROWS])
+        found = held_out.again() if final else measure_draft(draft, target, rows.held_out[: 4 * ROWS])
         return {f"held_{name}": found[name]["acceptance"] for name in ("greedy", "sampled")}
 
     before = once(bench.work / "draft" / "before.json", lambda: measure_draft(draft, target, rows.held_out))
@@ -124,7 +128,7 @@ def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRu
         loss.divergence = torch.compile(loss.divergence, dynamic=False)
     if not run_job(bench, "draft", draft, rows, loss, how.plan(rows), measure):
         return False
-    found = {"parameters": draft.num_parameters(), "before": before, "after": measure_draft(draft, target, rows.held_out)}
+    found = {"parameters": draft.num_parameters(), "before": before, "after": held_out.known()}
     _save(bench, draft, out)
     finish(bench, "draft", out, found)
     return True

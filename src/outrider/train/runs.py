@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from outrider.train.trainer import Batches, Job, Loss, Trainer
 from outrider.types import OutriderError
 
 Evaluate = Callable[[bool], dict[str, Any]]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,23 @@ class Bench:
         return self.rows
 
 
+class Latest(Generic[Found]):
+    """What was measured last. A run ends with it: that is not done twice, nor left out where a run had ended before."""
+
+    def __init__(self, measure: Callable[[], Found]) -> None:
+        self._measure = measure
+        self._found: list[Found] = []
+
+    def again(self) -> Found:
+        """Measures."""
+        self._found = [self._measure()]
+        return self._found[0]
+
+    def known(self) -> Found:
+        """The last result; measured now where there is none."""
+        return self._found[0] if self._found else self.again()
+
+
 def train_medusa(bench: Bench, out: Path, how: HeadPlan, num_heads: int = 4, num_layers: int = 1, distil: bool = True) -> bool:
     """Trains heads and writes them in vLLM's format with their measured accuracies. False if interrupted.
 
@@ -134,13 +152,14 @@ def train_medusa(bench: Bench, out: Path, how: HeadPlan, num_heads: int = 4, num
     output = shapes.output_layer(runner)
     loss = MedusaLoss(heads, output, cache, runner.num_layers, distil=distil)
 
+    held_out = Latest(lambda: measure_accuracies(heads, output, cache, runner.num_layers))
+
     def measure(final: bool) -> dict[str, Any]:
-        found = measure_accuracies(heads, output, cache, runner.num_layers)
-        return {f"held_{head + 1}": row[0] for head, row in enumerate(found)}
+        return {f"held_{head + 1}": row[0] for head, row in enumerate(held_out.again())}
 
     if not run_job(bench, "medusa", heads, CachedRows(cache), loss, how.plan(cache), measure):
         return False
-    accuracies = measure_accuracies(heads, output, cache, runner.num_layers)
+    accuracies = held_out.known()
     medusa_heads.export(heads.to(checkpoint_dtype(runner)), out, runner.vocab_size, accuracies)
     finish(bench, "medusa", out, {"accuracies": accuracies})
     return True
@@ -195,9 +214,10 @@ def train_eagle(bench: Bench, out: Path, how: HeadPlan, kind: EagleRun = EagleRu
     torch.manual_seed(how.seed)
     head = shapes.new_eagle(runner, kind.generation, kind.layers, draft_ids).to(runner.device)
     loss = EagleLoss(head, cache, runner.num_layers, kind.steps, seed=how.seed)
-    if not run_job(bench, name, head, CachedRows(cache), loss, how.plan(cache), lambda final: loss.evaluate()):
+    held_out = Latest(loss.evaluate)
+    if not run_job(bench, name, head, CachedRows(cache), loss, how.plan(cache), lambda final: held_out.again()):
         return False
-    found = {"held_out": loss.evaluate(), "acceptance_by_rank": loss.sibling_acceptance()}
+    found = {"held_out": held_out.known(), "acceptance_by_rank": loss.sibling_acceptance()}
     head = head.to(checkpoint_dtype(runner))
     for index, form in enumerate(kind.formats):
         folder = out if index == 0 else out.with_name(f"{out.name}-{form}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import signal
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from outrider.train.clock import MAX_GAP_S, RunningClock
 from outrider.train.plan import Plan
 from outrider.train.progress import Progress
 from outrider.types import OutriderError
+
+logger = logging.getLogger(__name__)
 
 
 class Batches(Protocol):
@@ -150,6 +153,7 @@ class Trainer:
                         saved = self.clock.elapsed
                 done = self.progress >= 1.0
                 if done and "final" not in self.curve[-1]:
+                    logger.info("%s: measuring on held-out text", self.job.name)
                     self.curve[-1] |= self._evaluate(final=True) | {"final": True}
                 self.save()
         finally:
