@@ -6,7 +6,17 @@ import logging
 
 import pytest
 import torch
-from runner.rounds import force_reference, make_model, make_request, make_text, plain_logits, proposal_of, untouched, verdict_of
+from runner.rounds import (
+    force_padding,
+    force_reference,
+    make_model,
+    make_request,
+    make_text,
+    plain_logits,
+    proposal_of,
+    untouched,
+    verdict_of,
+)
 from runner.test_architectures import small_config
 from tiny_folder import make_folder, make_tokenizer
 from torch import nn
@@ -89,10 +99,12 @@ class Drafting:
                 torch.testing.assert_close(got, expected, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-4)
 
 
-@pytest.fixture(params=["kernels", "reference"])
+@pytest.fixture(params=["kernels", "reference", "padded reference"])
 def operators(request, monkeypatch):
-    if request.param == "reference":
+    if "reference" in request.param:
         force_reference(monkeypatch)
+    if "padded" in request.param:
+        force_padding(monkeypatch)
     return request.param
 
 
@@ -110,7 +122,7 @@ def test_the_score_runs_only_the_layers_behind_the_exit_and_the_last_drafts_firs
     drafting = Drafting()
     drafting.step([3, 3, 3], [3, 0, 1])
     _, scores = drafting.step([3, 3, 3], [3, 0, 1])
-    assert drafting.spans == [(LayerSpan(0, DEPTH, head=False), (3, 1)), (LayerSpan(DEPTH), (3, 4))]
+    assert drafting.spans == [(LayerSpan(0, DEPTH, head=False), (1, 3)), (LayerSpan(DEPTH), (1, 3 * 4))]
     assert scores.first_layer == DEPTH
 
 

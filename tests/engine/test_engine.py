@@ -238,9 +238,9 @@ def test_the_proposer_hears_of_a_verdict_only_for_what_it_drafted():
             heard.append((len(context.requests), len(verdict.num_accepted), len(context.requests[0].token_ids)))
 
     class EveryOther(FixedLength):
-        def next_k(self, context):
+        def next_lengths(self, context):
             self.k = 3 - self.k
-            return self.k
+            return super().next_lengths(context)
 
     run(make_engine(Listener(), policy=EveryOther(0)), requests(1, max_tokens=9))
     assert len(heard) < 9 and all(rows == 1 and verdicts == 1 for rows, verdicts, _ in heard)
@@ -392,7 +392,7 @@ def test_features_of_every_committed_token_reach_the_proposer_once():
 def test_features_come_in_rounds_without_drafts_too():
     runner, lengths = TableRunner(), iter([3, 0, 0, 2, 0, 3] + [1] * 40)
     policy = FixedLength(0)
-    policy.next_k = lambda context: next(lengths)
+    policy.next_lengths = lambda context: [next(lengths)] * len(context.requests)
     engine = make_engine(Features(runner), policy=policy, runner=runner)
     assert outputs(run(engine, requests())) == plain()
     assert engine.stats.faults == 0

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from outrider.runner import ModelRunner, kernels
+from outrider.runner.layouts import Layouts
 from outrider.types import Context, Proposal, Request, SamplingParams, Verdict
 
 VOCAB = 67  # no multiple of anything
@@ -38,6 +39,17 @@ def force_reference(monkeypatch) -> None:
     monkeypatch.setattr(kernels, "load_cpu_kernels", lambda: False)
     monkeypatch.setattr(torch.ops.outrider, "linear", kernels.reference_linear)
     monkeypatch.setattr(torch.ops.outrider, "attend", kernels.reference_attend)
+
+
+def force_padding(monkeypatch) -> None:
+    """Makes passes run as many tokens of each request as of the longest, as on a device where they are captured."""
+    init = Layouts.__init__
+
+    def padded(self, *args) -> None:
+        init(self, *args)
+        self.is_padded = True
+
+    monkeypatch.setattr(Layouts, "__init__", padded)
 
 
 def make_request(name: str, tokens: Sequence[int]) -> Request:

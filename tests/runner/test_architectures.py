@@ -11,6 +11,7 @@ from outrider.types import Context, OutriderError
 
 from .rounds import (
     Rounds,
+    force_padding,
     force_reference,
     make_model,
     make_request,
@@ -82,10 +83,12 @@ def start(model_type: str, lengths=LENGTHS, **config: object) -> Rounds:
     return Rounds(runner, model, [make_text(length, seed) for seed, length in enumerate(lengths)])
 
 
-@pytest.fixture(params=["kernels", "reference"])
+@pytest.fixture(params=["kernels", "reference", "padded reference"])
 def operators(request, monkeypatch):
-    if request.param == "reference":
+    if "reference" in request.param:
         force_reference(monkeypatch)
+    if "padded" in request.param:
+        force_padding(monkeypatch)
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)

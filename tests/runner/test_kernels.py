@@ -77,8 +77,13 @@ def test_a_rows_linear_is_the_same_bits_among_any_number_of_rows(dtype, outputs,
         assert torch.equal(torch.ops.outrider.linear(x[40 - rows :], packed, bias, outputs), alone[40 - rows :]), rows
 
 
+def flat(tensor, lens):
+    """[B, H, W, D] -> [1, H, T, D]: the first ``lens[b]`` tokens of each request, one behind the other."""
+    return torch.cat([each[:, :length] for each, length in zip(tensor, lens, strict=True)], 1)[None]
+
+
 class Pass:
-    """Inputs of ``attend`` on a random cache whose unwritten slots hold NaN."""
+    """Inputs of ``attend`` on a random cache whose unwritten slots hold NaN; they are flat only when it is called."""
 
     def __init__(self, bases, width, kv_heads=2, dims=(24, 24), capacity=75, dtype=torch.float32):
         generator, heads = torch.Generator().manual_seed(0), 4
@@ -109,13 +114,20 @@ class Pass:
             self.positions[:, node] = torch.tensor(self.bases) + len(path) - 1
         return self
 
-    def run(self, which, scale=0.3, softcap=0.0, window=0, layer=1, rows=None, span=None):
-        """The operator on a copy of the cache. ``rows``: of the batch; ``span``: the first tokens of the pass only."""
-        at, upto = (slice(None) if rows is None else rows), slice(0, span)
+    def run(self, which, rows=None, span=None, lens=None, scale=0.3, softcap=0.0, window=0, layer=1):  # noqa: PLR0913
+        """The operator on a copy of the cache -> [B, W, H, D], zero where a request has no token.
+
+        ``rows``: of the batch; ``span``: the first tokens of the pass only; ``lens``: of each request.
+        """
+        at, upto = (list(range(self.batch)) if rows is None else rows), slice(0, span)
+        lens = lens or [span or self.width] * len(at)
         self.after = (self.keys.clone(), self.values.clone())
-        inputs = [self.query[at, :, upto], self.key[at, :, upto], self.value[at, :, upto], *self.after, layer]
-        inputs += [self.cache_rows[at], torch.tensor(self.bases)[at], self.positions[at, upto], self.visible[at, upto, upto]]
-        return attend(which, *inputs, scale, softcap, window)
+        inputs = [*(flat(x[at], lens) for x in (self.query, self.key, self.value)), *self.after, layer]
+        positions = flat(self.positions[at][:, None, :, None], lens)[:, 0, :, 0]
+        inputs += [self.cache_rows[at], torch.tensor(self.bases)[at], torch.tensor(lens).cumsum(0), positions]
+        out = attend(which, *inputs, self.visible[at, upto, upto], scale, softcap, window)
+        assert out.shape == (1, sum(lens), self.query.shape[1], self.value.shape[3])
+        return torch.nn.utils.rnn.pad_sequence(out[0].split(lens), batch_first=True)
 
     def expected(self, scale=0.3, softcap=0.0, window=0, layer=1):
         """One query at a time, in float64."""
@@ -162,6 +174,20 @@ def test_attend_is_softmax_attention_over_what_is_visible(which, dtype, shape):
 
 
 @pytest.mark.parametrize("which", [CPU, "reference"])
+@pytest.mark.parametrize("lens", [[7, 1, 4], [1, 7, 1], [2, 3, 7]])
+def test_requests_of_different_lengths_stand_one_behind_the_other(which, lens):
+    for make in (lambda p: p, Pass.branch):
+        there = make(Pass([40, 0, 17], 7))
+        for options in ({}, {"window": 5}, {"softcap": 1.5, "window": 9}):
+            got, expected = there.run(which, lens=lens, **options), there.expected(**options)
+            for b, length in enumerate(lens):
+                torch.testing.assert_close(got[b, :length].double(), expected[b, :length], rtol=1e-4, atol=1e-5)
+                row, base = there.cache_rows[b], there.bases[b]
+                assert torch.isfinite(there.after[0][1, row, :, : base + length]).all()
+                assert torch.isnan(there.after[0][1, row, :, base + length :]).all()  # and no slot behind them is written
+
+
+@pytest.mark.parametrize("which", [CPU, "reference"])
 def test_attend_writes_its_slots_of_its_rows_and_layer_and_no_others(which):
     there = Pass([40, 0, 17], 5, dtype=torch.bfloat16)
     there.run(which)
@@ -183,6 +209,8 @@ def test_a_requests_attention_is_the_same_bits_in_any_batch_width_and_cache(dtyp
         assert torch.equal(there.run("cpu", rows=[b], **options), together[b : b + 1])
     for span in range(1, 9):
         assert torch.equal(there.run("cpu", span=span, **options), together[:, :span])
+    ragged = there.run("cpu", lens=[9, 2, 5], **options)
+    assert all([torch.equal(ragged[b, :length], together[b, :length]) for b, length in enumerate([9, 2, 5])])
     tight = Pass([40, 0, 17], 9, dims=dims, dtype=dtype, capacity=75)
     tight.keys, tight.values = there.keys[:, :, :, :49].contiguous(), there.values[:, :, :, :49].contiguous()
     assert torch.equal(tight.run("cpu", **options), together)
@@ -197,7 +225,8 @@ def test_a_token_scored_as_a_draft_and_fed_after_it_was_committed_gets_the_same_
     narrow.keys, narrow.values = wide.after
     for at in range(8):
         inputs = [x[:, :, at : at + 1] for x in (wide.query, wide.key, wide.value)]
-        where = [narrow.cache_rows, torch.tensor([21 + at]), torch.tensor([[21 + at]]), torch.ones(1, 1, 1, dtype=torch.bool)]
+        where = [narrow.cache_rows, torch.tensor([21 + at]), torch.tensor([1]), torch.tensor([[21 + at]])]
+        where += [torch.ones(1, 1, 1, dtype=torch.bool)]
         out = torch.ops.outrider.attend(*inputs, *wide.after, 1, *where, 0.3, 0.0, window)
         assert torch.equal(out, together[:, at : at + 1]), at
 
@@ -210,9 +239,11 @@ def test_a_tree_fed_in_parts_attends_as_one_fed_at_once(which, window):
     together, parts = whole.run(which, window=window), Pass([21, 5], 9).branch()
     stores, done = (parts.keys, parts.values), []
     for first, last in ((0, 1), (1, 4), (4, 9)):
-        inputs = [x[:, :, first:last] for x in (whole.query, whole.key, whole.value)]
-        where = [parts.cache_rows, torch.tensor([21, 5]) + first, whole.positions[:, first:last]]
-        done.append(attend(which, *inputs, *stores, 1, *where, whole.visible[:, first:last, :last], 0.3, 0.0, window))
+        width = last - first
+        inputs = [flat(x[:, :, first:last], [width] * 2) for x in (whole.query, whole.key, whole.value)]
+        where = [parts.cache_rows, torch.tensor([21, 5]) + first, torch.tensor([width, 2 * width])]
+        where += [whole.positions[:, first:last].reshape(1, -1), whole.visible[:, first:last, :last]]
+        done.append(attend(which, *inputs, *stores, 1, *where, 0.3, 0.0, window).view(2, width, 4, -1))
     torch.testing.assert_close(torch.cat(done, 1), together, rtol=1e-5, atol=1e-6)
 
 

@@ -56,12 +56,29 @@ def test_the_length_that_adapts_is_the_engine_s_own_policy() -> None:
     assert predict(PROPOSER, "auto", good, dear, 1).seconds < 0.6 * predict(PROPOSER, 0, good, dear, 1).seconds
 
 
+ROUNDS = {0: Price(0.0, 1.0, 0.1, 0), 2: Price(0.2, 1.1, 0.2, 2), 4: Price(0.4, 1.5, 0.2, 4)}
+
+
+def phases(price: Price) -> tuple[float, float, float]:
+    return price.draft, price.score, price.outside
+
+
 def test_prices_lie_on_lines_between_measured_lengths() -> None:
-    rounds = {0: Price(0.0, 1.0, 0.1), 2: Price(0.2, 1.1, 0.2), 4: Price(0.4, 1.5, 0.2)}
-    priced = Prices(rounds, 0.05, 0.0, 0.0)
-    assert priced.round(3, 3) == Price(pytest.approx(0.3), pytest.approx(1.3), pytest.approx(0.2))  # type: ignore[arg-type]
-    assert priced.round(6, 6) == Price(pytest.approx(0.6), pytest.approx(1.9), pytest.approx(0.2))  # type: ignore[arg-type]
-    assert priced.round(1, 1) == rounds[2]  # nothing shorter was measured
-    assert priced.round(4, 0) == Price(0.05, 1.0, 0.1)  # searched in vain
-    assert priced.round(0, 0) == rounds[0]
-    assert Prices.from_json(priced.as_json() | {"rounds": {"0": priced.as_json()["rounds"][0]}}).rounds == {0: rounds[0]}
+    priced = Prices(ROUNDS, 0.05, 0.0, 0.0)
+    assert phases(priced.round(3, [3])) == pytest.approx((0.3, 1.3, 0.2))
+    assert phases(priced.round(6, [6])) == pytest.approx((0.6, 1.9, 0.2))
+    assert phases(priced.round(1, [1])) == pytest.approx((0.2, 1.05, 0.2))  # no shorter drafting was measured than for two
+    assert priced.round(4, [0]) == Price(0.05, 1.0, 0.1, 0)  # searched in vain
+    assert priced.round(0, [0]) == ROUNDS[0]
+    assert Prices.from_json(priced.as_json() | {"rounds": {"0": priced.as_json()["rounds"][0]}}).rounds == {0: ROUNDS[0]}
+
+
+def test_drafting_is_paid_by_the_longest_draft_and_a_pass_by_all_of_them() -> None:
+    assert phases(Prices(ROUNDS, 0.05, 0.0, 0.0).round(4, [4, 0, 2])) == pytest.approx((0.4, 1.1, 0.2))
+    padded = Prices(ROUNDS, 0.05, 0.0, 0.0, is_padded=True)
+    assert phases(padded.round(4, [4, 0, 2])) == pytest.approx((0.4, 1.5, 0.2))
+
+
+def test_passes_that_begin_behind_the_first_layer_are_on_no_line_with_the_plain_one() -> None:
+    begun = Prices(ROUNDS, 0.05, 0.0, 0.0, first_layer=3)
+    assert phases(begun.round(1, [1])) == pytest.approx((0.2, 1.1, 0.2))

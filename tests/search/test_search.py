@@ -208,7 +208,7 @@ def test_a_method_that_never_drafts_is_priced_by_width_alone(llm: LLM) -> None:
 
 
 def test_a_block_s_first_round_and_a_hiccup_of_one_are_no_price() -> None:
-    watch = prices._Watch(1)
+    watch = prices._Watch(1, is_padded=False)
     for number, (depth, seconds) in enumerate([(0, 1.0)] * 5 + [(2, 50.0), (2, 2.0), (2, 2.1), (2, 2.2), (3, 90.0)], start=1):
         watch.rounds.append((number, Round(depth, [depth], [depth], [0], PhaseTimes(score=seconds))))
     assert {depth: price.score for depth, price in watch.priced().items()} == {0: 1.0, 2: 2.1}
@@ -225,7 +225,7 @@ def test_a_method_that_runs_out_of_memory_leaves_the_others(llm: LLM, monkeypatc
 
 
 def test_long_prompts_that_are_read_while_others_decode_are_priced() -> None:
-    watch = prices._Watch(2)
+    watch = prices._Watch(2, is_padded=False)
     for is_prefill, batch, times in [(True, 1, PhaseTimes(score=1.0)), (False, 1, PhaseTimes(score=1.0, read=4.0))]:
         round_ = Round(0, [0] * batch, [0] * batch, [0] * batch, times)
         watch.see(SimpleNamespace(is_prefill=is_prefill, round=round_))  # type: ignore[arg-type]

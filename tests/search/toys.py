@@ -47,5 +47,5 @@ def replay(num_tokens: int, right: set[int], k: int = 4) -> Replay:
 
 def prices(draft: float = 0.0, row: float = 0.0, longest: int = 8) -> Prices:
     """A plain round takes a second, a draft's step ``draft`` and each further row of a pass ``row``; prompts nothing."""
-    rounds = {0: Price(0.0, 1.0, 0.0)} | {k: Price(draft * k, 1.0 + row * k, 0.0) for k in (1, longest)}
+    rounds = {0: Price(0.0, 1.0, 0.0, 0)} | {k: Price(draft * k, 1.0 + row * k, 0.0, k) for k in (1, longest)}
     return Prices(rounds, draft, 0.0, 0.0)

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
-from tests.tune.simulation import Cell, Machine, Text, weigh
+from tests.tune.simulation import LENGTHS, Cell, Machine, Text, weigh
 
 DRAFTED = {
     **{f"rate {rate}": Text((rate,)) for rate in (0.05, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95)},
@@ -32,6 +33,11 @@ FAMILIES = {
     "draft as slow as the target": (Machine(10, 0.05, 0.0, 10.0, 0.3, 0.3, crowd=0.1), DRAFTED),
 }
 BATCHES = (1, 4, 8)
+MIXED = {
+    "one in four is predictable": (Text((0.95,)), (Text((0.2,)),) * 3),
+    "one in four is not": (Text((0.2,)), (Text((0.9,)),) * 3),
+    "one in four is a copy": (Text((0.98,)), (Text((0.3,), (0.2,)),) * 3),
+}
 Key = tuple[str, str, int]  # family, text, batch
 
 
@@ -40,6 +46,11 @@ def cells(seed: int = 0) -> dict[Key, Cell]:
         (family, text, batch): Cell(machine, texts[text], batch, seed=seed)
         for family, (machine, texts) in FAMILIES.items()
         for text, batch in product(texts, BATCHES)
+    } | {
+        # Prompts cost the same with drafts and without; here they would end up on this side of the last token or on that.
+        (family, text, batch): Cell(replace(machine, prompt=0.0), first, batch, 2 * LENGTHS, seed, others=others)
+        for family, (machine, _) in FAMILIES.items()
+        for (text, (first, others)), batch in product(MIXED.items(), BATCHES[1:])
     }
 
 

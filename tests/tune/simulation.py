@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle
 
 import torch
 
@@ -38,10 +39,14 @@ class Machine:
     overhead: float = 0.0  # of a policy that adapts, each round
     crowd: float = 0.0  # growth of a draft step with each further request
     prompt: float = 0.16  # a token of the prompt, as a part of a plain pass
+    padded: bool = False  # a pass runs as many tokens of each request as of the one with the most
 
-    def times(self, k: int, longest: int, batch: int, behind: int) -> PhaseTimes:
-        score = self.plain * (1 + self.row * (batch * (1 + longest) - 1))
-        draft = (self.base + self.step * k) * (1 + self.crowd * (batch - 1)) + self.read * behind if k else 0.0
+    def times(self, lengths: list[int], lens: list[int], behind: int) -> PhaseTimes:
+        """Of a round that asked for ``lengths`` and scored ``lens``."""
+        rows = len(lens) * (1 + max(lens)) if self.padded else len(lens) + sum(lens)
+        score = self.plain * (1 + self.row * (rows - 1))
+        others = sum(k > 0 for k in lengths) - 1
+        draft = (self.base + self.step * max(lengths)) * (1 + self.crowd * others) + self.read * behind if any(lengths) else 0.0
         return PhaseTimes(draft / 1e3, score / 1e3, 0.5 * self.outside / 1e3, 0.5 * self.outside / 1e3)
 
 
@@ -68,15 +73,16 @@ class Cell:
     lengths: tuple[int, ...] = LENGTHS
     seed: int = 0
     temperature: float = 0.0
+    others: tuple[Text, ...] = ()  # texts that the requests after the first have by turns, where they have others
 
 
 class _Row:
     """A request and the luck of each of its tokens."""
 
-    def __init__(self, name: str, length: int, luck: random.Random, cell: Cell) -> None:
+    def __init__(self, name: str, slot: int, length: int, luck: random.Random, cell: Cell, text: Text) -> None:
         params = SamplingParams(max_tokens=length, temperature=cell.temperature)
         self.request = Request(name, [0] * NUM_PROMPT_TOKENS, NUM_PROMPT_TOKENS, params, 0, torch.Generator())
-        self.length, self.text = length, cell.text
+        self.slot, self.length, self.text = slot, length, text
         self.accepts = [luck.random() for _ in range(length + 1)]
         self.makes = [luck.random() for _ in range(length + 1)]
 
@@ -97,47 +103,60 @@ class _Row:
 
 
 def simulate(policy: LengthPolicy, cell: Cell, passes: PassCosts | None = None) -> float:
-    """Tokens a second over all requests of the cell, batch after batch; a batch shrinks as its requests end."""
+    """Tokens a second over all requests of the cell.
+
+    Batch after batch, each of which shrinks as its requests end. Where the requests have other texts one that ends makes room
+    for the next of its text, as in a server, until as many tokens are out: a batch would last as long as its slowest request.
+    """
     noise, luck = random.Random(cell.seed + 1), random.Random(cell.seed)
-    seconds, num_tokens = 0.0, 0
-    for number, length in enumerate(cell.lengths):
-        rows = [_Row(f"{number}.{b}", length, luck, cell) for b in range(cell.batch)]
-        requests = tuple(row.request for row in rows)
-        seen, is_prefill = dict.fromkeys(rows, 0), True
-        num_tokens += length * cell.batch
-        while rows:
-            context = Context(requests, tuple(row.left - 1 for row in rows), None)  # type: ignore[arg-type]
-            k = policy.next_k(context)
-            drafts = [row.draft(k) for row in rows]
-            lens, accepted = [made for made, _ in drafts], [count for _, count in drafts]
-            behind = sum(len(row.request.token_ids) - seen[row] for row in rows)
-            times = cell.machine.times(k, max(lens), len(rows), behind)
-            seconds += times.total + (cell.machine.overhead / 1e3 if passes is not None else 0.0)
-            if is_prefill:
-                prompt = cell.machine.prompt * cell.machine.plain * NUM_PROMPT_TOKENS * len(rows) / 1e3
-                times.score += prompt
-                seconds += prompt
-            times.score *= noise.gauss(1, NOISE) + (HICCUP if noise.random() < HICCUP_RATE else 0)
-            times.draft *= noise.gauss(1, NOISE) + (HICCUP if noise.random() < HICCUP_RATE else 0)
-            for row, count in zip(rows, accepted, strict=True):
-                row.request.token_ids.extend([0] * (count + 1))
-                if k:
-                    seen[row] = len(row.request.token_ids)
-            if passes is not None and not is_prefill:
-                passes.observe(1 + max(lens), len(rows), NUM_PROMPT_TOKENS, times.score)
-            policy.observe(context, Round(k, lens, lens, accepted, times), is_prefill)
-            is_prefill = False
-            ended = [row.request.request_id for row in rows if row.left <= 0]
-            if ended:
-                policy.release(ended)
-                rows = [row for row in rows if row.left > 0]
-                requests = tuple(row.request for row in rows)
+    texts, wanted = (cell.text, *cell.others), sum(cell.lengths) * cell.batch
+    lengths = [cycle(cell.lengths) for _ in range(cell.batch)]
+    rows: list[_Row] = []
+    requests: tuple[Request, ...] = ()
+    seen: dict[_Row, int] = {}
+    seconds, num_tokens, number = 0.0, 0, 0
+    while num_tokens < wanted:
+        fresh = [b for b in range(cell.batch) if b not in {row.slot for row in rows}]
+        if fresh and (cell.others or not rows):
+            number += 1
+            rows += [_Row(f"{number}.{b}", b, next(lengths[b]), luck, cell, texts[b % len(texts)]) for b in fresh]
+            requests = tuple(row.request for row in rows)
+        else:
+            fresh = []
+        context = Context(requests, tuple(row.left - 1 for row in rows), None)  # type: ignore[arg-type]
+        asked_lengths = policy.next_lengths(context)
+        drafts = [row.draft(k) for row, k in zip(rows, asked_lengths, strict=True)]
+        lens, accepted = [made for made, _ in drafts], [count for _, count in drafts]
+        asked = replace(context, limits=tuple([min(pair) for pair in zip(context.limits, asked_lengths, strict=True)]))
+        drafted_for = [row for row, limit in zip(rows, asked.limits, strict=True) if limit > 0]
+        behind = sum(len(row.request.token_ids) - seen.get(row, 0) for row in drafted_for)
+        times = cell.machine.times(asked_lengths, lens, behind)
+        seconds += times.total + (cell.machine.overhead / 1e3 if passes is not None else 0.0)
+        if fresh:
+            prompt = cell.machine.prompt * cell.machine.plain * NUM_PROMPT_TOKENS * len(fresh) / 1e3
+            times.score += prompt
+            seconds += prompt
+        times.score *= noise.gauss(1, NOISE) + (HICCUP if noise.random() < HICCUP_RATE else 0)
+        times.draft *= noise.gauss(1, NOISE) + (HICCUP if noise.random() < HICCUP_RATE else 0)
+        for row, count in zip(rows, accepted, strict=True):
+            row.request.token_ids.extend([0] * (count + 1))
+            num_tokens += count + 1
+            if row in drafted_for:
+                seen[row] = len(row.request.token_ids)
+        if passes is not None and not fresh:
+            passes.observe(passes.width(lens), len(rows), NUM_PROMPT_TOKENS, times.score)
+        policy.observe(asked, Round(max(asked_lengths), lens, lens, accepted, times), bool(fresh))
+        ended = [row.request.request_id for row in rows if row.left <= 0]
+        if ended:
+            policy.release(ended)
+            rows = [row for row in rows if row.left > 0]
+            requests = tuple(row.request for row in rows)
     return num_tokens / seconds
 
 
 def automatic(cell: Cell) -> float:
     """Tokens a second of a fresh policy."""
-    passes = PassCosts()
+    passes = PassCosts(cell.machine.padded)
     return simulate(DraftLengthPolicy(MAX_K, passes), cell, passes)
 
 
@@ -161,12 +180,14 @@ class Recorded:
 
     def __init__(self, inner: LengthPolicy, first_draft: float = 0.0) -> None:
         self.inner, self.first_draft = inner, first_draft
-        self.asked: list[int] = []
+        self.asked: list[int] = []  # the most of any request
+        self.lengths: list[list[int]] = []
         self.starts: list[int] = []  # rounds in which a prompt was read
 
-    def next_k(self, context: Context) -> int:
-        self.asked.append(self.inner.next_k(context))
-        return self.asked[-1]
+    def next_lengths(self, context: Context) -> list[int]:
+        self.lengths.append(self.inner.next_lengths(context))
+        self.asked.append(max(self.lengths[-1]))
+        return self.lengths[-1]
 
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
         if is_prefill:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from outrider.engine.stats import PhaseTimes, expected_speedup
@@ -90,7 +91,7 @@ def test_a_row_costs_what_it_does_in_other_batches_until_it_was_measured():
 
 
 def observe_draft(model: CostModel, k: int, seconds: float, is_catch_up: bool = False, batch: int = 1) -> None:
-    model.observe(k, batch, PhaseTimes(draft=seconds), is_catch_up, has_drafts=True)
+    model.observe(k, batch, batch, PhaseTimes(draft=seconds), is_catch_up, has_drafts=True)
 
 
 def test_an_unmeasured_draft_costs_a_part_of_a_plain_pass():
@@ -148,8 +149,27 @@ def test_passes_that_begin_behind_the_first_layers_have_prices_of_their_own():
     assert passes.seconds(1, 1, 0) == 1.0
     assert passes.behind(3).seconds(5, 1, 0) == pytest.approx(0.2)
     assert passes.behind(2).seconds(5, 1, 0) is None
-    assert model.drafted_rounds([4], 1, 0)[0][1] >= 1.0
-    model.observe(4, 1, PhaseTimes(draft=0.4), False, True, first_layer=3)
-    assert model.drafted_rounds([4], 1, 0)[0][1] == pytest.approx(0.2)
-    assert model.round(4, 4, 1, 0) == pytest.approx(0.2 + model.draft(4, 1, 1.0))
-    assert model.round(0, 0, 1, 0) == 1.0
+    assert model.scores(np.array([5.0]), 1, 0) >= 1.0
+    model.observe(4, 1, 1, PhaseTimes(draft=0.4), False, True, first_layer=3)
+    assert model.scores(np.array([5.0]), 1, 0) == pytest.approx(0.2)
+    assert model.round(4, [4], 4, 1, 0) == pytest.approx(0.2 + model.draft(4, 1, 1.0))
+    assert model.round(0, [0], 0, 0, 0) == 1.0
+
+
+def test_the_width_of_a_pass_is_its_tokens_over_its_requests():
+    assert PassCosts().width([4]) == 5
+    assert PassCosts().width([0, 2, 0, 4]) == 2.5
+    assert PassCosts().width([0, 0, 1]) == 1.25
+    assert PassCosts(is_padded=True).width([0, 2, 0, 4]) == 5
+    assert PassCosts(is_padded=True).behind(2).width([0, 4]) == 5
+
+
+def test_the_curve_is_what_single_widths_cost():
+    passes = PassCosts()
+    assert passes.curve(9, 4, 0) is None
+    for width, seconds in ((1, 1.0), (1.5, 1.2), (5, 2.0)):
+        passes.observe(width, 4, 0, seconds)
+    for widest in (1.25, 3.0, 5.0, 9.0):
+        known = passes.curve(widest, 4, 300)
+        for width in np.linspace(1, widest, 9):
+            assert np.interp(width, *known) == pytest.approx(passes.seconds(width, 4, 300))

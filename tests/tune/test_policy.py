@@ -95,6 +95,27 @@ def test_what_sampling_costs_is_not_held_against_drafts_that_are_sampled():
     assert simulate(policy, sampled, passes) > 0.95 * best_fixed(sampled)
 
 
+@pytest.mark.parametrize("text", grid.MIXED)
+def test_requests_of_one_batch_get_drafts_by_what_they_win(text):
+    first, others = grid.MIXED[text]
+    cell = Cell(LARGE, first, 8, others=others)
+    assert automatic(cell) > 1.02 * best_fixed(cell)
+
+
+def test_requests_alike_share_one_length():
+    lengths = recorded(Cell(LARGE, Text((0.8,)), 4)).lengths
+    assert sum(len(set(each)) == 1 for each in lengths) > 0.7 * len(lengths)
+
+
+def test_requests_that_turn_predictable_are_found_among_others_that_draft():
+    """Three of four are given up in their first 60 tokens, and then they are copies."""
+    turning = Text((0.02, 0.97, 0.97, 0.97), stretch=60)
+    policy = recorded(Cell(LARGE, Text((0.8,)), 4, lengths=(240,), others=(turning,) * 3))
+    early, late = policy.lengths[20:60], policy.lengths[60:90]
+    assert sum(not any(each[1:]) for each in early) > 0.6 * len(early)
+    assert max(min(each[1:]) for each in late) >= 4
+
+
 def test_a_longest_draft_below_the_usual_lengths_is_kept_to():
     passes = PassCosts()
     policy = Recorded(DraftLengthPolicy(2, passes))

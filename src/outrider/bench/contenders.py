@@ -43,8 +43,8 @@ class Recorder:
     inner: LengthPolicy
     rounds: list[Round] = field(default_factory=list)
 
-    def next_k(self, context: Context) -> int:
-        return self.inner.next_k(context)
+    def next_lengths(self, context: Context) -> list[int]:
+        return self.inner.next_lengths(context)
 
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
         if not is_prefill:

@@ -126,7 +126,7 @@ def build_verifiers(speculation: Speculation) -> tuple[Verifier, Verifier]:
 def build_policy(speculation: Speculation, runner: ModelRunner, proposer: Proposer) -> LengthPolicy:
     """A fixed K, or the policy of that name, which chooses from 0 to what the proposer says is the most."""
     k = speculation.num_draft_tokens
-    if isinstance(k, bool) or not (isinstance(k, (int, str)) or hasattr(k, "next_k")):
+    if isinstance(k, bool) or not (isinstance(k, (int, str)) or hasattr(k, "next_lengths")):
         raise OutriderError(f"num_draft_tokens must be a number or one of {', '.join(POLICIES)}, not {k!r}")
     if not isinstance(k, (int, str)):
         return k

@@ -76,9 +76,9 @@ class GuardedProposer:
     def propose(self, entries: Sequence[Entry], context: Context, k: int) -> Drafts:
         """At most k drafts for each request that may have some; none for the others."""
         batch = len(entries)
-        limits = context.limits
         rows = [b for b, entry in enumerate(entries) if entry.is_speculating or self._recovers(entry)]
-        if k <= 0 or not rows or max([limits[b] for b in rows]) <= 0:
+        rows = [b for b in rows if context.limits[b] > 0]
+        if k <= 0 or not rows:
             return self._none(batch, 0, 0.0)
         start = perf_counter()
         try:

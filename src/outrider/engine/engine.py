@@ -82,7 +82,7 @@ class Engine:
             Sampler, vocab_size=runner.vocab_size, device=runner.device, coupled=coupled
         )
         self._unbooked = 0.0  # seconds of the accounting itself: they go to the next round
-        self._decided = 0  # K of this round, as the policy has it
+        self._decided = 0  # the largest K of this round, as the policy has it
         self._read_seconds = 0.0  # of prompts since the last round
         self._guarded = GuardedProposer(proposer, runner.vocab_size, self._make_sampler, self.stats)
         self.costs = runner.costs
@@ -208,7 +208,7 @@ class Engine:
         cache_len = max([len(request.token_ids) for request in context.requests])
         if not is_prefill:
             prices = self.costs.behind(round_.first_layer)
-            prices.observe(1 + max(round_.lens), len(entries), cache_len, round_.times.score)
+            prices.observe(prices.width(round_.lens), len(entries), cache_len, round_.times.score)
             if not any(round_.lens):
                 self.costs.observe_outside(len(entries), round_.times.verify + round_.times.host)
         plain = self.costs.plain_round(len(entries), cache_len)
@@ -222,14 +222,16 @@ class Engine:
             self.policy.observe(context, round_, is_prefill)
 
     def _lengths(self, context: Context) -> tuple[int, Context]:
-        """Drafts to ask for, and the limits that give each request its own K where it has one."""
-        k = self._decided = self.policy.next_k(context)
+        """The most drafts to ask for, and the limits that give each request its K: the policy's, or one of its own."""
+        lengths = self.policy.next_lengths(context)
+        self._decided = max(lengths)
         own = [request.num_draft_tokens for request in context.requests]
-        if own.count(None) == len(own):
-            return k, context
-        wanted = [k if length is None else min(length, self.proposer.max_drafts) for length in own]
-        limits = tuple([min(pair) for pair in zip(context.limits, wanted, strict=True)])
-        return max(wanted), replace(context, limits=limits)
+        if own.count(None) < len(own):
+            pairs = zip(lengths, own, strict=True)
+            lengths = [k if length is None else min(length, self.proposer.max_drafts) for k, length in pairs]
+        if lengths.count(lengths[0]) < len(lengths):
+            context = replace(context, limits=tuple([min(pair) for pair in zip(context.limits, lengths, strict=True)]))
+        return max(lengths), context
 
     # --- requests come and go -----------------------------------------------------------------------------------------------
 

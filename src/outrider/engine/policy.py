@@ -13,10 +13,10 @@ POLICIES = Registry("draft length", {"auto": "outrider.tune.policy:DraftLengthPo
 
 
 class LengthPolicy(Protocol):
-    """Chooses each round's K from what the rounds before it cost and gained."""
+    """Chooses each request's K, round by round, from what the rounds before cost and gained."""
 
-    def next_k(self, context: Context) -> int:
-        """Drafts to ask for this round; 0 is plain decoding."""
+    def next_lengths(self, context: Context) -> list[int]:
+        """Drafts to ask for this round, of each request; 0 for all is plain decoding."""
         ...
 
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
@@ -29,15 +29,15 @@ class LengthPolicy(Protocol):
 
 
 class FixedLength:
-    """The same K every round."""
+    """The same K for every request and round."""
 
     def __init__(self, k: int) -> None:
         if k < 0:
             raise OutriderError(f"the number of draft tokens must be 0 or more, not {k}")
         self.k = k
 
-    def next_k(self, context: Context) -> int:
-        return self.k
+    def next_lengths(self, context: Context) -> list[int]:
+        return [self.k] * len(context.requests)
 
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
         """Nothing to learn."""

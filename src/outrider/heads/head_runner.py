@@ -6,6 +6,7 @@ Built from the runner's parts: the ragged cache, Outrider's attention and packed
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -60,22 +61,19 @@ class HeadRunner:
             for i, b in enumerate(some):
                 self.cache.cached_lens[rows[b]] += len(ids[i])
                 if len(tokens[b]) <= start + CHUNK:
-                    last[b] = out[i, len(ids[i]) - 1]
+                    last[b] = out[i][-1]
         return torch.stack([each for each in last if each is not None])
 
-    def _chain(self, rows: list[int], ids: list[list[int]], hidden: list[Tensor]) -> Tensor:
-        width = max(map(len, ids))
-        token_ids = torch.tensor([each + [0] * (width - len(each)) for each in ids], device=self.device)
-        if len(hidden) == 1:
-            padded = hidden[0][None]
-        else:
-            padded = hidden[0].new_zeros(len(ids), width, hidden[0].shape[-1])
-            for i, each in enumerate(hidden):
-                padded[i, : len(each)] = each
-        bases = [self.cache.cached_lens[row] for row in rows]
-        positions = torch.tensor([list(range(base, base + width)) for base in bases], device=self.device)
+    def _chain(self, rows: list[int], ids: list[list[int]], hidden: list[Tensor]) -> Sequence[Tensor]:
+        """What the head puts out at each request's tokens: [n_b, H] each."""
+        bases, lens = [self.cache.cached_lens[row] for row in rows], list(map(len, ids))
+        token_ids = torch.tensor([token for each in ids for token in each], device=self.device)
+        positions = [place for base, length in zip(bases, lens, strict=True) for place in range(base, base + length)]
+        width = max(lens)
         visible = torch.ones(width, width, dtype=torch.bool, device=self.device).tril().expand(len(rows), -1, -1)
-        return self._run(rows, bases, token_ids, padded, positions, visible)
+        places = torch.tensor(positions, device=self.device)
+        each: tuple[Tensor, ...] = self._run(rows, bases, lens, token_ids, torch.cat(hidden), places, visible).split(lens)
+        return each
 
     @torch.inference_mode()
     def level(self, request_ids: Sequence[str], token_ids: Tensor, hidden: Tensor, depth: int, sees: Tensor) -> Tensor:
@@ -85,22 +83,32 @@ class HeadRunner:
         """
         rows = [self.cache.row(request_id) for request_id in request_ids]
         committed, width = [self.cache.cached_lens[row] for row in rows], token_ids.shape[1]
-        positions = torch.tensor([[length + depth - 1] * width for length in committed], device=self.device)
+        positions = torch.tensor([length + depth - 1 for length in committed for _ in range(width)], device=self.device)
         bases = [length + sees.shape[2] - width for length in committed]
-        return self._run(rows, bases, token_ids, hidden, positions, sees)
+        out = self._run(rows, bases, [width] * len(rows), token_ids.flatten(), hidden.flatten(0, 1), positions, sees)
+        return out.view_as(hidden)
 
     def _run(
-        self, rows: list[int], bases: list[int], token_ids: Tensor, hidden: Tensor, positions: Tensor, visible: Tensor
+        self,
+        rows: list[int],
+        bases: list[int],
+        lens: list[int],
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        visible: Tensor,
     ) -> Tensor:
-        reach = max(bases) + token_ids.shape[1]
+        """One pass over tokens [T] and features [T, H] at ``positions`` [T], of which request b has ``lens[b]`` -> [T, H]."""
+        reach = max(bases) + visible.shape[1]
         self.cache.reserve(reach)
         if reach > self._max_len:
             positions.clamp_(max=self._max_len - 1)
-        row_ids, starts = torch.tensor(rows, device=self.device), torch.tensor(bases, device=self.device)
-        layout = PassLayout(self.cache.keys, self.cache.values, row_ids, starts, positions, visible)
+        row_ids, starts, ends = torch.tensor([*rows, *bases, *accumulate(lens)], device=self.device).chunk(3)
+        layout = PassLayout(self.cache.keys, self.cache.values, row_ids, starts, ends, positions[None], visible)
+        rotation = self._rotation(positions[None], min(reach, self._max_len))
         with active_pass(layout):
-            out: Tensor = self.head(token_ids, hidden, positions, self._rotation(positions, min(reach, self._max_len)))
-        return out
+            out: Tensor = self.head(token_ids[None], hidden[None], positions[None], rotation)
+        return out[0]
 
     def _rotation(self, positions: Tensor, reach: int) -> Rotation | None:
         """Cosines and sines at ``positions``, all below ``reach``: looked up, since working them out takes as long as a matrix.

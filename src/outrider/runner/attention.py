@@ -26,15 +26,16 @@ NAME = "outrider"
 
 @dataclass(frozen=True)
 class PassLayout:
-    """Where the B x W tokens of one pass stand in the cache."""
+    """Where the T tokens of one pass stand in the cache: those of B requests one behind the other, at most W of each."""
 
     keys: Tensor  # [L, R, Hkv, S, D]
     values: Tensor  # [L, R, Hkv, S, Dv]
     cache_rows: Tensor  # [B] int64
     bases: Tensor  # [B] int64: slot of the pass's first token; slots before it hold the committed text
-    positions: Tensor  # [B, W] int64
-    visible: Tensor  # bool [B, W, M], M >= W: which of the last M slots, the pass's own at their end, each token sees
-    hidden: Tensor | None = None  # [B, W, H]: what the layer before the first one run gave, where that is not the first
+    ends: Tensor  # [B] int64: where each request's tokens end among the T
+    positions: Tensor  # [1, T] int64
+    visible: Tensor  # bool [B, W, M], M >= W: which of the last M slots, a text of W tokens at their end, each token sees
+    hidden: Tensor | None = None  # [1, T, H]: what the layer before the first one run gave, where that is not the first
     layers_done: set[int] = field(default_factory=set)  # whose attention has run
 
 
@@ -42,7 +43,7 @@ _active: PassLayout | None = None
 
 
 def given_hidden() -> Tensor:
-    """The hidden states [B, W, H] with which the pass under way begins, where it does not begin with tokens."""
+    """The hidden states [1, T, H] with which the pass under way begins, where it does not begin with tokens."""
     if _active is None or _active.hidden is None:
         raise RuntimeError("a pass that begins behind the first layer needs hidden states")
     return _active.hidden
@@ -61,14 +62,14 @@ def active_pass(layout: PassLayout) -> Iterator[None]:
 
 def attend(
     module: nn.Module,
-    query: Tensor,  # [B, H, W, D]
-    key: Tensor,  # [B, Hkv, W, D]
-    value: Tensor,  # [B, Hkv, W, Dv]
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, Hkv, T, D]
+    value: Tensor,  # [1, Hkv, T, Dv]
     attention_mask: Tensor | None,
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: writes this pass's keys and values, attends to what is visible -> [B, W, H, Dv]."""
+    """transformers' attention function: writes this pass's keys and values, attends to what is visible -> [1, T, H, Dv]."""
     layout = _active
     if layout is None:
         raise RuntimeError("this model was prepared by Outrider's runner: call the runner, not the model")
@@ -85,6 +86,7 @@ def attend(
         module.layer_idx,
         layout.cache_rows,
         layout.bases,
+        layout.ends,
         layout.positions,
         layout.visible,
         float(scaling if scaling is not None else query.shape[-1] ** -0.5),

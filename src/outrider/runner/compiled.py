@@ -79,24 +79,26 @@ def _load(module: Pass, path: Path) -> Run:
 def _build(module: Pass, path: Path) -> None:
     logger.info("compiling the pass of %s for this machine: once, about a minute; kept in %s", _name(module), path.parent)
     shape = module.cache_shape
-    batch, width = 2, 3
+    batch, width, total = 2, 3, 5
     store = (shape.num_layers, 2, shape.num_kv_heads, 8)
-    tokens = torch.zeros(batch, width, dtype=torch.long)
+    tokens = torch.zeros(1, total, dtype=torch.long)
     if module.span.start:
-        tokens = torch.zeros(batch, width, text_config(module.model).hidden_size, dtype=module.cache_dtype)
+        tokens = torch.zeros(1, total, text_config(module.model).hidden_size, dtype=module.cache_dtype)
     inputs: tuple[Any, ...] = (
         tokens,
-        torch.arange(width).repeat(batch, 1),
+        torch.tensor([[0, 1, 0, 1, 2]]),
         torch.arange(batch),
         torch.zeros(batch, dtype=torch.long),
+        torch.tensor([2, total]),
         torch.ones(batch, width, width, dtype=torch.bool).tril(),
-        torch.arange(width),
+        torch.arange(total - 1),
         torch.zeros(*store, shape.key_dim, dtype=module.cache_dtype),
         torch.zeros(*store, shape.value_dim, dtype=module.cache_dtype),
     )
     dim = torch.export.Dim
-    b, w, rows, slots = dim("b", min=1, max=4096), dim("w", min=1, max=1 << 20), dim("rows", min=1), dim("slots", min=1)
-    shapes = ({0: b, 1: w}, {0: b, 1: w}, {0: b}, {0: b}, {0: b, 1: w, 2: w}, {0: dim("m", min=1)}, *[{1: rows, 3: slots}] * 2)
+    b, w, t = dim("b", min=1, max=4096), dim("w", min=1, max=1 << 20), dim("t", min=1, max=1 << 22)
+    each, store_dims = {0: b}, {1: dim("rows", min=1), 3: dim("slots", min=1)}
+    shapes = ({1: t}, {1: t}, each, each, each, {0: b, 1: w, 2: w}, {0: dim("m", min=1)}, store_dims, store_dims)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own use of itself
         exported = torch.export.export(module, inputs, strict=False, dynamic_shapes=shapes)

@@ -1,10 +1,12 @@
-"""What a target pass costs: seconds by (width, batch, cache bucket), learned from the rounds as they are run.
+"""What a target pass costs: seconds by (width, batch, cache bucket), learned from the rounds as they are run. The width of a
+pass is its number of tokens over that of its requests.
 
 Knows numbers only; what to do with them is the policy's business, and that of proposers whose trees grow as far as they pay.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 CACHE_BUCKET = 256  # committed tokens that share an entry
@@ -13,6 +15,7 @@ SPIKE = 1.25  # what lies higher above the mean is mostly a hiccup (compiling, a
 FIRST_SPIKE = 2.0  # the same for a width's first values; the very first is held against the widths around it
 JUMP = 0.7  # an observation below this part of the mean: the mean is no longer true
 STEP_SLOPE = 0.05  # assumed growth of a pass per extra row, until two widths have been run
+STEPS = 4  # widths between two whole ones that have an entry of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +29,12 @@ class PlainRound:
 class PassCosts:
     """Running means of measured passes; widths never run are interpolated between those that were."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_padded: bool = False) -> None:
+        """``is_padded``: a pass runs as many tokens of each request as of the one with the most."""
+        self.is_padded = is_padded
         self._behind: dict[int, PassCosts] = {}  # first layer -> prices of their own
-        self._tables: dict[tuple[int, int], dict[int, float]] = {}  # (batch, cache bucket) -> width -> seconds
-        self._counts: dict[tuple[int, int, int], int] = {}  # (batch, cache bucket, width) -> how often it was measured there
+        self._tables: dict[tuple[int, int], dict[float, float]] = {}  # (batch, cache bucket) -> width -> seconds
+        self._counts: dict[tuple[int, int, float], int] = {}  # (batch, cache bucket, width) -> how often it was measured there
         self._outside: dict[int, float] = {}  # batch -> seconds that a round without drafts takes beside its pass
 
     def renew(self) -> None:
@@ -42,9 +47,13 @@ class PassCosts:
 
     def behind(self, first_layer: int) -> PassCosts:
         """The prices of passes that begin at that layer, because drafting has run those before it; at 0 these."""
-        return self if first_layer == 0 else self._behind.setdefault(first_layer, PassCosts())
+        return self if first_layer == 0 else self._behind.setdefault(first_layer, PassCosts(self.is_padded))
 
-    def observe(self, width: int, batch: int, cache_len: int, seconds: float) -> None:
+    def width(self, lens: Sequence[int]) -> float:
+        """The width of a pass that scores so many drafts of each request."""
+        return 1 + max(lens) if self.is_padded else 1 + round(sum(lens) * STEPS / len(lens)) / STEPS
+
+    def observe(self, width: float, batch: int, cache_len: int, seconds: float) -> None:
         """Adds a measured pass. A first value that the next one contradicts downwards (it held a compilation) is replaced."""
         key = batch, cache_len // CACHE_BUCKET
         table = self._tables.get(key)
@@ -78,19 +87,28 @@ class PassCosts:
         score = self.seconds(1, batch, cache_len)
         return None if score is None else PlainRound(score, self._outside.get(batch))
 
-    def seconds(self, width: int, batch: int, cache_len: int) -> float | None:
+    def seconds(self, width: float, batch: int, cache_len: int) -> float | None:
         """Of a pass; None until one of this batch size has been seen."""
         bucket = cache_len // CACHE_BUCKET
         table = self._tables.get((batch, bucket))
         return self._at(self._nearest(batch, bucket) if table is None else table, width, batch)
 
-    def _adopt(self, key: tuple[int, int], table: dict[int, float], factor: float) -> None:
+    def curve(self, widest: float, batch: int, cache_len: int) -> tuple[list[float], list[float]] | None:
+        """Widths from 1 to ``widest`` and their seconds, between which ``seconds`` is a straight line."""
+        bucket = cache_len // CACHE_BUCKET
+        table = self._tables.get((batch, bucket)) or self._nearest(batch, bucket)
+        if not table:
+            return None
+        widths = sorted({1.0, float(widest), *(width for width in table if 1 < width < widest)})
+        return widths, [self._at(table, width, batch) or 0.0 for width in widths]
+
+    def _adopt(self, key: tuple[int, int], table: dict[float, float], factor: float) -> None:
         """The first pass run at a price taken over from a neighbour: by what it differs, all that was not run here does."""
         for width in table:
             if (*key, width) not in self._counts:
                 table[width] *= factor
 
-    def _at(self, table: dict[int, float], width: int, batch: int) -> float | None:
+    def _at(self, table: dict[float, float], width: float, batch: int) -> float | None:
         """The price of a width, between those of its neighbours; beyond the widest as the slope up to it has it, and below the
         narrowest as rows usually cost, so that what is never run does not look as dear as what is."""
         if width in table or not table:
@@ -114,13 +132,13 @@ class PassCosts:
         nearest = min(known, key=lambda key: abs(key[0] - batch))
         return _slope(self._tables[nearest]) * batch / nearest[0]
 
-    def _nearest(self, batch: int, bucket: int) -> dict[int, float]:
+    def _nearest(self, batch: int, bucket: int) -> dict[float, float]:
         """The entries of the nearest bucket of this batch size."""
         nearest = min((key for key in self._tables if key[0] == batch), key=lambda key: abs(key[1] - bucket), default=None)
         return self._tables[nearest] if nearest is not None else {}
 
 
-def _slope(table: dict[int, float]) -> float:
+def _slope(table: dict[float, float]) -> float:
     """Seconds a width from the narrowest to the widest."""
     narrow, wide = min(table), max(table)
     return max((table[wide] - table[narrow]) / (wide - narrow), 0.0)

@@ -16,7 +16,7 @@ Function = Callable[[list[Tensor]], Sequence[Tensor]]
 Replay = Callable[[], None]
 Record = Callable[[Callable[[], Sequence[Tensor]]], tuple[Replay, Sequence[Tensor]]]
 
-NUM_INPUTS_COPIED = 6  # of Pass.forward: tokens, positions, rows, bases, visibility, places; then come the keys and the values
+NUM_INPUTS_COPIED = 7  # of Pass.forward: tokens, positions, rows, bases, ends, visibility, places; then come keys and values
 MAX_WIDTH = 64  # wider passes read prompts: they keep the device busy without a graph, and come in any width
 
 
@@ -43,7 +43,7 @@ class _Captured:
 
 
 class GraphRunner:
-    """Runs a pass through captured graphs, one per (batch, width, number of logits).
+    """Runs a pass through captured graphs, one per (number of tokens, batch, width, number of logits).
 
     The outputs are valid until the next pass of the same shape. ``record`` is replaced in tests on machines without CUDA.
     """
@@ -54,11 +54,12 @@ class GraphRunner:
 
     def __call__(self, inputs: list[Tensor]) -> Sequence[Tensor]:
         """Inputs as ``Pass.forward`` takes them."""
-        batch, width = inputs[0].shape[:2]
+        *_, visible, places, keys, values = inputs
+        batch, width = visible.shape[:2]
         if width > MAX_WIDTH:
             return self._function(inputs)
-        key = (batch, width, inputs[5].shape[0])
-        cache_at = (inputs[6].data_ptr(), inputs[7].data_ptr())
+        key = (inputs[0].shape[1], batch, width, places.shape[0])
+        cache_at = (keys.data_ptr(), values.data_ptr())
         found = self._captured.get(key)
         if found is None or found.cache_at != cache_at:
             found = self._captured[key] = self._capture(inputs, cache_at)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from outrider.runner.attention import PassLayout
 from outrider.runner.kv_cache import KVCache
@@ -16,41 +18,81 @@ from outrider.types import Proposal
 SHORT = 16  # tokens up to which text is scored in the same pass as the drafts, not read before; and up to which masks are kept
 
 
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """The tokens of a pass, and whose they are: request b's are ``lens[b]`` of them, from ``starts[b]`` on."""
+
+    ids: Tensor  # [1, T] int64
+    starts: list[int]
+    lens: list[int]
+    layout: PassLayout
+
+    def join(self, states: Sequence[Tensor]) -> Tensor:
+        """Hidden states [n_b, H] of each request's tokens as the pass takes them, [1, T, H]; zero in the place of padding."""
+        if [len(each) for each in states] != self.lens:
+            pairs = zip(states, self.lens, strict=True)
+            states = [functional.pad(each, (0, 0, 0, length - len(each))) for each, length in pairs]
+        return torch.cat(list(states))[None]
+
+
 class Layouts:
-    """Makes the layouts of passes over one cache."""
+    """Makes the layouts of passes over one cache.
+
+    The CPU runs of each request the tokens that it has. ``is_padded``: elsewhere each has as many as the longest text, since
+    there a pass is captured once for each shape, and a token more costs next to nothing.
+    """
 
     def __init__(self, cache: KVCache, device: torch.device, max_len: int) -> None:
         self._cache, self._device, self._max_len = cache, device, max_len
         self._numbers = torch.arange(0, device=device)
         self._masks: dict[tuple[int, int], Tensor] = {}
+        self.is_padded = device.type != "cpu"
 
-    def chain(self, tokens: Sequence[list[int]], rows: list[int], bases: list[int]) -> tuple[Tensor, PassLayout]:
-        """Ids [B, W], padded, and the layout of texts that go on from slots ``bases`` of cache rows ``rows``."""
-        batch, width = len(rows), max(map(len, tokens))
-        # One tensor that is cut, not three: making one takes longer than all the rest here.
-        numbers = [*bases, *rows]
+    def chain(self, tokens: Sequence[list[int]], rows: list[int], bases: list[int]) -> Texts:
+        """The pass in which texts go on from slots ``bases`` of cache rows ``rows``."""
+        batch, lens = len(rows), list(map(len, tokens))
+        width = max(lens)
+        if self.is_padded:
+            tokens = [text + [0] * (width - length) for text, length in zip(tokens, lens, strict=True)]
+            lens = [width] * batch
+        ends = list(accumulate(lens))
+        # One tensor that is cut, not five: making one takes longer than all the rest here.
+        numbers = [*bases, *rows, *ends]
         for text in tokens:
             numbers += text
-            numbers += [0] * (width - len(text))
-        start, row_ids, ids = torch.tensor(numbers, device=self._device).split((batch, batch, batch * width))
+        for base, length in zip(bases, lens, strict=True):
+            numbers += range(base, base + length)
+        total = ends[-1]
+        parts = torch.tensor(numbers, device=self._device).split((batch, batch, batch, total, total))
+        base_slots, row_ids, end_places, ids, positions = parts
         self._cache.reserve(max(bases) + width)
-        positions = (start[:, None] + self.arange(0, width)).clamp_(max=self._max_len - 1)
-        layout = PassLayout(self._cache.keys, self._cache.values, row_ids, start, positions, self.causal(batch, width))
-        return ids.view(batch, width), layout
+        positions = positions.clamp_(max=self._max_len - 1)[None]
+        keys, values, visible = self._cache.keys, self._cache.values, self.causal(batch, width)
+        layout = PassLayout(keys, values, row_ids, base_slots, end_places, positions, visible)
+        return Texts(ids[None], [0, *ends[:-1]], lens, layout)
 
-    def tree(self, chain: PassLayout, proposal: Proposal, text_lens: list[int]) -> PassLayout:
-        """The layout where the proposal's tree stands behind the first ``text_lens[b]`` tokens of each row."""
+    def tree(self, chain: Texts, proposal: Proposal, text_lens: list[int]) -> Texts:
+        """The pass in which the proposal's tree stands behind the first ``text_lens[b]`` tokens of each request."""
         assert proposal.parents is not None
-        width = chain.positions.shape[1]
-        visible, positions = tree_inputs(proposal.parents, text_lens, width)
-        positions = (positions + chain.bases.cpu()[:, None]).clamp_(max=self._max_len - 1).to(self._device)
-        return replace(chain, positions=positions, visible=visible.to(self._device))
+        layout = chain.layout
+        visible, positions = tree_inputs(proposal.parents, text_lens, layout.visible.shape[1])
+        places = zip(positions, layout.bases.tolist(), chain.lens, strict=True)
+        told = torch.cat([each[:length] + base for each, base, length in places])
+        told = told.clamp_(max=self._max_len - 1)[None].to(self._device)
+        return replace(chain, layout=replace(layout, positions=told, visible=visible.to(self._device)))
 
     def arange(self, start: int, stop: int) -> Tensor:
         """The numbers from ``start`` to ``stop``, exclusive."""
         if stop > self._numbers.shape[0]:
             self._numbers = torch.arange(2 * stop, device=self._device)
         return self._numbers[start:stop]
+
+    def places(self, starts: Sequence[int], lens: Sequence[int]) -> Tensor:
+        """The ``lens[b]`` numbers from ``starts[b]`` on, of all b."""
+        if all([start + length == after for start, length, after in zip(starts, lens, starts[1:], strict=False)]):
+            return self.arange(starts[0], starts[-1] + lens[-1])  # one run
+        numbers = [place for start, length in zip(starts, lens, strict=True) for place in range(start, start + length)]
+        return torch.tensor(numbers, device=self._device)
 
     def causal(self, batch: int, width: int) -> Tensor:
         """bool [B, W, W]: each token sees itself and those before it."""
@@ -63,12 +105,12 @@ class Layouts:
         return self._masks[key]
 
 
-def rows_from(values: Tensor, first: list[int], count: int) -> Tensor:
-    """values [B, W, ...] -> [B, count, ...], from index first[b] on. Rows past the end repeat the last: they are undefined."""
-    if len(set(first)) == 1:
-        start = first[0]
-        if start + count == values.shape[1]:
-            return values[:, start:]
-    index = torch.tensor(first, device=values.device)[:, None] + torch.arange(count, device=values.device)
-    index = index.clamp_(max=values.shape[1] - 1)
-    return values[torch.arange(len(first), device=values.device)[:, None], index]
+def rows_from(values: Tensor, starts: Sequence[int], lens: Sequence[int], count: int) -> Tensor:
+    """values [T, ...] -> [B, count, ...]: the ``lens[b]`` rows from ``starts[b]`` on; those behind them are undefined."""
+    if all([length == count for length in lens]) and len(lens) * count == values.shape[0]:
+        return values.view(len(lens), count, *values.shape[1:])
+    index = torch.tensor(
+        [[start + min(i, length - 1) for i in range(count)] for start, length in zip(starts, lens, strict=True)],
+        device=values.device,
+    )
+    return values[index]

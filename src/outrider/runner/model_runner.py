@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -55,13 +56,13 @@ class ModelRunner:
         budget = None if config.kv_memory is None else int(config.kv_memory * 2**30)
         self.cache = KVCache(cache_shape(text), config.max_batch, self.max_len, compute, device, budget)
         self.max_len = self.cache.max_len  # less where the memory says so
-        self.costs = PassCosts()  # of its passes: one table, whichever engines it serves
+        self.layouts = Layouts(self.cache, device, self.max_len)
+        self.costs = PassCosts(self.layouts.is_padded)  # of its passes: one table, whichever engines it serves
         self.passes = PassRunner(model, self.cache, config.compile, self.costs.renew)
         self.needs_hidden: tuple[int, ...] = ()  # hidden states that every score reports, counted as types.Scores says
         self.first_layers: FirstLayers | None = None  # of this round's drafts, where drafting ran them
         self._read = ReadHidden()
         self._round: _Round | None = None
-        self.layouts = Layouts(self.cache, device, self.max_len)
 
     @classmethod
     def load(cls, model: str | Path | PreTrainedModel, config: RunnerConfig | None = None) -> ModelRunner:
@@ -100,26 +101,28 @@ class ModelRunner:
         texts = [request.token_ids for request in context.requests]
         rows, pending = self.catch_up(context.request_ids, texts, spare=proposal.num_nodes)
         bases = [self.cache.cached_lens[row] for row in rows]
-        drafts = proposal.token_ids.tolist()
+        lens = proposal.lens.tolist()
+        drafts = [nodes[:n] for nodes, n in zip(proposal.token_ids.tolist(), lens, strict=True)]
         tokens = [text + nodes for text, nodes in zip(pending, drafts, strict=True)]
         first = [len(text) - 1 for text in pending]
-        start = min(first)  # no logits are wanted of what stands before every root
         is_tree = proposal.parents is not None and proposal.num_nodes > 0
         states, span = None, WHOLE
         if self.first_layers is not None and not is_tree:
-            wanted = [at + 1 + n for at, n in zip(first, proposal.lens.tolist(), strict=True)]
-            states, span = self._begun(self.first_layers, context.request_ids, tokens, wanted)
-        ids, layout = self.layouts.chain(tokens, rows, bases)
+            states, span = self._begun(self.first_layers, context.request_ids, tokens)
+        laid = self.layouts.chain(tokens, rows, bases)
         if is_tree:
-            layout = self.layouts.tree(layout, proposal, [len(text) for text in pending])
-        places = self.layouts.arange(start, ids.shape[1])
-        logits, hidden = self.passes.run(ids if states is None else states, layout, self.needs_hidden, places, span)
+            laid = self.layouts.tree(laid, proposal, [len(text) for text in pending])
+        # No logits are wanted of what stands before the roots.
+        roots, counts = [start + at for start, at in zip(laid.starts, first, strict=True)], [1 + n for n in lens]
+        places = self.layouts.places(roots, counts)
+        given = laid.ids if states is None else laid.join(states)
+        logits, hidden = self.passes.run(given, laid.layout, self.needs_hidden, places, span)
         self._round = _Round(context.request_ids, [base + at for base, at in zip(bases, first, strict=True)], is_tree)
-        count = proposal.num_nodes + 1
-        self._read.add(hidden, context.request_ids, first)
+        width = 1 + proposal.num_nodes
+        self._read.add(hidden, context.request_ids, laid.starts, first)
         past = {index: self._read.take(index, context.request_ids, states) for index, states in hidden.items()}
-        rows_of = {index: rows_from(states, first, count) for index, states in hidden.items()}
-        logits = rows_from(logits, [at - start for at in first], count).float()
+        rows_of = {index: rows_from(states, roots, counts, width) for index, states in hidden.items()}
+        logits = rows_from(logits, [0, *accumulate(counts)][:-1], counts, width).float()
         return Scores(logits, rows_of, past, first_layer=span.start)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
@@ -220,39 +223,44 @@ class ModelRunner:
         slots: list[int],
         layers: tuple[int, ...] = (),
         span: LayerSpan = WHOLE,
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """One pass over tokens from ``slots`` on: logits after each last one [B, V] float32, and {hidden state: [B, W, H]}.
+    ) -> tuple[Tensor, dict[int, list[Tensor]]]:
+        """One pass over tokens from ``slots`` on: logits after each last one [B, V] float32, and {hidden state: [n_b, H] each}.
 
         Leaves the lengths of the cache as they are. Without the head the logits are empty.
         """
-        ids, layout = self.layouts.chain(pending, rows, slots)
-        first = [len(text) - 1 for text in pending]
-        start = min(first)
-        logits, hidden = passes.run(ids, layout, layers, self.layouts.arange(start, ids.shape[1]), span)
-        if not span.head:
-            return logits, hidden
-        return rows_from(logits, [at - start for at in first], 1)[:, 0].float(), hidden
+        texts = self.layouts.chain(pending, rows, slots)
+        last = [start + len(text) - 1 for start, text in zip(texts.starts, pending, strict=True)]
+        logits, hidden = passes.run(texts.ids, texts.layout, layers, self.layouts.places(last, [1] * len(last)), span)
+        each = {
+            index: [states[start : start + len(text)] for start, text in zip(texts.starts, pending, strict=True)]
+            for index, states in hidden.items()
+        }
+        return logits.float(), each
 
     def roll(
         self, run: Run, rows: list[int], bases: list[int], logits: Tensor, steps: int, pick: Pick
     ) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
         """Steps of one token a request from slots ``bases`` on; leaves the lengths of the cache as they are.
 
-        Yields the tokens fed [B, 1], in memory that the next step writes, and the hidden states that ``run`` gives. The last
-        step's tokens are picked and not fed.
+        Yields the tokens fed [B, 1], in memory that the next step writes, and the hidden states [B, H] that ``run`` gives. The
+        last step's tokens are picked and not fed.
         """
         self.cache.reserve(max(bases) + steps)
         batch = len(rows)
         # One set of inputs for all steps, written in place: a step that made its own would take half as long as its pass.
-        start, token_ids = torch.tensor(bases, device=self.device), torch.empty(batch, 1, dtype=torch.long, device=self.device)
-        row_ids, mask, place = torch.tensor(rows, device=self.device), self.layouts.causal(batch, 1), self.layouts.arange(0, 1)
-        inputs = [token_ids, start.unsqueeze(1), row_ids, start, mask, place, self.cache.keys, self.cache.values]
-        logits = logits.unsqueeze(1)
+        start, token_ids = torch.tensor(bases, device=self.device), torch.empty(1, batch, dtype=torch.long, device=self.device)
+        row_ids, mask, every = (
+            torch.tensor(rows, device=self.device),
+            self.layouts.causal(batch, 1),
+            self.layouts.arange(0, batch),
+        )
+        inputs = [token_ids, start[None], row_ids, start, every + 1, mask, every, self.cache.keys, self.cache.values]
+        logits, fed = logits.unsqueeze(1), token_ids.view(batch, 1)
         for step in range(steps - 1):
-            token_ids.copy_(pick(logits, step))
+            fed.copy_(pick(logits, step))
             out = run(inputs.copy())
-            logits = out[0].float()
-            yield token_ids, out[1:]
+            logits = out[0].float().transpose(0, 1)
+            yield fed, [states[0] for states in out[1:]]
             start.add_(1)
         pick(logits, steps - 1)
 
@@ -262,12 +270,12 @@ class ModelRunner:
         self.cache.cached_lens[row] = min(self.cache.cached_lens[row], num_tokens)
 
     def _begun(
-        self, first: FirstLayers, request_ids: Sequence[str], tokens: Sequence[list[int]], wanted: list[int]
-    ) -> tuple[Tensor | None, LayerSpan]:
-        """Hidden states of each request's first ``wanted[b]`` tokens and the layers left to run; None and all of them else."""
+        self, first: FirstLayers, request_ids: Sequence[str], tokens: Sequence[list[int]]
+    ) -> tuple[list[Tensor] | None, LayerSpan]:
+        """Hidden states [n_b, H] of each request's tokens and the layers left to run; None and all of them else."""
         if any(index < behind(first.depth) for index in self.needs_hidden):
             return None, WHOLE
-        states = first.complete(self, request_ids, tokens, wanted)
+        states = first.complete(self, request_ids, tokens)
         return states, WHOLE if states is None else LayerSpan(first.depth)
 
     def _prefill(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], rows: list[int], spare: int) -> None:
@@ -294,10 +302,10 @@ class ModelRunner:
         if not some:
             return
         chunks = [list(texts[b][lens[rows[b]] : lens[rows[b]] + counts[b]]) for b in some]
-        ids, layout = self.layouts.chain(chunks, [rows[b] for b in some], [lens[rows[b]] for b in some])
+        read = self.layouts.chain(chunks, [rows[b] for b in some], [lens[rows[b]] for b in some])
         # one logit row, since there must be one: none is wanted
-        _, hidden = self.passes.run(ids, layout, self.needs_hidden, self.layouts.arange(0, 1))
-        self._read.add(hidden, [request_ids[b] for b in some], [counts[b] for b in some])
+        _, hidden = self.passes.run(read.ids, read.layout, self.needs_hidden, self.layouts.arange(0, 1))
+        self._read.add(hidden, [request_ids[b] for b in some], read.starts, [counts[b] for b in some])
         for b in some:
             lens[rows[b]] += counts[b]
 
@@ -329,10 +337,10 @@ class ModelRunner:
                 self.cache.values[:, row].normal_()
             times = []
             for _ in range(repeat + 1):
-                ids, layout = self.layouts.chain([[0] * width] * batch, rows, [slots] * batch)
+                texts, every = self.layouts.chain([[0] * width] * batch, rows, [slots] * batch), width * batch
                 self._synchronize()
                 start = time.perf_counter()
-                (passes or self.passes).run(ids, layout, layers, self.layouts.arange(0, width), span)
+                (passes or self.passes).run(texts.ids, texts.layout, layers, self.layouts.arange(0, every), span)
                 self._synchronize()
                 times.append(time.perf_counter() - start)
             return min(times[1:])

@@ -28,9 +28,10 @@ PATIENCE = 20.0  # seconds of eager passes after which compiling, which takes ab
 class Pass(nn.Module):
     """The function that is run and compiled: tokens and their layout -> logits and the hidden states asked for.
 
-    Its batch, width, cache size and number of logits are free, so one compiled form serves prefill, plain and speculative
-    rounds. A pass over a part of the layers takes hidden states in the place of tokens where it does not begin at the first,
-    and gives no logits where it ends before the head.
+    The tokens of all requests stand one behind the other, each with as many as it needs: attention alone knows whose they are.
+    Batch, lengths, cache size and number of logits are free, so one compiled form serves prefill, plain and speculative rounds.
+    A pass over a part of the layers takes hidden states in the place of tokens where it does not begin at the first, and gives
+    no logits where it ends before the head.
     """
 
     def __init__(self, model: PreTrainedModel, cache: KVCache, layers: tuple[int, ...], span: LayerSpan = WHOLE) -> None:
@@ -45,17 +46,18 @@ class Pass(nn.Module):
 
     def forward(  # noqa: PLR0913 - the inputs of a compiled function
         self,
-        tokens: Tensor,  # [B, W] ids, or the hidden states [B, W, H] of the layer before the span
-        positions: Tensor,  # [B, W]
+        tokens: Tensor,  # [1, T] ids, or the hidden states [1, T, H] of the layer before the span
+        positions: Tensor,  # [1, T]
         cache_rows: Tensor,  # [B]
         bases: Tensor,  # [B]
+        ends: Tensor,  # [B]
         visible: Tensor,  # [B, W, W]
-        logits_at: Tensor,  # [M]: the places in the pass whose logits are wanted
+        logits_at: Tensor,  # [M]: the tokens whose logits are wanted
         keys: Tensor,  # [L, R, Hkv, S, D]
         values: Tensor,
     ) -> tuple[Tensor, ...]:
         hidden = tokens if self.span.start else None
-        layout = PassLayout(keys, values, cache_rows, bases, positions, visible, hidden)
+        layout = PassLayout(keys, values, cache_rows, bases, ends, positions, visible, hidden)
         captured: dict[int, Tensor] = {}
         handles = [self._capture(layer, captured) for layer in self.layers]
         inputs: dict[str, Any] = {
@@ -112,21 +114,21 @@ class PassRunner:
     def run(
         self, tokens: Tensor, layout: PassLayout, layers: tuple[int, ...], logits_at: Tensor, span: LayerSpan = WHOLE
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """[B, W] tokens -> logits [B, M, V] of the places ``logits_at`` [M], and {hidden state: [B, W, H]}.
+        """[1, T] tokens -> logits [M, V] of the tokens ``logits_at`` [M], and {hidden state: [T, H]}.
 
-        A ``span`` that begins behind the first layer takes hidden states [B, W, H]; one without the head gives logits [0].
+        A ``span`` that begins behind the first layer takes hidden states [1, T, H]; one without the head gives logits [0].
         """
         kind = (layers, span)
         run = self.runner_of(layers, span)
         started = time.perf_counter() if kind in self._eager else 0.0
-        where = [layout.positions, layout.cache_rows, layout.bases, layout.visible, logits_at, layout.keys, layout.values]
-        out = run([tokens, *where])
+        where = [layout.positions, layout.cache_rows, layout.bases, layout.ends, layout.visible]
+        out = run([tokens, *where, logits_at, layout.keys, layout.values])
         if started:
             self._eager[kind] += time.perf_counter() - started
             if self._eager[kind] > PATIENCE:
                 self._take_over(kind)
-        logits, hidden = (out[0], out[1:]) if span.head else (tokens.new_empty(0), out)
-        return logits, dict(zip(layers, hidden, strict=True))
+        logits, hidden = (out[0][0], out[1:]) if span.head else (tokens.new_empty(0), out)
+        return logits, {layer: states[0] for layer, states in zip(layers, hidden, strict=True)}
 
     def runner_of(self, layers: tuple[int, ...] = (), span: LayerSpan = WHOLE) -> Run:
         """The function behind ``run``, for loops in which a look-up counts: inputs as ``Pass.forward`` takes them."""

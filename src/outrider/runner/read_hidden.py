@@ -14,12 +14,12 @@ class ReadHidden:
     def __init__(self) -> None:
         self._chunks: dict[tuple[str, int], list[Tensor]] = {}
 
-    def add(self, hidden: Mapping[int, Tensor], request_ids: Sequence[str], lens: Sequence[int]) -> None:
-        """Row i of each hidden state [R, W, H] begins with ``lens[i]`` tokens of ``request_ids[i]``."""
+    def add(self, hidden: Mapping[int, Tensor], request_ids: Sequence[str], starts: Sequence[int], lens: Sequence[int]) -> None:
+        """Of each hidden state [T, H], those from ``starts[b]`` on are of ``lens[b]`` tokens of ``request_ids[b]``."""
         for index, states in hidden.items():
-            for i, (request_id, length) in enumerate(zip(request_ids, lens, strict=True)):
+            for request_id, start, length in zip(request_ids, starts, lens, strict=True):
                 if length:  # a copy: a captured graph writes there again
-                    self._chunks.setdefault((request_id, index), []).append(states[i, :length].clone())
+                    self._chunks.setdefault((request_id, index), []).append(states[start : start + length].clone())
 
     def take(self, index: int, request_ids: Sequence[str], like: Tensor) -> list[Tensor]:
         """One tensor [T_b, H] a request, which is forgotten; ``like`` [..., H] says what an empty one looks like."""

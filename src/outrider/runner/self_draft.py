@@ -36,37 +36,32 @@ class FirstLayers:
     bases: list[int]  # slot of each request's first token
     tokens: list[list[int]]  # fed in one pass, then
     rolled: list[Tensor] = field(default_factory=list)  # [A, 1] each: one more token a request
-    hidden: Tensor = field(default_factory=lambda: torch.empty(0))  # [A, T, H]
+    hidden: list[Tensor] = field(default_factory=list)  # [T_a, H] each
 
-    def complete(
-        self, runner: ModelRunner, request_ids: Sequence[str], tokens: Sequence[list[int]], wanted: Sequence[int]
-    ) -> Tensor | None:
-        """Hidden states [B, W, H] of each request's first ``wanted[b]`` tokens behind its cached text; zero behind them.
+    def complete(self, runner: ModelRunner, request_ids: Sequence[str], tokens: Sequence[list[int]]) -> list[Tensor] | None:
+        """Hidden states [n_b, H] of each request's tokens behind its cached text.
 
         Those that are missing are run now. None where hardly any are at hand: a whole pass is the better bet.
         """
-        have = self._at_hand(runner, request_ids, tokens, wanted)
+        have = self._at_hand(runner, request_ids, tokens)
         if not any(have):
             return None
-        batch, width = len(tokens), max(map(len, tokens))
-        states = self.hidden.new_zeros(batch, width, self.hidden.shape[2])
-        for b, (request_id, count) in enumerate(zip(request_ids, have, strict=True)):
-            if count:
-                states[b, :count] = self.hidden[self.places[request_id], :count]
-        short = [b for b in range(batch) if have[b] < wanted[b]]
+        found = [
+            [self.hidden[self.places[request_id]][:count]] if count else []
+            for request_id, count in zip(request_ids, have, strict=True)
+        ]
+        short = [b for b, text in enumerate(tokens) if have[b] < len(text)]
         if short:
-            parts = [tokens[b][have[b] : wanted[b]] for b in short]
+            parts = [tokens[b][have[b] :] for b in short]
             slots = [runner.cache.cached_len(request_ids[b]) + have[b] for b in short]
             rows = [runner.cache.row(request_ids[b]) for b in short]
             last, span = behind(self.depth), LayerSpan(0, self.depth, head=False)
             _, hidden = runner.feed(runner.passes, parts, rows, slots, (last,), span)
-            for i, b in enumerate(short):
-                states[b, have[b] : wanted[b]] = hidden[last][i, : wanted[b] - have[b]]
-        return states
+            for b, states in zip(short, hidden[last], strict=True):
+                found[b].append(states)
+        return [torch.cat(states) for states in found]
 
-    def _at_hand(
-        self, runner: ModelRunner, request_ids: Sequence[str], tokens: Sequence[list[int]], wanted: Sequence[int]
-    ) -> list[int]:
+    def _at_hand(self, runner: ModelRunner, request_ids: Sequence[str], tokens: Sequence[list[int]]) -> list[int]:
         """Of how many of each request's leading tokens the hidden states are known."""
         rolled = torch.cat(self.rolled, 1).tolist() if self.rolled else [[]] * len(self.tokens)
         counts = []
@@ -74,7 +69,7 @@ class FirstLayers:
             a = self.places.get(request_id)
             count = 0
             if a is not None and self.bases[a] == runner.cache.cached_len(request_id):
-                for token, known in zip(tokens[b][: wanted[b]], self.tokens[a] + rolled[a], strict=False):
+                for token, known in zip(tokens[b], self.tokens[a] + rolled[a], strict=False):
                     if token != known:
                         break
                     count += 1
@@ -128,15 +123,12 @@ class SelfDraft:
             for _ in rolling:
                 pass
             return
-        starts = torch.tensor([len(text) for text in first.tokens], device=logits.device)
-        everyone = torch.arange(len(starts), device=logits.device)
-        batch, width, size = first.hidden.shape
-        states = first.hidden.new_zeros(batch, width + steps, size)
-        states[:, :width] = first.hidden
+        # A copy, with room for the steps: a captured graph writes to the same memory again.
+        first.hidden = [torch.cat((states, states.new_empty(steps - 1, states.shape[1]))) for states in first.hidden]
         for step, (token_ids, hidden) in enumerate(rolling):
-            states[everyone, starts + step] = hidden[0][:, 0]
+            for states, text, new in zip(first.hidden, first.tokens, hidden[0], strict=True):
+                states[len(text) + step] = new
             first.rolled.append(token_ids.clone())
-        first.hidden = states
 
     def read(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> list[bool]:
         """All of it: what the target has read is read."""
@@ -171,13 +163,13 @@ def exit_logits(runner: ModelRunner, text: Sequence[int], depths: Sequence[int])
     """
     passes, name = PassRunner(runner.model, runner.cache, "never"), "exit-probe"
     try:
-        ids, layout = runner.layouts.chain([list(text)], [runner.cache.row(name)], [0])
+        texts = runner.layouts.chain([list(text)], [runner.cache.row(name)], [0])
         places = torch.arange(len(text), device=runner.device)
-        logits, hidden = passes.run(ids, layout, tuple(map(behind, depths)), places)
-        yield logits[0].float()
+        logits, hidden = passes.run(texts.ids, texts.layout, tuple(map(behind, depths)), places)
+        yield logits.float()
         for depth in depths:
-            logits, _ = passes.run(hidden[behind(depth)], layout, (), places, LayerSpan(runner.num_layers))
-            yield logits[0].float()
+            logits, _ = passes.run(hidden[behind(depth)][None], texts.layout, (), places, LayerSpan(runner.num_layers))
+            yield logits.float()
     finally:
         runner.cache.release([name])
 
@@ -191,10 +183,10 @@ def check_layers(runner: ModelRunner, depth: int) -> None:
     text = [token % runner.vocab_size for token in (11, 7, 5, 3, 2)]
     try:
         rows, places = [runner.cache.row(name)], torch.arange(len(text), device=runner.device)
-        ids, layout = runner.layouts.chain([text], rows, [0])
-        whole, _ = passes.run(ids, layout, (), places)
-        _, hidden = passes.run(ids, layout, (behind(depth),), places, LayerSpan(0, depth, head=False))
-        parts, _ = passes.run(hidden[behind(depth)], layout, (), places, LayerSpan(depth))
+        texts = runner.layouts.chain([text], rows, [0])
+        whole, _ = passes.run(texts.ids, texts.layout, (), places)
+        _, hidden = passes.run(texts.ids, texts.layout, (behind(depth),), places, LayerSpan(0, depth, head=False))
+        parts, _ = passes.run(hidden[behind(depth)][None], texts.layout, (), places, LayerSpan(depth))
         error = (whole - parts).abs().max() / whole.abs().max().clamp(min=1.0)
         is_same = parts.shape == whole.shape and bool(error <= TOLERANCE)
     except OutriderError:

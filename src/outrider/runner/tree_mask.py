@@ -25,8 +25,8 @@ def ancestor_matrix(parents: Tensor) -> Tensor:
 def tree_inputs(parents: Tensor, text_lens: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
     """Which of the pass's tokens each one sees, bool [B, W, W], and positions relative to the first, int64 [B, W].
 
-    Row b holds ``text_lens[b]`` committed tokens (a causal chain that ends in the root), then the nodes, then padding. Siblings
-    share a position; padding counts on.
+    Row b holds ``text_lens[b]`` committed tokens (a causal chain that ends in the root), then as many nodes as there is room
+    for, then padding. Siblings share a position; padding counts on.
     """
     batch, nodes = parents.shape
     visible = torch.ones(width, width, dtype=torch.bool).tril().repeat(batch, 1, 1)
@@ -34,7 +34,7 @@ def tree_inputs(parents: Tensor, text_lens: Sequence[int], width: int) -> tuple[
     sees = ancestor_matrix(parents)
     depths = sees.sum(-1)  # [B, N]: 1 for a child of the root
     for b, text in enumerate(text_lens):
-        here = slice(text, text + nodes)
-        visible[b, here, here] = sees[b]
-        positions[b, here] = text - 1 + depths[b]
+        here, room = slice(text, text + nodes), width - text
+        visible[b, here, here] = sees[b, :room, :room]
+        positions[b, here] = text - 1 + depths[b, :room]
     return visible, positions

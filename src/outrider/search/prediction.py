@@ -6,7 +6,7 @@ The draft-length policy is the real one, shown the rounds that are played; nothi
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -68,7 +68,7 @@ def predict(proposer: Proposer, k: int | str, replay: Replay, prices: Prices, ba
     draws = 1 if replay.is_certain else DRAWS
     total = Played(0.0, 0, 0)
     for draw in range(draws):
-        passes = PassCosts()
+        passes = PassCosts(prices.is_padded)
         policy = _policy(proposer, k, passes)
         for start in range(0, len(replay.texts), batch):
             luck = random.Random(draw << 20 | start)  # the same for all that are compared
@@ -98,21 +98,23 @@ def _play(
     requests = tuple(row.request for row in rows)
     while rows:
         context = Context(requests, tuple(row.left - 1 for row in rows), None)  # type: ignore[arg-type]
-        k = policy.next_k(context)
-        drafted = [row.draft(k) for row in rows]
+        lengths = policy.next_lengths(context)
+        k = max(lengths)
+        drafted = [row.draft(length) for row, length in zip(rows, lengths, strict=True)]
         depths, accepted = [depth for depth, _ in drafted], [count for _, count in drafted]
-        price = prices.round(k, max(depths))
+        price = prices.round(k, depths)
         num_rounds += len(rows)
         seconds += 0.0 if is_prefill else price.total
         for row, count in zip(rows, accepted, strict=True):
             row.request.token_ids.extend([0] * (count + 1))
         times = PhaseTimes(price.draft, price.score, 0.0, price.outside)
         first_layer = prices.first_layer if max(depths) else 0
-        if not is_prefill:
-            width = 1 + proposer.num_nodes(max(depths)) if max(depths) else 1
-            passes.behind(first_layer).observe(width, len(rows), len(requests[0].token_ids), price.score)
         lens = [proposer.num_nodes(depth) if depth else 0 for depth in depths]
-        policy.observe(context, Round(k, lens, depths, accepted, times, first_layer), is_prefill)
+        if not is_prefill:
+            table = passes.behind(first_layer)
+            table.observe(table.width(lens), len(rows), len(requests[0].token_ids), price.score)
+        asked = replace(context, limits=tuple([min(pair) for pair in zip(context.limits, lengths, strict=True)]))
+        policy.observe(asked, Round(k, lens, depths, accepted, times, first_layer), is_prefill)
         is_prefill = False
         ended = [row.request.request_id for row in rows if row.left <= 0]
         if ended:

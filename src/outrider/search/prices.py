@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outrider.bench.contenders import Contender, Contenders
-from outrider.engine import Observation, PhaseTimes, Round
+from outrider.engine import Observation, Round
 from outrider.search.traffic import Text
 from outrider.types import Context, OutriderError
 
@@ -30,6 +30,7 @@ class Price:
     draft: float
     score: float
     outside: float  # verifier and host
+    depth: float  # of the drafts that were scored, as the pass's price goes: the requests' mean, or the longest
 
     @property
     def total(self) -> float:
@@ -45,19 +46,34 @@ class Prices:
     prompt: float  # seconds that a token of a prompt takes, drafting off
     drafted_prompt: float  # and on
     first_layer: int = 0  # at which passes over drafts begin
+    is_padded: bool = False  # passes cost as if every request had as many drafts as the one with the most
 
     @property
     def plain(self) -> float:
         """Seconds of a round without drafts."""
         return self.rounds[0].total
 
-    def round(self, k: int, depth: int) -> Price:
-        """Of a round that asked for k drafts and got a longest path of ``depth``."""
-        if not depth:
+    def round(self, k: int, depths: Sequence[int]) -> Price:
+        """Of a round that asked for k drafts and got longest paths of ``depths``."""
+        longest = max(depths)
+        if not longest:
             return replace(self.rounds[0], draft=self.vain) if k else self.rounds[0]
         known = [each for each in sorted(self.rounds) if each] or [0]
-        lines = zip(*(_phases(self.rounds[each]) for each in known), strict=True)
-        return Price(*(_on_line(depth, known, line) for line in lines))
+        prices = [self.rounds[each] for each in known]
+        depth = _paid_depth(depths, self.is_padded)
+        return Price(
+            _on_line(longest, known, [price.draft for price in prices]),
+            self._score(depth),
+            _on_line(longest, known, [price.outside for price in prices]),
+            depth,
+        )
+
+    def _score(self, depth: float) -> float:
+        """Seconds of a pass over drafts of so many a request."""
+        # A pass over drafts that begins behind the first layer is on no line with the plain one.
+        points = {price.depth: price.score for longest, price in self.rounds.items() if longest or not self.first_layer}
+        known = sorted(points or {0.0: self.rounds[0].score})
+        return _on_line(depth, known, [points.get(each, self.rounds[0].score) for each in known])
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -68,11 +84,12 @@ class Prices:
         return cls(**(found | {"rounds": rounds}))
 
 
-def _phases(price: Price) -> tuple[float, float, float]:
-    return price.draft, price.score, price.outside
+def _paid_depth(depths: Sequence[int], is_padded: bool) -> float:
+    """By how many drafts a request the pass of a round is dearer."""
+    return max(depths) if is_padded else fmean(depths)
 
 
-def _on_line(depth: int, known: Sequence[int], values: Sequence[float]) -> float:
+def _on_line(depth: float, known: Sequence[float], values: Sequence[float]) -> float:
     """Between the values at known depths, and beyond the last as the slope up to it has it."""
     if depth <= known[-1] or len(known) == 1:
         return float(np.interp(depth, known, values))
@@ -91,10 +108,11 @@ class _Blocks:
     def is_done(self) -> bool:
         return self.asked >= ROUNDS * len(self.lengths)
 
-    def next_k(self, context: Context) -> int:
+    def next_lengths(self, context: Context) -> list[int]:
+        k = self.lengths[min(self.asked // ROUNDS, len(self.lengths) - 1)]
         if any(not request.num_output_tokens for request in context.requests):
-            return max(self.lengths)
-        return self.lengths[min(self.asked // ROUNDS, len(self.lengths) - 1)]
+            k = max(self.lengths)
+        return [k] * len(context.requests)
 
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
         self.asked += not is_prefill
@@ -108,6 +126,7 @@ class _Watch:
     """Rounds of a full batch, as the engine settles them."""
 
     batch: int
+    is_padded: bool
     prompts: list[float] = field(default_factory=list)  # seconds of each reading of some
     rounds: list[tuple[int, Round]] = field(default_factory=list)  # with the number of decoding rounds before them
     num_decoding: int = 0
@@ -123,19 +142,20 @@ class _Watch:
 
     def priced(self) -> dict[int, Price]:
         """Medians by the longest path drafted; 0 is of rounds that asked for nothing."""
-        found: dict[int, list[PhaseTimes]] = {}
+        found: dict[int, list[Round]] = {}
         for number, round_ in self.rounds:
-            depth = max(round_.depths)
-            if number % ROUNDS and (depth or not round_.k):
-                found.setdefault(depth, []).append(round_.times)
+            longest = max(round_.depths)
+            if number % ROUNDS and (longest or not round_.k):
+                found.setdefault(longest, []).append(round_)
         return {
-            depth: Price(
-                median(each.draft for each in times) if depth else 0.0,
-                median(each.score for each in times),
-                median(each.verify + each.host for each in times),
+            longest: Price(
+                median(each.times.draft for each in rounds) if longest else 0.0,
+                median(each.times.score for each in rounds),
+                median(each.times.verify + each.times.host for each in rounds),
+                fmean(_paid_depth(each.depths, self.is_padded) for each in rounds),
             )
-            for depth, times in sorted(found.items())
-            if len(times) >= ENOUGH or not depth
+            for longest, rounds in sorted(found.items())
+            if len(rounds) >= ENOUGH or not longest
         }
 
     def vain(self) -> float:
@@ -151,15 +171,15 @@ def measure(contenders: Contenders, method: str, texts: Sequence[Text], batch: i
     fails and where no answer is long enough for a round to be measured.
     """
     # Plain rounds at both ends: every prediction is a ratio to them.
-    blocks, watch = _Blocks([0, *(k for k in MEASURED if k < longest), longest, 0]), _Watch(batch)
-    num_tokens, undrafted = 0, 0.0
+    blocks, is_padded = _Blocks([0, *(k for k in MEASURED if k < longest), longest, 0]), contenders.llm.runner.costs.is_padded
+    watch, num_tokens, undrafted = _Watch(batch, is_padded), 0, 0.0
     with contenders.active(Contender(method, longest)):
         llm = contenders.llm
         faults = llm.stats.faults
         llm.warmup(longest, batch)
         for group in _groups(texts, batch):
             num_tokens += sum(len(text.prompt) for text in group)
-            alone = _Watch(batch)
+            alone = _Watch(batch, is_padded)
             _generate(llm, [replace(text, output=text.output[:2]) for text in group], _Blocks([0]), alone)
             _generate(llm, group, blocks, watch)
             undrafted += sum(alone.prompts)
@@ -176,9 +196,9 @@ def measure(contenders: Contenders, method: str, texts: Sequence[Text], batch: i
             one = llm.runner.pass_cost(1, batch, cache_len)
             for k in blocks.lengths[1:-1]:
                 wider = llm.runner.pass_cost(1 + llm.proposer.num_nodes(k), batch, cache_len)
-                rounds[k] = Price(vain, rounds[0].score * max(wider / one, 1.0), rounds[0].outside)
+                rounds[k] = Price(vain, rounds[0].score * max(wider / one, 1.0), rounds[0].outside, k)
     first_layer = max(round_.first_layer for _, round_ in watch.rounds)
-    return Prices(rounds, vain, undrafted / num_tokens, sum(watch.prompts) / num_tokens, first_layer)
+    return Prices(rounds, vain, undrafted / num_tokens, sum(watch.prompts) / num_tokens, first_layer, is_padded)
 
 
 def _groups(texts: Sequence[Text], batch: int) -> Iterator[list[Text]]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
 
 from outrider.engine.stats import PhaseTimes
 from outrider.runner.costs import SPIKE, WEIGHT, PassCosts
+from outrider.tune.sharing import Floats, Ints, RoundPrices
 
 UNKNOWN_COST_RATIO = 0.1  # of a draft step to a plain pass, until one was measured
 MOST_TO_READ = 0.05  # of a plain round, for each token that a proposer had not seen, until it was measured twice
@@ -26,11 +30,18 @@ class CostModel:
         self._outside: dict[tuple[int, bool], float] = {}  # (batch, whether there were drafts) -> seconds of verifier and host
 
     def observe(
-        self, num_drafts: int, batch: int, times: PhaseTimes, is_catch_up: bool, has_drafts: bool, first_layer: int = 0
+        self,
+        num_drafts: int,
+        num_drafting: int,
+        batch: int,
+        times: PhaseTimes,
+        is_catch_up: bool,
+        has_drafts: bool,
+        first_layer: int = 0,
     ) -> None:
         """Adds a decoding round. A proposer that had text to catch up with says nothing of its step.
 
-        ``num_drafts``: the longest draft, or what was asked for in vain.
+        ``num_drafts``: the longest draft, or what was asked for in vain, of each of ``num_drafting`` requests.
         """
         if has_drafts:
             self._first_layer = first_layer
@@ -41,7 +52,7 @@ class CostModel:
         else:
             self._outside[key] = mean + WEIGHT * (min(seconds, SPIKE * mean) - mean)
         if num_drafts and not is_catch_up:
-            self._draft.setdefault(batch, Line()).add(num_drafts, times.draft)
+            self._draft.setdefault(num_drafting, Line()).add(num_drafts, times.draft)
 
     def outside(self, batch: int, has_drafts: bool) -> float:
         """Seconds of verifier and host; those of the other kind of round while this one is unknown."""
@@ -49,15 +60,25 @@ class CostModel:
         return known if known is not None else self._outside.get((batch, not has_drafts), 0.0)
 
     def draft(self, k: int, batch: int, plain_pass: float) -> float:
-        """Seconds of drafting k tokens. A batch not drafted for yet is priced as the nearest one."""
+        """Seconds of drafting k tokens for so many requests. A number not drafted for yet is priced as the nearest one."""
         if k == 0:
             return 0.0
         line = self._draft.get(batch)
         if line is None:
             if not self._draft:
                 return UNKNOWN_COST_RATIO * plain_pass * k
-            line = self._draft[min(self._draft, key=lambda known: abs(known - batch))]
+            line = self._draft[self._nearest(batch)]
         return line.at(k)
+
+    def drafts(self, k: int, batches: Ints, plain_pass: float) -> Floats:
+        """``draft`` for each of some numbers of requests."""
+        if not self._draft:
+            return np.full(len(batches), UNKNOWN_COST_RATIO * plain_pass * k)
+        by_batch = np.array([self._draft[self._nearest(batch)].at(k) for batch in range(1, int(batches.max()) + 1)])
+        return by_batch[batches - 1]
+
+    def _nearest(self, batch: int) -> int:
+        return min(self._draft, key=lambda known: abs(known - batch))
 
     def observe_catch_up(self, seconds: float, num_tokens: int, plain_round: float) -> float:
         """Adds what a proposer took, beyond its steps, to read text it had not seen. Returns those seconds.
@@ -73,34 +94,48 @@ class CostModel:
         """Seconds for a proposer to read so many tokens."""
         return num_tokens * (self._catch_up or 0.0)
 
-    def round(self, k: int, longest: int, batch: int, cache_len: int) -> float:
-        """Seconds of a round that asked for k drafts and scored a path of ``longest``."""
-        plain_pass = self.passes.seconds(1, batch, cache_len) or 0.0
-        score = self._score(longest, batch, cache_len) if longest else plain_pass
-        return self.draft(longest or k, batch, plain_pass) + score + self.outside(batch, longest > 0)
+    def round(self, k: int, lens: Sequence[int], longest: int, num_drafting: int, cache_len: int) -> float:
+        """Seconds of a round that asked ``num_drafting`` requests for k drafts and scored ``lens``, ``longest`` the deepest."""
+        batch = len(lens)
+        plain_pass = score = self.passes.seconds(1, batch, cache_len) or 0.0
+        if longest:
+            score = float(self.scores(np.array([self.passes.width(lens)]), batch, cache_len)[0])
+        return self.draft(longest or k, num_drafting, plain_pass) + score + self.outside(batch, longest > 0)
 
     def plain_round(self, batch: int, cache_len: int) -> float | None:
         """Seconds of a round without drafts; None until a round of this batch size was run."""
         seconds = self.passes.seconds(1, batch, cache_len)
         return None if seconds is None or (batch, False) not in self._outside else seconds + self.outside(batch, False)
 
-    def drafted_rounds(self, lengths: Sequence[int], batch: int, cache_len: int) -> list[tuple[float, float]]:
-        """For each K: seconds of asking for so many drafts, and of scoring them if the proposer had some."""
+    def prices(self, batch: int, cache_len: int) -> RoundPrices | None:
+        """What rounds of this batch cost, by the drafts in them; None until a plain one was run."""
+        plain = self.plain_round(batch, cache_len)
+        if plain is None:
+            return None
         plain_pass = self.passes.seconds(1, batch, cache_len) or 0.0
-        outside = self.outside(batch, True)
-        rounds = []
-        for k in lengths:
-            score = self._score(k, batch, cache_len) if k else plain_pass
-            # A wider pass is never cheaper, unless a part of it was run before: where it measured so, that was noise.
-            score = score if self._first_layer else max(score, plain_pass)
-            rounds.append((self.draft(k, batch, plain_pass), score + outside))
-        return rounds
+        return RoundPrices(
+            plain,
+            self.outside(batch, True),
+            lambda k, num_drafting: self.drafts(k, num_drafting, plain_pass),
+            lambda widths: self.scores(widths, batch, cache_len),
+            self.passes.is_padded,
+        )
 
-    def _score(self, k: int, batch: int, cache_len: int) -> float:
-        """Seconds of scoring a proposal whose longest path is k."""
-        width = 1 + self._num_nodes(k)
-        begun = self.passes.behind(self._first_layer).seconds(width, batch, cache_len)
-        return begun or self.passes.seconds(width, batch, cache_len) or self.passes.seconds(1, batch, cache_len) or 0.0
+    def scores(self, widths: Floats, batch: int, cache_len: int) -> Floats:
+        """Seconds of passes over drafts, by their width."""
+        widest = float(widths.max())
+        begun = self.passes.behind(self._first_layer).curve(widest, batch, cache_len)
+        known = begun or self.passes.curve(widest, batch, cache_len)
+        if known is None:
+            return np.zeros_like(widths)
+        seconds: Floats = np.interp(widths, *known)
+        # A wider pass is never cheaper, unless a part of it was run before: where it measured so, that was noise.
+        return seconds if self._first_layer else np.maximum(seconds, self.passes.seconds(1, batch, cache_len) or 0.0)
+
+    def nodes(self, k: int) -> list[int]:
+        """Tokens that each depth of a proposal up to k adds to a pass; at least one."""
+        totals = [self._num_nodes(depth) for depth in range(k + 1)]
+        return [max(1, after - before) for before, after in pairwise(totals)]
 
 
 class Line:

@@ -1,4 +1,5 @@
-"""How many drafts to ask for, each round: the K, zero included, with the most expected tokens a second over the batch.
+"""How many drafts to ask for, each round and of each request: the K, zero included, with the most expected tokens a second over
+the batch.
 
 Knows acceptance counts and seconds, no method. A method never seen is expected to be good, so that the first rounds try it and
 what it is worth is soon known. Three things keep that from being slower than plain decoding: K = 0 is a choice like any other;
@@ -11,16 +12,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from outrider.engine.stats import Round
 from outrider.runner.costs import PassCosts
 from outrider.tune.acceptance import OPTIMISM, Acceptance
 from outrider.tune.cost import CostModel
+from outrider.tune.sharing import Floats, RoundPrices, Shares
 from outrider.types import Context, Request
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 23)  # what is chosen from, beside the longest
 PERIOD = 6  # rounds between decisions
 FRESH = 16  # drafted rounds in which every one is decided on
 HYSTERESIS = 1.02  # a change of K must promise this much
+APART = 1.04  # a K of its own for each request must: what is known of single requests is uncertain, and luck looks like merit
 MEMORY = 0.93  # of a request's counts, per round: about 14 rounds
 SHARED_MEMORY = 0.99  # of the counts that new requests begin with
 PROBE_MEMORY = 0.5  # of the counts when a probe adds to them: what was seen before the pause may be over
@@ -47,21 +52,21 @@ class Track:
     shared: Acceptance  # of all requests of its temperature
     own: Acceptance
     num_seen: int = 0  # committed tokens that the proposer has been asked about
+    rest: int = FIRST_PAUSE  # rounds in which others draft, until a draft for it is tried again
+    pause: int = FIRST_PAUSE  # that rest, when it begins
 
-    def gains(self, expected: Sequence[float]) -> list[float]:
-        """Expected accepted drafts at K = 0..len(expected), if the proposer has drafts."""
-        gains, product = [0.0], 1.0
-        for rate in self.own.rates(self.shared.rates(expected)):
-            product *= rate
-            gains.append(gains[-1] + product)
-        return gains
+    def worths(self, expected: Sequence[float], most: int) -> Floats:
+        """Chances that a draft at depth 1, 2, ... survives, if there is one; 0 below ``most``. As many as ``expected``."""
+        worths: Floats = np.cumprod(self.own.rates(self.shared.rates(expected)), dtype=np.float64)
+        worths[max(most, 0) :] = 0.0
+        return worths
 
     def made_rate(self) -> float:
         return self.own.made_rate(self.shared.made_rate(1.0))
 
 
 class DraftLengthPolicy:
-    """``next_k`` for a batch: one K that is best for the sum of its requests."""
+    """``next_lengths`` for a batch: those that are best for the sum of its requests."""
 
     def __init__(self, max_k: int, passes: PassCosts, num_nodes: Callable[[int], int] = int) -> None:
         """``num_nodes``: drafts of a proposal whose longest path is k; k itself for chains."""
@@ -77,7 +82,9 @@ class DraftLengthPolicy:
         self._reach = FIRST_REACH  # the longest draft so far
         self._requests: tuple[Request, ...] = ()
         self._batch: list[Track] = []
-        self._k = 0  # what was decided, and on what
+        self._lens: list[int] = []  # what was decided, and on what
+        self._k = 0  # the largest of them
+        self._tried: list[int] = []  # requests for which a single draft is tried this round, though none was decided on
         self._edge = 1.0  # its expected speed over that of plain decoding
         self._plain: float | None = None  # seconds of a round without drafts
         self._age = 0  # rounds since
@@ -86,8 +93,15 @@ class DraftLengthPolicy:
         self._num_drafted = 0
         self._num_unchecked = 0  # drafted rounds since the last one without drafts
 
-    def next_k(self, context: Context) -> int:
-        """Drafts to ask for this round."""
+    def next_lengths(self, context: Context) -> list[int]:
+        """Drafts to ask for this round, of each request."""
+        k, self._tried = self._next_k(context), []
+        if k == 0 or self._is_probe:
+            return [k] * len(self._batch)
+        return self._with_tries()
+
+    def _next_k(self, context: Context) -> int:
+        """The most drafts to ask for; after it, whether that is a probe is known."""
         self._is_probe = False
         if context.requests is not self._requests:
             self._enter(context)
@@ -110,24 +124,27 @@ class DraftLengthPolicy:
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
         """Learns from a round: what was accepted, what it cost, and whether drafting won or lost time."""
         batch, longest, times = len(round_.depths), max(round_.depths), round_.times
+        drafted_for = [b for b in range(batch) if context.limits[b] > 0]
         if round_.k == 0:
             if not is_prefill:
-                self.costs.observe(0, batch, times, False, False)
+                self.costs.observe(0, 0, batch, times, False, False)
                 self._num_unchecked = 0
             self._wait -= 1
             if self._plain is not None:
                 self._purse = min(self._purse + INCOME * times.total / self._plain, FULL_PURSE)
             return
-        num_unseen = self._num_unseen(sum(round_.num_accepted) + batch)
-        catch_up, plain = 0.0, self._plain or 0.0
+        # Committed tokens that the proposer had not been asked about, before those of this round.
+        num_unseen = sum([self._num_unseen(b) - round_.num_accepted[b] - 1 for b in drafted_for])
+        catch_up, plain, num_drafting = 0.0, self._plain or 0.0, max(1, len(drafted_for))
         if num_unseen > 0:
             catch_up = self.costs.observe_catch_up(
-                times.draft - self.costs.draft(longest or round_.k, batch, plain), num_unseen, plain
+                times.draft - self.costs.draft(longest or round_.k, num_drafting, plain), num_unseen, plain
             )
         if not is_prefill:
-            self.costs.observe(longest or round_.k, batch, times, num_unseen > 0, longest > 0, round_.first_layer)
-        self._learn(context, round_)
-        self._book(round_, catch_up if self._is_probe else 0.0, is_prefill)
+            drafting = (longest or round_.k, num_drafting)
+            self.costs.observe(*drafting, batch, times, num_unseen > 0, longest > 0, round_.first_layer)
+        self._learn(drafted_for, round_)
+        self._book(round_, num_drafting, catch_up if self._is_probe else 0.0, is_prefill)
         if self._is_probe:
             self._judge_probe(round_, context)
 
@@ -159,28 +176,48 @@ class DraftLengthPolicy:
             track = self._tracks[request.request_id] = Track(shared, Acceptance.empty(self.max_k))
         return track
 
-    def _num_unseen(self, num_new: int = 0) -> int:
-        """Committed tokens that the proposer had not been asked about, before ``num_new`` were added."""
-        total = sum([len(request.token_ids) for request in self._requests]) - num_new
-        return total - sum([track.num_seen for track in self._batch])
+    def _num_unseen(self, b: int) -> int:
+        """Committed tokens of a request that the proposer has not been asked about."""
+        return len(self._requests[b].token_ids) - self._batch[b].num_seen
 
-    def _learn(self, context: Context, round_: Round) -> None:
+    def _with_tries(self) -> list[int]:
+        """What was decided; of the requests to which it gives nothing, one whose rest is over gets a draft: has it changed?"""
+        lens = self._lens
+        for b, track in enumerate(self._batch):
+            if self._lens[b] == 0 and self._requests[b].num_draft_tokens is None:
+                track.rest -= 1
+                if track.rest <= 0 and not self._tried:
+                    self._tried, lens = [b], lens.copy()
+                    lens[b] = 1
+        return lens
+
+    def _judge_tries(self, round_: Round) -> None:
+        """A draft in vain doubles the rest; one that survived counts at the next decision, which is now."""
+        for b in self._tried:
+            track = self._batch[b]
+            if round_.num_accepted[b]:
+                track.pause, self._age = FIRST_PAUSE, PERIOD
+            elif round_.depths[b]:
+                track.pause = min(2 * track.pause, LONGEST_PAUSE)
+            track.rest = track.pause
+
+    def _learn(self, drafted_for: Sequence[int], round_: Round) -> None:
         memory = PROBE_MEMORY if self._is_probe else MEMORY
         self._num_drafted += 1
         self._num_unchecked += 1
         self._reach = max(self._reach, *round_.depths)
-        for b, track in enumerate(self._batch):
+        for b in drafted_for:
+            track = self._batch[b]
             track.num_seen = len(self._requests[b].token_ids)
-            if context.limits[b] <= 0:
-                continue  # no draft was of use
             num_drafts, num_accepted = round_.depths[b], round_.num_accepted[b]
             if num_drafts:
                 track.own.fade(memory)
                 track.shared.fade(SHARED_MEMORY)
             track.own.add(num_drafts, num_accepted)
             track.shared.add(num_drafts, num_accepted)
+        self._judge_tries(round_)
 
-    def _book(self, round_: Round, catch_up: float, is_prefill: bool) -> None:
+    def _book(self, round_: Round, num_drafting: int, catch_up: float, is_prefill: bool) -> None:
         """Takes out of the purse what the round lost against plain decoding, or puts into it what it won.
 
         At usual prices: a hiccup is not the drafts' fault. A probe pays for the text that the proposer had to catch up with.
@@ -189,7 +226,8 @@ class DraftLengthPolicy:
         plain, batch = self._plain, len(round_.depths)
         if plain is None:
             return
-        seconds = self.costs.round(round_.k, max(round_.depths), batch, len(self._requests[0].token_ids))
+        cache_len = len(self._requests[0].token_ids)
+        seconds = self.costs.round(round_.k, round_.lens, max(round_.depths), num_drafting, cache_len)
         if not is_prefill:
             seconds = min(round_.times.total, seconds)
         won = 1 + sum(round_.num_accepted) / batch - (seconds + catch_up) / plain
@@ -201,58 +239,52 @@ class DraftLengthPolicy:
     def _decide(self, context: Context) -> None:
         batch = len(self._batch)
         self._age = 0
-        cache_len = max([len(request.token_ids) for request in context.requests])
-        self._plain = self.costs.plain_round(batch, cache_len)
-        if self._plain is None:
+        prices = self._prices(context)
+        self._plain = None if prices is None else prices.plain
+        before, self._lens = self._lens, [0] * batch
+        if prices is None:
             self._k = 0
             return
         longest = min(2 * self._reach + 1, self.max_k)
-        expected = [OPTIMISM] * longest
-        total, idle = [0.0] * (longest + 1), 1.0  # idle: chance that no request has a draft, and the pass is a plain one
-        for track, request in zip(self._batch, self._requests, strict=True):
-            made, gains, own = track.made_rate(), track.gains(expected), request.num_draft_tokens
-            if own is not None:  # no more drafts than it wants, whatever the others get
-                gains = [gains[min(k, own)] for k in range(longest + 1)]
-            idle *= 1 - made
-            total = [so_far + made * gain for so_far, gain in zip(total, gains, strict=True)]
-        tokens = batch * min(HORIZON, 1 + sum(context.limits) / batch)
-        catch_up = self.costs.catch_up(self._num_unseen()) / tokens
-        lengths = [k for k in self._lengths if k <= longest]
-        speeds = self._speeds(lengths, total, idle, cache_len, catch_up)
-        best = max(range(len(lengths)), key=speeds.__getitem__)
-        if self._k in lengths and speeds[best] < HYSTERESIS * speeds[lengths.index(self._k)]:
-            best = lengths.index(self._k)
-        if lengths[best] > 0:
+        expected, worths, made, reading = [OPTIMISM] * longest, [], [], []
+        for b, (track, request) in enumerate(zip(self._batch, self._requests, strict=True)):
+            own, limit = request.num_draft_tokens, context.limits[b]
+            worths.append(track.worths(expected, longest if own is None else own))  # no more than it wants
+            made.append(track.made_rate())
+            reading.append(self.costs.catch_up(self._num_unseen(b)) / min(HORIZON, 1 + limit))
+        nodes = np.array(self.costs.nodes(longest))
+        shares = Shares(np.array(worths), np.array(made), nodes, np.array(reading), prices)
+        lengths = [k for k in self._lengths if 0 < k <= longest]
+        speed, lens = shares.best_together(lengths)
+        if batch > 1:
+            apart = shares.best(lengths)
+            speed, lens = apart if apart[0] >= APART * speed else (speed, lens)
+        plain = batch / prices.plain
+        if len(before) == batch and max(before) <= longest:
+            kept = shares.speed(before) if any(before) else plain
+            if max(speed, plain) < HYSTERESIS * kept:
+                speed, lens = kept, before
+        if speed <= plain:
+            lens = [0] * batch
+        if any(lens):
             self._wait = 0
         elif self._k > 0:
             self._wait = self._pause
-        self._k, self._edge = lengths[best], speeds[best] / speeds[0]
+        self._lens, self._k, self._edge = lens, max(lens), max(speed / plain, 1.0)
 
-    def _speeds(
-        self, lengths: Sequence[int], total: Sequence[float], idle: float, cache_len: int, catch_up: float
-    ) -> list[float]:
-        """Expected tokens a second at each K. ``total``: accepted drafts of the batch at K = 0, 1, ...
-
-        ``catch_up``: seconds for each token that it takes the proposer to read what it has not seen.
-        """
-        assert self._plain is not None
-        batch, speeds = len(self._batch), []
-        for k, (draft, score) in zip(lengths, self.costs.drafted_rounds(lengths, batch, cache_len), strict=True):
-            tokens = batch + total[k]
-            seconds = draft + (1 - idle) * score + idle * self._plain + catch_up * tokens
-            speeds.append(tokens / seconds if k else batch / self._plain)
-        return speeds
+    def _prices(self, context: Context) -> RoundPrices | None:
+        return self.costs.prices(len(self._batch), max([len(request.token_ids) for request in context.requests]))
 
     def _probe(self, context: Context) -> int:
         """After a pause, a few drafts: has the text become predictable?"""
-        assert self._plain is not None
-        batch, cache_len = len(self._batch), len(context.requests[0].token_ids)
-        total = [0.0]
-        for k in range(1, min(MAX_PROBE, self.max_k) + 1):
-            total.append(total[-1] + batch * PROBE_RATE**k)
-        speeds = self._speeds(range(len(total)), total, 0.0, cache_len, 0.0)
-        k = max(range(1, len(total)), key=speeds.__getitem__)
-        seconds = self.costs.round(k, k, batch, cache_len) + self.costs.catch_up(self._num_unseen())
+        prices = self._prices(context)
+        assert prices is not None and self._plain is not None
+        batch, longest = len(self._batch), min(MAX_PROBE, self.max_k)
+        worths, nodes = np.tile(PROBE_RATE ** np.arange(1, longest + 1), (batch, 1)), self.costs.nodes(longest)
+        shares = Shares(worths, np.ones(batch), np.array(nodes), np.zeros(batch), prices)
+        k = max(range(1, longest + 1), key=lambda k: shares.speed([k] * batch))
+        seconds = self.costs.round(k, [sum(nodes[:k])] * batch, k, batch, len(context.requests[0].token_ids))
+        seconds += self.costs.catch_up(sum([self._num_unseen(b) for b in range(batch)]))
         lacking = seconds / self._plain - 1 - self._purse
         if lacking > 0:
             self._wait = RETRY + int(lacking / INCOME)

@@ -27,7 +27,7 @@ _library = torch.library.Library("outrider", "DEF")
 _library.define("linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
 _library.define(
     "attend(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, int layer, Tensor cache_rows, Tensor bases,"
-    " Tensor positions, Tensor visible, float scale, float softcap, int window) -> Tensor"
+    " Tensor ends, Tensor positions, Tensor visible, float scale, float softcap, int window) -> Tensor"
 )
 
 
@@ -95,24 +95,35 @@ def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C+
     layer: int,
     cache_rows: Tensor,
     bases: Tensor,
+    ends: Tensor,
     positions: Tensor,
     visible: Tensor,
     scale: float,
     softcap: float,
     window: int,
 ) -> Tensor:
-    """Writes this pass's keys and values to slots ``base .. base + W`` of the cache, then attends to all that is visible.
+    """Writes this pass's keys and values to the slots from ``base`` on of the cache, then attends to all that is visible.
 
-    query [B, H, W, D]; key, value [B, Hkv, W, D]; keys, values [L, R, Hkv, S, D], changed in place; cache_rows, bases [B];
-    positions [B, W]; visible bool [B, W, M], M >= W: which of the last M slots, the pass's own W at their end, each token sees;
-    those before are seen by all -> [B, W, H, D].
+    The T tokens of a pass stand one behind the other, those of request b up to ``ends[b]``, at most W of each. query
+    [1, H, T, D]; key, value [1, Hkv, T, D]; keys, values [L, R, Hkv, S, D], changed in place; cache_rows, bases, ends [B];
+    positions [1, T]; visible bool [B, W, M], M >= W: which of the last M slots, a text of W tokens at their end, each token
+    sees; those before are seen by all -> [1, T, H, D].
     """
-    width, capacity = query.shape[2], keys.shape[3]
-    slots = bases[:, None] + torch.arange(width, device=bases.device)  # [B, W]
-    keys[layer][cache_rows[:, None], :, slots] = key.transpose(1, 2).to(keys.dtype)
-    values[layer][cache_rows[:, None], :, slots] = value.transpose(1, 2).to(values.dtype)
-    seen = _visible_slots(bases, positions, visible, capacity, window)  # [B, W, S]
-    unwritten = (torch.arange(capacity, device=bases.device) >= bases[:, None] + width)[:, None, :, None]
+    width, capacity = visible.shape[1], keys.shape[3]
+    lens = ends.diff(prepend=ends.new_zeros(1))
+    index = torch.arange(query.shape[2], device=ends.device)
+    row = torch.searchsorted(ends, index, right=True)  # [T]: whose token it is
+    place = index - (ends - lens)[row]  # among its own
+    slots = bases[row] + place
+    keys[layer][cache_rows[row], :, slots] = key[0].transpose(0, 1).to(keys.dtype)
+    values[layer][cache_rows[row], :, slots] = value[0].transpose(0, 1).to(values.dtype)
+    padded = query.new_zeros(len(bases), width, query.shape[1], query.shape[3])
+    padded[row, place] = query[0].transpose(0, 1)
+    query = padded.transpose(1, 2)  # [B, H, W, D]
+    spread = positions.new_zeros(len(bases), width)
+    spread[row, place] = positions[0]
+    seen = _visible_slots(bases, spread, visible, capacity, window)  # [B, W, S]
+    unwritten = (torch.arange(capacity, device=bases.device) >= (bases + lens)[:, None])[:, None, :, None]
     # A masked slot is multiplied by zero, so what earlier requests or nobody left there must be a number.
     all_keys = keys[layer][cache_rows].to(query.dtype).masked_fill_(unwritten, 0)
     all_values = values[layer][cache_rows].to(query.dtype).masked_fill_(unwritten, 0)
@@ -120,12 +131,13 @@ def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C+
         out = functional.scaled_dot_product_attention(
             query, all_keys, all_values, attn_mask=seen[:, None], scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
-        return out.transpose(1, 2).contiguous()
-    groups = query.shape[1] // key.shape[1]
-    scores = query @ all_keys.repeat_interleave(groups, 1).transpose(2, 3) * scale
-    scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~seen[:, None], float("-inf")).float().softmax(-1).to(query.dtype)
-    return (weights @ all_values.repeat_interleave(groups, 1)).transpose(1, 2).contiguous()
+    else:
+        groups = query.shape[1] // key.shape[1]
+        scores = query @ all_keys.repeat_interleave(groups, 1).transpose(2, 3) * scale
+        scores = softcap * torch.tanh(scores / softcap)
+        weights = scores.masked_fill(~seen[:, None], float("-inf")).float().softmax(-1).to(query.dtype)
+        out = weights @ all_values.repeat_interleave(groups, 1)
+    return out.transpose(1, 2)[row, place][None]
 
 
 def _visible_slots(bases: Tensor, positions: Tensor, visible: Tensor, capacity: int, window: int) -> Tensor:

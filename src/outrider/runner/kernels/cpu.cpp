@@ -372,11 +372,14 @@ at::Tensor embed(const at::Tensor& token_ids, const at::Tensor& packed) {
 // Attention
 // ---------------------------------------------------------------------------------------------------------------------------
 
+// The tokens of a pass stand one behind the other, those of request b up to ends[b]; the longest text has `width` of them.
 struct Pass {
-  int64_t rows, heads, kv_heads, width, reach, key_dim, value_dim, capacity, window;
+  int64_t rows, total, heads, kv_heads, width, reach, key_dim, value_dim, capacity, window;
   float scale, softcap;
-  const int64_t *cache_rows, *bases, *positions;
-  const bool* visible;  // [rows, width, reach]: which of the last `reach` slots, the pass's own at their end, each query sees
+  const int64_t *cache_rows, *bases, *ends, *positions;
+  const bool* visible;  // [rows, width, reach]: which of the last `reach` slots, the widest pass's at their end, each query sees
+  int64_t start(int64_t b) const { return b ? ends[b - 1] : 0; }
+  int64_t length(int64_t b) const { return ends[b] - start(b); }
 };
 
 // Adds neighbouring runs of `half` lanes of two vectors: the first halves of the result come from a, the second from b.
@@ -479,12 +482,13 @@ struct Attention {
   static constexpr int64_t kRows = 32;     // queries at once, about: their scores stay in the cache
   static constexpr float kUnseen = -std::numeric_limits<float>::infinity();
   const Pass& pass;
-  const int64_t b, token, tokens, group, base, open, first, count, padded;
+  const int64_t b, length, token, tokens, group, base, open, first, count, padded;
   const Cache *keys, *values;
   float *queries, *scores, *out, *turned;
 
   Attention(const Pass& of, int64_t row, int64_t from, const Cache* k_plane, const Cache* v_plane, float* buffer)
-      : pass(of), b(row), token(from), tokens(std::min(tokens_at_once(of), of.width - from)), group(of.heads / of.kv_heads),
+      : pass(of), b(row), length(of.length(row)), token(from), tokens(std::min(tokens_at_once(of), length - from)),
+        group(of.heads / of.kv_heads),
         base(of.bases[row]), open(base + of.width - of.reach),  // slots before it are seen by all, but for a window
         first(std::min(begin(token), open) / kLanes * kLanes),  // blocks start at the same slots whatever the pass
         count(end() - first), padded((count + kLanes - 1) / kLanes * kLanes), keys(k_plane), values(v_plane), queries(buffer),
@@ -498,7 +502,7 @@ struct Attention {
     return rows * (pass.key_dim + longest + kLanes + pass.value_dim) + kLanes * (pass.key_dim + kLanes);
   }
   int64_t rows() const { return tokens * group; }
-  int64_t position(int64_t w) const { return pass.positions[b * pass.width + w]; }
+  int64_t position(int64_t w) const { return pass.positions[pass.start(b) + w]; }
   const bool* visible(int64_t w) const { return pass.visible + (b * pass.width + w) * pass.reach; }
   // The first slot that token w sees of those committed before.
   int64_t begin(int64_t w) const { return pass.window > 0 ? std::max<int64_t>(0, position(w) - pass.window + 1) : 0; }
@@ -506,7 +510,7 @@ struct Attention {
   int64_t end() const {
     int64_t last = open;
     for (int64_t w = token; w < token + tokens; ++w)
-      for (int64_t slot = base + pass.width; slot > last; --slot)
+      for (int64_t slot = base + length; slot > last; --slot)
         if (visible(w)[slot - 1 - open]) last = slot;
     return last;
   }
@@ -621,47 +625,50 @@ void attend_all(const Pass& pass, const float* query, const float* key, const fl
       const int64_t plane = (pass.cache_rows[b] * pass.kv_heads + h) * pass.capacity;
       Cache* k_plane = keys + plane * pass.key_dim;
       Cache* v_plane = values + plane * pass.value_dim;
-      for (int64_t w = 0; w < pass.width; ++w) {  // this pass's keys and values go to the slots after the committed ones
-        const int64_t at = (b * pass.kv_heads + h) * pass.width + w, slot = pass.bases[b] + w;
+      const int64_t start = pass.start(b), length = pass.length(b);
+      for (int64_t w = 0; w < length; ++w) {  // this pass's keys and values go to the slots after the committed ones
+        const int64_t at = h * pass.total + start + w, slot = pass.bases[b] + w;
         for (int64_t d = 0; d < pass.key_dim; ++d) k_plane[slot * pass.key_dim + d] = static_cast<Cache>(key[at * pass.key_dim + d]);
         for (int64_t d = 0; d < pass.value_dim; ++d)
           v_plane[slot * pass.value_dim + d] = static_cast<Cache>(value[at * pass.value_dim + d]);
       }
-      for (int64_t token = 0; token < pass.width; token += Attention<Cache>::tokens_at_once(pass)) {
+      for (int64_t token = 0; token < length; token += Attention<Cache>::tokens_at_once(pass)) {
         Attention<Cache> attention(pass, b, token, k_plane, v_plane, buffer.data());
         for (int64_t w = 0; w < attention.tokens; ++w)
           for (int64_t g = 0; g < group; ++g)
-            std::copy_n(query + ((b * pass.heads + h * group + g) * pass.width + token + w) * pass.key_dim, pass.key_dim,
+            std::copy_n(query + ((h * group + g) * pass.total + start + token + w) * pass.key_dim, pass.key_dim,
                         attention.queries + (w * group + g) * pass.key_dim);
         attention.run();
         for (int64_t w = 0; w < attention.tokens; ++w)
           std::copy_n(attention.out + w * group * pass.value_dim, group * pass.value_dim,
-                      out + ((b * pass.width + token + w) * pass.heads + h * group) * pass.value_dim);
+                      out + ((start + token + w) * pass.heads + h * group) * pass.value_dim);
       }
     }
   });
 }
 
-// Writes key and value [B, Hkv, W, D] into slots base..base + W of the cache rows of layer `layer`, then attends.
-// query [B, H, W, D] -> [B, W, H, Dv]. keys / values: [L, R, Hkv, S, D], changed in place: hidden from the compiler on purpose, for
+// Writes the key and value [1, Hkv, T, D] of request b's tokens into slots base.. of its cache row of layer `layer`, then attends.
+// query [1, H, T, D] -> [1, T, H, Dv]. keys / values: [L, R, Hkv, S, D], changed in place: hidden from the compiler on purpose, for
 // each layer's slots are written and read in this one call, so that nothing can be reordered around it and nothing be copied.
 at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& keys,
                   const at::Tensor& values, int64_t layer, const at::Tensor& cache_rows, const at::Tensor& bases,
-                  const at::Tensor& positions, const at::Tensor& visible, double scale, double softcap, int64_t window) {
+                  const at::Tensor& ends, const at::Tensor& positions, const at::Tensor& visible, double scale, double softcap, int64_t window) {
   const at::Tensor q = query.to(at::kFloat).contiguous(), k = key.to(at::kFloat).contiguous(), v = value.to(at::kFloat).contiguous();
   const at::Tensor seen = visible.contiguous();
-  const at::Tensor rows = cache_rows.contiguous(), starts = bases.contiguous(), places = positions.contiguous();
-  Pass pass{q.size(0), q.size(1), k.size(1), q.size(2), seen.size(2), k.size(3), v.size(3), keys.size(3), window, static_cast<float>(scale),
-            static_cast<float>(softcap), rows.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>(),
-            places.const_data_ptr<int64_t>(), seen.const_data_ptr<bool>()};
+  const at::Tensor rows = cache_rows.contiguous(), starts = bases.contiguous(), places = positions.contiguous(), till = ends.contiguous();
+  Pass pass{rows.size(0), q.size(2), q.size(1), k.size(1), seen.size(1), seen.size(2), k.size(3), v.size(3), keys.size(3), window,
+            static_cast<float>(scale), static_cast<float>(softcap), rows.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>(),
+            till.const_data_ptr<int64_t>(), places.const_data_ptr<int64_t>(), seen.const_data_ptr<bool>()};
   TORCH_CHECK(pass.key_dim == keys.size(4) && pass.value_dim == values.size(4) && pass.kv_heads == keys.size(2) &&
                   q.size(3) == pass.key_dim && pass.heads % pass.kv_heads == 0 && layer < keys.size(0) && v.size(1) == pass.kv_heads,
               "attend: heads of query ", q.sizes(), ", key ", k.sizes(), " and value ", v.sizes(), " do not fit the cache ", keys.sizes());
+  TORCH_CHECK(q.size(0) == 1 && places.numel() == pass.total && till.size(0) == pass.rows && pass.ends[pass.rows - 1] == pass.total,
+              "attend: ", pass.total, " tokens do not stand as their ends say");
   for (int64_t b = 0; b < pass.rows; ++b)
-    TORCH_CHECK(pass.bases[b] + pass.width <= pass.capacity && pass.cache_rows[b] < keys.size(1) &&
+    TORCH_CHECK(pass.length(b) >= 0 && pass.length(b) <= pass.width && pass.bases[b] + pass.width <= pass.capacity && pass.cache_rows[b] < keys.size(1) &&
                     pass.reach >= pass.width && pass.bases[b] + pass.width >= pass.reach,
                 "attend: the pass does not fit the cache");
-  at::Tensor out = at::empty({pass.rows, pass.width, pass.heads, pass.value_dim}, q.options());
+  at::Tensor out = at::empty({1, pass.total, pass.heads, pass.value_dim}, q.options());
   float* to = out.mutable_data_ptr<float>();
   const at::Tensor k_layer = keys.select(0, layer), v_layer = values.select(0, layer);
   const float *qp = q.const_data_ptr<float>(), *kp = k.const_data_ptr<float>(), *vp = v.const_data_ptr<float>();

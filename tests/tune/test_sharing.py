@@ -1,0 +1,89 @@
+"""Which drafts of which requests a round scores, against every choice tried one by one."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from outrider.tune.sharing import RoundPrices, Shares
+
+LONGEST = 4
+
+
+def prices(row: float, padded: bool = False) -> RoundPrices:
+    return RoundPrices(
+        plain=1.1,
+        outside=0.1,
+        draft=lambda k, num_drafting: 0.05 + 0.02 * k + 0.01 * num_drafting,
+        score=lambda widths: 1 + row * (widths - 1),
+        is_padded=padded,
+    )
+
+
+def luck(seed: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(seed)
+    return np.cumprod(draw.uniform(0.1, 1.0, (batch, LONGEST)), axis=1), draw.uniform(0.2, 1.0, batch)
+
+
+def speed(lens, worths, made, nodes, reading, priced: RoundPrices) -> float:
+    """Tokens a second of one choice, from the definition."""
+    batch, cumulative = len(lens), [0, *np.cumsum(nodes)]
+    gains = [made[b] * worths[b, : lens[b]].sum() for b in range(batch)]
+    nobody = np.prod([1 - made[b] for b in range(batch) if lens[b]])
+    drafts = sum(made[b] * cumulative[lens[b]] for b in range(batch)) / batch / (1 - nobody)
+    if priced.is_padded:
+        drafts = cumulative[max(lens)]
+    seconds = priced.draft(max(lens), sum(n > 0 for n in lens)) + nobody * priced.plain
+    seconds += (1 - nobody) * (priced.score(1 + drafts) + priced.outside)
+    seconds += sum(reading[b] * (1 + gains[b]) for b in range(batch) if lens[b])
+    return (batch + sum(gains)) / seconds
+
+
+@pytest.mark.parametrize("nodes", [[1, 1, 1, 1], [3, 2, 2, 1]], ids=["chains", "trees"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_choice_is_worth_its_tokens_over_its_seconds(nodes, padded):
+    worths, made = luck(0, 3)
+    reading, priced = np.array([0.0, 0.01, 0.02]), prices(0.3, padded)
+    shares = Shares(worths, made, np.array(nodes), reading, priced)
+    for lens in product(range(LONGEST + 1), repeat=3):
+        if any(lens):
+            assert shares.speed(lens) == pytest.approx(speed(lens, worths, made, nodes, reading, priced))
+
+
+@pytest.mark.parametrize("row", [0.02, 0.3, 2.0], ids=["cheap rows", "rows", "dear rows"])
+def test_the_best_of_all_choices_is_found(row):
+    """Where every request surely has drafts the best choice is among the candidates; elsewhere it is close."""
+    for seed in range(20):
+        worths, made = luck(seed, 3)
+        for made_, least in ((np.ones(3), 1.0 - 1e-9), (made, 0.97)):
+            shares = Shares(worths, made_, np.ones(LONGEST, int), np.zeros(3), prices(row))
+            found, lens = shares.best(range(1, LONGEST + 1))
+            every = [each for each in product(range(LONGEST + 1), repeat=3) if any(each)]
+            assert found == pytest.approx(shares.speed(lens))
+            plain = 3 / prices(row).plain
+            assert max(found, plain) >= least * max([*map(shares.speed, every), plain])
+
+
+def test_a_request_whose_drafts_die_gives_its_room_to_the_others():
+    worths = np.cumprod(np.array([[0.9] * LONGEST, [0.05] * LONGEST]), axis=1)
+    shares = Shares(worths, np.ones(2), np.ones(LONGEST, int), np.zeros(2), prices(0.3))
+    assert shares.best(range(1, LONGEST + 1))[1] == [LONGEST, 0]
+
+
+def test_where_a_pass_is_padded_everybody_gets_what_the_pass_has_room_for():
+    worths = np.cumprod(np.array([[0.9] * LONGEST, [0.05] * LONGEST]), axis=1)
+    shares = Shares(worths, np.ones(2), np.ones(LONGEST, int), np.zeros(2), prices(0.05, padded=True))
+    assert shares.best(range(1, LONGEST + 1))[1] == [LONGEST, LONGEST]
+
+
+def test_no_draft_is_taken_without_the_one_that_it_hangs_on():
+    """The second depth of a tree may be the better bargain; it still comes with the first."""
+    worths = np.array([[0.5, 0.49, 0.3, 0.1], [0.6, 0.2, 0.1, 0.1]])
+    shares = Shares(worths, np.ones(2), np.array([5, 1, 1, 1]), np.zeros(2), prices(0.3))
+    for lens in product(range(LONGEST + 1), repeat=2):
+        if any(lens):
+            assert shares.speed(lens) > 0
+    _, lens = shares.best([LONGEST])
+    assert max(lens) > 0
