@@ -292,6 +292,6 @@ def done(finished: bool, options: str) -> None:
     if not finished:
         from outrider.cli.app import EXIT_INTERRUPTED
 
-        typer.echo("interrupted: everything so far is kept, run the same command to go on", err=True)
+        typer.echo("everything so far is kept: run the same command to go on", err=True)
         raise typer.Exit(EXIT_INTERRUPTED)
     typer.echo(f"done: {options} drafts with it; curve and measurements are beside it", err=True)
