@@ -207,3 +207,25 @@ def test_the_command_prints_the_verdict_and_its_exit_code_says_whether_it_fits(t
     assert main([*given, "--draft", str(make_folder(tmp_path, seed=9)), "--json"]) == 3
     document = json.loads(capsys.readouterr().out)
     assert document["fits"] is False and any(finding["level"] == "wrong" for finding in document["findings"])
+
+
+def test_the_command_examines_a_draft_with_another_tokenizer_by_the_method_that_would_be_taken(target, tmp_path, capsys):
+    from outrider.cli import main
+
+    foreign = make_folder(tmp_path, tokenizer=make_tokenizer(300))
+    given = [
+        "doctor",
+        "--target",
+        str(target),
+        "--draft",
+        str(foreign),
+        "--compile",
+        "never",
+        "--max-tokens",
+        "12",
+        "--ignore-eos",
+    ]
+    main(given)
+    assert "of the target's 320 tokens are the draft's too" in " ".join(capsys.readouterr().out.split())
+    assert main([*given, "--method", "draft"]) == 3
+    assert "different vocabularies" in " ".join(capsys.readouterr().out.split())

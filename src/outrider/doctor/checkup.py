@@ -105,7 +105,8 @@ def _stages(patient: Patient, checkup: Checkup, progress: Progress) -> Iterator[
     without_draft = {key: value for key, value in patient.options.items() if key != "draft"}
     llm = LLM(patient.target, method=PLAIN, max_batch=1, **without_draft)
     yield _cache_memory(llm.runner)
-    setting = Setting(llm.runner, llm.tokenizer, draft, options=options, drafts=drafts)
+    foreign = patient.options.get("draft_tokenizer")
+    setting = Setting(llm.runner, llm.tokenizer, draft, foreign, options=options, drafts=drafts)
     progress(f"looking at {name}")
     yield from kind.examine(setting)
     contenders = Contenders(llm, draft)

@@ -36,7 +36,7 @@ class Progress:
     def update(self, fraction: float, point: dict[str, Any]) -> None:
         """Show how far the run is."""
         is_long = "loss" in point and "bpb" not in point
-        brief = {key: point[key] for key in ("step", "loss") if key in point} if is_long else point
+        brief: dict[str, Any] = {key: point[key] for key in ("step", "loss") if key in point} if is_long else point
         if self._bar is not None:
             numbers = describe(brief)
             self._bar.update(self._task, completed=fraction, numbers=numbers)
