@@ -33,7 +33,7 @@ FIRST_REACH = 1  # a draft may be twice as long as the longest so far, and one m
 HORIZON = 64  # tokens over which a proposer's reading of the prompt must have paid
 
 FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # rounds without drafts before the next probe
-NEW_REQUEST_WAIT, NEW_REQUEST_PAUSE = 4, 16  # at most, when a request joins: its text may be another
+NEW_REQUEST_WAIT, NEW_REQUEST_PAUSE = 4, 16  # at most, times the batch, when a request joins: its text may be another
 PROBE_RATE = 0.8  # a probe drafts as many tokens as would pay at this acceptance, at most MAX_PROBE
 MAX_PROBE = 4
 RETRY = 4  # rounds, beside those in which the purse fills, until a probe that could not be paid is considered again
@@ -156,10 +156,14 @@ class DraftLengthPolicy:
     # --- what is known ------------------------------------------------------------------------------------------------------
 
     def _enter(self, context: Context) -> None:
-        """Another batch: finds what is known of its requests."""
+        """Another batch: finds what is known of its requests. New ones begin with the largest K decided on."""
+        decided = dict(zip([request.request_id for request in self._requests], self._lens, strict=False))
+        self._lens = [decided.get(request.request_id, self._k) for request in context.requests]
         self._requests = context.requests
         if any([request.request_id not in self._tracks for request in context.requests]):
-            self._wait, self._pause = min(self._wait, NEW_REQUEST_WAIT), min(self._pause, NEW_REQUEST_PAUSE)
+            batch = len(context.requests)  # a new text changes less where there are many others
+            self._wait = min(self._wait, batch * NEW_REQUEST_WAIT)
+            self._pause = min(self._pause, batch * NEW_REQUEST_PAUSE)
         self._batch = [self._track(request) for request in context.requests]
         self.costs = self._costs[all([request.params.is_greedy for request in context.requests])]
         self._decide(context)
@@ -260,7 +264,7 @@ class DraftLengthPolicy:
             apart = shares.best(lengths)
             speed, lens = apart if apart[0] >= APART * speed else (speed, lens)
         plain = batch / prices.plain
-        if len(before) == batch and max(before) <= longest:
+        if max(before) <= longest:
             kept = shares.speed(before) if any(before) else plain
             if max(speed, plain) < HYSTERESIS * kept:
                 speed, lens = kept, before

@@ -1,0 +1,72 @@
+"""How often is the audit wrong? Audits of a lossless method, each with another seed: any that does not certify is an alarm.
+
+    python bench/audit_check.py --audits 20 --out results/audit-repeated.json
+    python bench/audit_check.py --methods ngram --tv 0.1
+
+It holds if at most one of twenty gave a false alarm or was void. Exit code 1 where it does not. The last line of output is the
+result as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from outcome import told
+
+ALARMS = 0.05  # of the audits, at most
+WHERE = ("version", "commit", "device", "dtype", "threads", "date", "versions", "target")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--audits", type=int, default=20)
+    parser.add_argument("--methods", default="draft")
+    parser.add_argument("--tv", type=float, default=0.2)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    started, audits, where = perf_counter(), list[dict[str, Any]](), dict[str, Any]()
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(1, args.audits + 1):
+            where, audit = audited(args, seed, Path(folder) / "audit.json")
+            audits.append(audit)
+            left = (perf_counter() - started) / seed * (args.audits - seed)
+            print(f"seed {seed}: {audits[-1]['verdicts']}, {left / 60:.1f} min left", file=sys.stderr, flush=True)
+    alarms = sum(not audit["certified"] for audit in audits)
+    caught = all(control["caught"] for audit in audits for control in audit["controls"])
+    result = where | {
+        "methods": args.methods,
+        "tv": args.tv,
+        "audits": audits,
+        "alarms": alarms,
+        "every_control_caught": caught,
+        "seconds": round(perf_counter() - started, 1),
+        "holds": alarms <= ALARMS * args.audits and caught,
+    }
+    return told(result, args.out)
+
+
+def audited(args: argparse.Namespace, seed: int, out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The command with one seed: where it ran, and what of its document is worth keeping."""
+    words = ["audit", "--methods", args.methods, "--tv", str(args.tv), "--seed", str(seed), "--out", str(out)]
+    run = subprocess.run([sys.executable, "-m", "outrider", *words], capture_output=True, text=True)
+    if not out.exists():
+        raise SystemExit(f"the audit with seed {seed} ended without a result: {run.stderr.strip().splitlines()[-1:]}")
+    found = json.loads(out.read_text())
+    out.unlink()
+    return {key: found[key] for key in WHERE}, {
+        "seed": seed,
+        "certified": found["certified"],
+        "verdicts": [method["verdict"] for method in found["methods"]],
+        "controls": [control for method in found["methods"] for control in method["sampling"]["controls"]],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
