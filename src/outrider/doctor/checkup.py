@@ -203,7 +203,7 @@ def _is_clear(better: Run, drafted: Run) -> bool:
     if not all(reached for _, reached in counts):
         return False
     pooled = sum(kept for kept, _ in counts) / sum(reached for _, reached in counts)
-    spread = (pooled * (1 - pooled) * sum(1 / reached for _, reached in counts)) ** 0.5
+    spread: float = (pooled * (1 - pooled) * sum(1 / reached for _, reached in counts)) ** 0.5
     shares = [kept / reached for kept, reached in counts]
     return shares[0] - shares[1] > CLEAR * spread
 
