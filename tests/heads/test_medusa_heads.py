@@ -100,6 +100,11 @@ def test_a_tree_is_no_deeper_than_asked_for_or_of_use(target):
     assert max(depths[0]) == 2 and max(depths[1][: int(found.lens[1])]) == 1
 
 
+def test_a_tree_has_no_more_candidates_of_a_head_than_there_are_tokens(target):
+    found, _ = proposal(target, 1, accuracies=((0.02,) * (VOCAB + 5),), max_nodes=VOCAB + 5)
+    assert [sorted(row) for row in found.token_ids.tolist()] == [list(range(VOCAB))] * 2
+
+
 def test_a_request_whose_prompt_was_not_read_yet_gets_no_drafts(target):
     found, _ = proposal(target, 2, rows=(0, 4))
     assert found.lens.tolist()[0] == 0 and found.lens.tolist()[1] > 0
