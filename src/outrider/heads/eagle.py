@@ -116,7 +116,7 @@ class EagleHead(nn.Module):
                 layer.self_attn.o_proj = nn.Linear(output.in_features, output.out_features, bias=False)
         self.register_buffer("draft_ids", torch.arange(shape.draft_vocab_size) if shape.reduced else None)
         self._lent: list[nn.Module] = []  # in a list: the target's modules are not the head's to save or to pack
-        self.finish: Finish | None = None  # what the target does to the numbers of an output head that is lent without it
+        self._finish: Finish | None = None
         self._columns = torch.empty(0, dtype=torch.long)  # [V] of the padded logits, by the target's token
 
     @property
@@ -124,14 +124,14 @@ class EagleHead(nn.Module):
         """Whether the target's output head serves, which is then read with every level."""
         return self.shape.generation == 1 or not self.shape.own_output
 
-    def lend(self, embedding: nn.Module, output: nn.Module) -> None:
-        """Gives the head the target's embedding and output head."""
-        self._lent = [embedding, output]
+    def lend(self, embedding: nn.Module, output: nn.Module, finish: Finish | None = None) -> None:
+        """Gives the head the target's embedding, its output head, and what the target does to that one's numbers."""
+        self._lent, self._finish = [embedding, output], finish
 
     def target_logits(self, features: Tensor) -> Tensor:
         """What the target makes of its last features: [..., H] -> [..., V]."""
         numbers: Tensor = self._lent[1](features)
-        return numbers if self.finish is None else self.finish(numbers)
+        return numbers if self._finish is None else self._finish(numbers)
 
     def embedding_table(self) -> Tensor:
         """[V, H]: its own, or what the target's embedding gives for each token: some scale what they have stored."""

@@ -20,7 +20,6 @@ from outrider.heads import eagle_formats, findings
 from outrider.heads.checkpoint import EAGLE, folder_of
 from outrider.heads.eagle import EagleHead, check_fit
 from outrider.heads.head_runner import HeadRunner
-from outrider.heads.own_logits import finish_of
 from outrider.proposers.base import Proposer, Setting
 from outrider.proposers.portable import FeatureHead
 from outrider.proposers.sample_text import TEXT
@@ -64,7 +63,6 @@ class EagleProposer(Proposer):
             said = f"the head reads {len(head.shape.hidden_states)} of the hidden states 0 to {target.num_layers}"
             raise OutriderError(f"{said}, not {self.needs_hidden}")
         self.head = HeadRunner(head, target)
-        head.finish = finish_of(target.model) if head.uses_targets_output else None
         self.max_drafts = config.max_depth
         self._config, self._vocab_size = config, target.vocab_size
         self._sizes = TreeSizes(target, config.max_nodes)
