@@ -304,6 +304,28 @@ def test_a_mask_that_leaves_no_shared_token_means_no_drafts():
     assert drafting.propose(3).lens.tolist() == [0]
 
 
+class Narrow:
+    """A form of the answer that allows the same few tokens in every place."""
+
+    def __init__(self, allowed):
+        self.mask = torch.zeros(VOCAB, dtype=torch.bool)
+        self.mask[allowed] = True
+
+    def allowed(self, output, path):
+        return self.mask
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_form_that_leaves_no_shared_token_is_drafted_within_it(temperature):
+    """Once the draft had no distribution then, and every request of the batch lost its drafts."""
+    drafting = Drafting([temperature, 1.0], frequency_penalty=0.1)
+    alone = sorted(set(range(VOCAB)) - {of_target for _, of_target in drafting.pair.common})[:2]
+    drafting.requests[0].matcher = Narrow(alone)
+    proposal = drafting.propose(3)
+    assert proposal.lens.tolist() == [3, 3] and set(proposal.token_ids[0].tolist()) <= set(alone)
+    assert proposal.probs[0].sum(-1).tolist() == pytest.approx([1, 1, 1])
+
+
 def test_greedy_requests_with_masks_are_drafted_within_them():
     shared = [of_target for _, of_target in Drafting([0.0]).pair.common]
     drafting = Drafting([0.0], allowed_token_ids=tuple(shared[:3]))

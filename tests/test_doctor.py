@@ -8,15 +8,18 @@ from typing import ClassVar
 
 import pytest
 import torch
+from heads.writers import write_eagle3
 from safetensors.torch import load_file, save_file
 from tiny_folder import make_folder, make_tokenizer
 
+from outrider import LLM
 from outrider.doctor import Patient, check_up, checkup
 from outrider.proposers.base import Proposer, Setting, chain_proposal
 from outrider.registry import PROPOSERS
 from outrider.types import Finding, SamplingParams
 
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 OPTIONS = {"compile": "never", "device": "cpu"}
 
 
@@ -32,6 +35,10 @@ def examined(target, method="draft", draft=None, params=SHORT):
 
 def level_of(found, topic):
     return {finding.topic: finding.level for finding in found.findings}.get(topic)
+
+
+def text_of(found, topic):
+    return " ".join(finding.text for finding in found.findings if finding.topic == topic)
 
 
 def test_a_draft_that_is_the_target_is_accepted_at_every_place_and_is_told_to_be_too_large(target):
@@ -97,18 +104,46 @@ def test_the_targets_own_methods_are_examined_by_their_own_checks(target):
     assert found.acceptance is not None
 
 
+def test_a_draft_with_another_tokenizer_is_measured_by_the_method_that_takes_one(target, tmp_path):
+    found = examined(target, method="cross-tokenizer", draft=make_folder(tmp_path, tokenizer=make_tokenizer(300)))
+    assert level_of(found, "vocabulary") == "ok"
+    assert "of the target's 320 tokens are the draft's too" in text_of(found, "vocabulary")
+    assert level_of(found, "context") == "ok" and found.acceptance is not None
+
+
+def test_two_methods_in_turn_are_examined_as_each_of_them(target, tmp_path):
+    found = examined(target, method="suffix+draft:draft.draft=" + str(target))
+    assert level_of(found, "vocabulary") == "ok" and found.acceptance.by_position[0] > 0.9
+    head = write_eagle3(tmp_path / "head", 320, 320) and tmp_path / "head"
+    setting = Setting(LLM(str(target), method="plain", **OPTIONS).runner, options={"eagle.draft": str(head)})
+    joint = PROPOSERS.get("suffix+eagle")
+    assert joint.alternatives(setting) == ["eagle.hidden_states=0,1,2", "eagle.hidden_states=2,3,4"]
+    assert [finding.topic for finding in joint.examine(setting)][:2] == ["hidden size", "vocabulary"]
+
+
+def test_a_text_that_does_not_repeat_itself_is_no_draft_that_does_not_fit(target):
+    found = examined(target, method="suffix")
+    assert found.fits and level_of(found, "acceptance") == "note"
+    assert "hardly repeat" in text_of(found, "acceptance")
+
+
+def test_where_nothing_is_drafted_no_gain_is_promised(target):
+    found = examined(target, method="plain")
+    assert found.acceptance.best_k == 0 and "gains nothing" in found.verdict
+
+
 class Guessing(Proposer):
-    """Drafts zeros, or with the right option what the target says."""
+    """Drafts what the target says: with the right option always, else in so many places of ten; zeros in the others."""
 
     name = "guessing"
     answers: ClassVar[list[list[int]]] = []
 
-    def __init__(self, is_right):
-        self.is_right = is_right
+    def __init__(self, tenths):
+        self.tenths = tenths
 
     @classmethod
     def build(cls, setting: Setting):
-        return cls(setting.options.get("layer") == "3")
+        return cls(10 if setting.options.get("layer") == "3" else int(setting.options.get("tenths", 0)))
 
     @classmethod
     def examine(cls, setting: Setting):
@@ -123,23 +158,43 @@ class Guessing(Proposer):
         for request, limit in zip(context.requests, context.limits, strict=True):
             text = next((a for a in self.answers if a[: len(request.token_ids)] == request.token_ids), [])
             right = text[len(request.token_ids) :][: min(k, limit)]
-            chains.append(right if self.is_right else [299] * min(k, limit))
+            chains.append(right if len(request.token_ids) * 7 % 10 < self.tenths else [299] * min(k, limit))
         return chain_proposal(chains)
 
 
-def test_where_hardly_any_draft_is_accepted_the_alternative_that_fits_is_named(target, monkeypatch):
-    from outrider import LLM
+@pytest.fixture
+def guessing(target, monkeypatch):
+    """The method, and what the target says to the doctor's prompts."""
     from outrider.bench.workloads import builtin, encode
 
     monkeypatch.setitem(PROPOSERS._entries, "guessing", Guessing)
     llm = LLM(str(target), method="plain", **OPTIONS)
     prompts = [encode(llm.tokenizer, prompt)[-128:] for kind in checkup.WORKLOADS for prompt in builtin(kind, 1)]
-    texts = llm.generate(prompts, SHORT)
+    texts = llm.generate(prompts, LONG)
     Guessing.answers = [prompt + text.token_ids for prompt, text in zip(prompts, texts, strict=True)]
+
+
+@pytest.mark.usefixtures("guessing")
+def test_where_hardly_any_draft_is_accepted_the_alternative_that_fits_is_named(target):
     found = examined(target, method="guessing:layer=2")
     assert not found.fits and level_of(found, "head") == "note"
     assert level_of(found, "options") == "suspicious"
     assert "guessing:layer=3 fits better" in found.findings[-1].text
+
+
+@pytest.mark.usefixtures("guessing")
+def test_an_alternative_that_fits_better_is_named_where_much_is_accepted_too(target, monkeypatch):
+    """One layer beside the right one costs a head some of its acceptance, seldom all."""
+    monkeypatch.setattr(checkup, "BETTER", 99.0)
+    found = examined(target, method="guessing:layer=2:tenths=6", params=LONG)
+    assert found.acceptance.by_position[0] > checkup.DOUBTFUL
+    assert found.fits and level_of(found, "options") == "suspicious"
+    assert "guessing:layer=3:tenths=6 fits better" in text_of(found, "options")
+    monkeypatch.setattr(checkup, "CLEAR", 99.0)
+    found = examined(target, method="guessing:layer=2:tenths=6", params=LONG)
+    assert level_of(found, "options") == "note" and "too little better to tell" in text_of(found, "options")
+    found = examined(target, method="guessing:layer=3", params=LONG)
+    assert level_of(found, "options") == "ok" and "no better" in text_of(found, "options")
 
 
 def test_the_command_prints_the_verdict_and_its_exit_code_says_whether_it_fits(target, tmp_path, capsys):
@@ -152,3 +207,25 @@ def test_the_command_prints_the_verdict_and_its_exit_code_says_whether_it_fits(t
     assert main([*given, "--draft", str(make_folder(tmp_path, seed=9)), "--json"]) == 3
     document = json.loads(capsys.readouterr().out)
     assert document["fits"] is False and any(finding["level"] == "wrong" for finding in document["findings"])
+
+
+def test_the_command_examines_a_draft_with_another_tokenizer_by_the_method_that_would_be_taken(target, tmp_path, capsys):
+    from outrider.cli import main
+
+    foreign = make_folder(tmp_path, tokenizer=make_tokenizer(300))
+    given = [
+        "doctor",
+        "--target",
+        str(target),
+        "--draft",
+        str(foreign),
+        "--compile",
+        "never",
+        "--max-tokens",
+        "12",
+        "--ignore-eos",
+    ]
+    main(given)
+    assert "of the target's 320 tokens are the draft's too" in " ".join(capsys.readouterr().out.split())
+    assert main([*given, "--method", "draft"]) == 3
+    assert "different vocabularies" in " ".join(capsys.readouterr().out.split())

@@ -9,6 +9,7 @@ import torch
 from outrider.runner import ModelRunner
 from outrider.train.progress import Progress
 from outrider.train.text import regenerate
+from outrider.types import OutriderError
 from recipes.family import data, prompts, tokenizer
 from recipes.family.config import SEED
 
@@ -16,10 +17,16 @@ SEQ_LEN, PROMPT_LEN = 256, 96
 
 
 def training_rows(runner: ModelRunner, tokens: Path, work: Path, count: int) -> torch.Tensor:
-    """Half corpus text, half continuations the target wrote itself, greedily and at temperature 1, in turn: [R, 256]."""
+    """Half corpus text, half continuations the target wrote itself, greedily and at temperature 1, in turn: [R, 256].
+
+    Raises ``OutriderError`` where ``work`` holds another number of rows.
+    """
     path = work / "rows.pt"
     if path.exists():
-        return torch.load(path, weights_only=True)
+        found: torch.Tensor = torch.load(path, weights_only=True)
+        if len(found) != count:
+            raise OutriderError(f"{path} holds {len(found)} rows, not {count}: name another folder or delete it")
+        return found
     half = count // 2
     mixture = data.training_mixture(tokens, SEED + 7)
     plain = mixture.batch(0, half, SEQ_LEN)[:, :SEQ_LEN].int()

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from outrider.sampling import Sampler
 
 
+# Logit of a token that a draft cannot say. Beside any other it has no probability; where masks (a grammar's) leave no other, a
+# distribution remains: minus infinity would leave none. Temperatures and penalties keep it finite in float32.
+UNSAID = -1e30
+
+
 class OutriderError(Exception):
     """A mistake of the user's that one clear line explains: the command line prints it and exits with code 2."""
 

@@ -24,7 +24,8 @@ def rotate(x: Tensor, positions: Tensor, theta: float = 5000.0) -> Tensor:
 
 def attention(weights: dict[str, Tensor], prefix: str, x: Tensor, positions: Tensor, sees: Tensor) -> Tensor:
     """[T, inputs] -> [T, H]; ``sees`` bool [T, T]."""
-    query, key, value = (x @ weights[f"{prefix}.self_attn.{name}_proj.weight"].T for name in "qkv")
+    names = [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]
+    query, key, value = (x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0) for name in names)
     query = rotate(query.view(-1, HEADS, DIM), positions)
     key = rotate(key.view(-1, KV_HEADS, DIM), positions).repeat_interleave(HEADS // KV_HEADS, 1)
     value = value.view(-1, KV_HEADS, DIM).repeat_interleave(HEADS // KV_HEADS, 1)
@@ -74,9 +75,9 @@ def eagle3(
 
 
 def eagle3_logits(weights: dict[str, Tensor], out: Tensor, vocab: int) -> Tensor:
-    """[T, V] over the target's vocabulary."""
+    """[T, V] over the target's vocabulary; what the head cannot say is as good as impossible."""
     short = rms_norm(out, weights["norm.weight"]) @ weights["lm_head.weight"].T
-    full = torch.full((len(out), vocab), float("-inf"))
+    full = torch.full((len(out), vocab), -1e30)
     for draft_id, offset in enumerate(weights["d2t"].tolist()):
         full[:, draft_id + offset] = short[:, draft_id]
     return full

@@ -41,13 +41,17 @@ def load(folder):
     return eagle_formats.load(folder, LAYERS, VOCAB, HIDDEN)
 
 
-KINDS = ["eagle1", "eagle1 without bias", "eagle1 of two layers", "native", "speculators", "norm_before_fc", "fc_norm", "3.1"]
+KINDS = [
+    *("eagle1", "eagle1 without bias", "eagle1 of two layers", "eagle1 for qwen2"),
+    *("native", "speculators", "norm_before_fc", "fc_norm", "3.1"),
+]
 
 
 def write(kind, folder):
     """The weights written, and how their reference is computed: entries -> out, out -> logits, out -> fed back."""
     if kind.startswith("eagle1"):
-        return write_eagle1(folder, VOCAB, bias="without" not in kind, layers=2 if "two" in kind else 1)
+        layers = 2 if "two" in kind else 1
+        return write_eagle1(folder, VOCAB, bias="without" not in kind, layers=layers, qkv_bias="qwen2" in kind)
     if kind == "native":
         return write_eagle3(folder, VOCAB, DRAFT_VOCAB)
     extra = kind if kind in ("norm_before_fc", "fc_norm") else ""
@@ -191,8 +195,9 @@ def test_a_head_over_the_whole_vocabulary_is_written_without_tables(tmp_path):
     assert load(tmp_path / "out").draft_ids is None
 
 
-def test_an_eagle1_head_round_trips(tmp_path):
-    weights = write_eagle1(tmp_path / "in", VOCAB)
+@pytest.mark.parametrize("qkv_bias", [False, True])
+def test_an_eagle1_head_round_trips(qkv_bias, tmp_path):
+    weights = write_eagle1(tmp_path / "in", VOCAB, qkv_bias=qkv_bias)
     eagle_formats.export(load(tmp_path / "in"), tmp_path / "out")
     assert all(torch.equal(load(tmp_path / "out").state_dict()[name], tensor) for name, tensor in weights.items())
     with pytest.raises(OutriderError, match="speculators has none"):
@@ -229,7 +234,33 @@ WRONG = {
         lambda folder: break_config(folder, eagle_aux_hidden_state_layer_ids=[1, 2]),
         "reads 3 features, its config names",
     ),
-    "other layers": (lambda folder: break_config(folder, model_type="qwen3"), "built from qwen3 layers"),
+    "other layers": (lambda folder: break_config(folder, model_type="gemma2"), "built from gemma2 layers"),
+    "norms within a head": (
+        lambda folder: rewrite(folder, lambda t: t.update({"midlayer.self_attn.q_norm.weight": torch.ones(8)})),
+        "does not have, the first layers.0.self_attn.q_norm",
+    ),
+    "no numbers": (
+        lambda folder: break_config(folder, eagle_aux_hidden_state_layer_ids=["low", "high"]),
+        r"names no layers: \['low', 'high'\]",
+    ),
+    "no layer": (
+        lambda folder: break_config(folder, eagle_aux_hidden_state_layer_ids=3),
+        "names no layers: 3",
+    ),
+    "no rotation": (
+        lambda folder: break_config(folder, rope_scaling={"rope_type": "spiral"}),
+        "its config names 'spiral', an activation or rotation",
+    ),
+    "no section": (lambda folder: break_config(folder, eagle_config=[1]), "eagle_config in its config is no config but a list"),
+    "no index": (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "names no files"),
+    "no object": (lambda folder: (folder / "config.json").write_text("[]"), "is no config: it holds a list"),
+    "a trainer's checkpoint": (
+        lambda folder: (
+            (folder / "model.safetensors").unlink(),
+            torch.save({"state": {"fc.weight": torch.ones(1)}}, folder / "pytorch_model.bin"),
+        ),
+        "state is no tensor but a dict",
+    ),
     "other kind": (lambda folder: break_config(folder, speculators_model_type="dflash"), "of the kind 'dflash'"),
     "cut short": (lambda folder: (folder / "model.safetensors").write_bytes(b"\\x10" * 40), "cannot be read"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds no weights"),

@@ -127,6 +127,19 @@ def test_a_small_draft_vocabulary_says_what_it_costs(target, tmp_path):
     assert level_of(examined(target, "medusa", tmp_path / "medusa"), "draft vocabulary") == "suspicious"
 
 
+def test_a_head_made_for_shorter_texts_is_suspicious(target, tmp_path):
+    """2k heads on 32k targets: config says 128, the target's window is 256."""
+    write_eagle3(tmp_path, VOCAB, 200)
+    found = examined(target, "eagle", tmp_path)
+    assert level_of(found, "context") == "suspicious" and "made for texts of 128 tokens" in text_of(found, "context")
+
+
+def test_what_drafting_reads_is_the_targets_output_head_too_where_it_serves(target, tmp_path):
+    weights = write_eagle1(tmp_path, VOCAB)
+    own = sum(tensor.numel() for name, tensor in weights.items() if "embed" not in name) + VOCAB * HIDDEN
+    assert f"reads {own / 1e6:.1f} M weights" in text_of(examined(target, "eagle", tmp_path), "size")
+
+
 def test_t2d_that_disagrees_with_d2t_is_told(target, tmp_path):
     tensors = write_eagle3(tmp_path, VOCAB, 200)
     tensors["t2d"] = ~tensors["t2d"]

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from toy import make_request
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -99,6 +100,11 @@ def test_a_tree_is_no_deeper_than_asked_for_or_of_use(target):
     assert max(depths[0]) == 2 and max(depths[1][: int(found.lens[1])]) == 1
 
 
+def test_a_tree_has_no_more_candidates_of_a_head_than_there_are_tokens(target):
+    found, _ = proposal(target, 1, accuracies=((0.02,) * (VOCAB + 5),), max_nodes=VOCAB + 5)
+    assert [sorted(row) for row in found.token_ids.tolist()] == [list(range(VOCAB))] * 2
+
+
 def test_a_request_whose_prompt_was_not_read_yet_gets_no_drafts(target):
     found, _ = proposal(target, 2, rows=(0, 4))
     assert found.lens.tolist()[0] == 0 and found.lens.tolist()[1] > 0
@@ -116,6 +122,12 @@ def test_heads_for_another_target_are_refused(target, tmp_path):
     write_medusa(tmp_path / "vocab", VOCAB + 2, 2)
     with pytest.raises(OutriderError, match="guesses among 42 tokens, the target has 40"):
         medusa.load(tmp_path / "vocab", VOCAB)
+    weights = write_vllm_medusa(tmp_path / "map", VOCAB, 2, map_to=15)
+    for odd in (-3, VOCAB):
+        weights["token_map"][4] = odd
+        save_file(weights, tmp_path / "map" / "model.safetensors")
+        with pytest.raises(OutriderError, match=f"its token map names token {odd}, the target has 40"):
+            medusa.load(tmp_path / "map", VOCAB)
     write_vllm_medusa(tmp_path / "none", VOCAB, 2)
     (tmp_path / "none" / "model.safetensors").write_bytes(b"\x08")
     with pytest.raises(OutriderError, match="cannot be read"):

@@ -65,17 +65,26 @@ def save(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], file:
     return folder
 
 
-def write_eagle1(folder: Path, vocab: int, *, bias: bool = True, seed: int = 0, layers: int = 1) -> dict[str, Tensor]:
-    """yuhuili/EAGLE-*: pytorch_model.bin, fc over cat(embedding, feature), no input norm in the first layer, no output head."""
+def write_eagle1(
+    folder: Path, vocab: int, *, bias: bool = True, seed: int = 0, layers: int = 1, qkv_bias: bool = False
+) -> dict[str, Tensor]:
+    """yuhuili/EAGLE-*: pytorch_model.bin, fc over cat(embedding, feature), no input norm in the first layer, no output head.
+
+    ``qkv_bias``: as EAGLE-Qwen2-7B-Instruct, whose config says qwen2.
+    """
     torch.manual_seed(seed)
     tensors = {"embed_tokens.weight": torch.randn(vocab, HIDDEN), "fc.weight": randn(HIDDEN, 2 * HIDDEN)}
     if bias:
         tensors["fc.bias"] = 0.1 * torch.randn(HIDDEN)
     for index in range(layers):
         tensors |= layer_tensors(f"layers.{index}")
+        for name, size in zip("qkv", (HEADS, KV_HEADS, KV_HEADS), strict=True) if qkv_bias else ():
+            tensors[f"layers.{index}.self_attn.{name}_proj.bias"] = 0.3 * torch.randn(size * DIM)
         if index:
             tensors[f"layers.{index}.input_layernorm.weight"] = norm(HIDDEN)
     config = layer_config(vocab) | {"architectures": ["LlamaForCausalLM"], "bias": bias, "num_hidden_layers": layers}
+    if qkv_bias:
+        config |= {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "qkv_bias": True}
     save(folder, config, tensors, "pytorch_model.bin")
     return tensors
 

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig
 
 from outrider.runner import ModelRunner, RunnerConfig
+from outrider.runner.layer_span import WHOLE
 from outrider.types import Context, OutriderError
 
 from .rounds import (
@@ -101,6 +102,22 @@ def test_ragged_rounds_and_trees_score_as_the_plain_forward(model_type, operator
     trees = [[-1, -1, 0, 1, 1], [-1, 0, -1], []]
     rounds.step([[1, 2, 3, 4, 5], [6, 7, 8], []], [[1, 4], [2], []], [41, 42, 43], trees)
     rounds.step(drafts, [[0], [], [0]], [51, 52, 53])
+
+
+def test_padded_passes_come_in_one_shape_whatever_drafts_each_request_has(monkeypatch):
+    force_padding(monkeypatch)
+    rounds = start("llama")
+    rounds.step([[5], [8], [9]], [[], [], []], [11, 12, 13])  # reads the texts
+    shapes, run = [], rounds.runner.passes.run
+
+    def spy(tokens, layout, layers, places, span=WHOLE):
+        shapes.append((tokens.shape, layout.visible.shape, places.shape))
+        return run(tokens, layout, layers, places, span)
+
+    monkeypatch.setattr(rounds.runner.passes, "run", spy)
+    for drafts in ([[5, 6, 7], [8], []], [[], [8, 9, 10], [9, 8]], [[1, 2, 3], [1, 2, 3], [1, 2, 3]]):
+        rounds.step(drafts, [[], [], []], [21, 22, 23])
+    assert shapes == [((1, 12), (3, 4, 4), (12,))] * 3
 
 
 def test_sliding_windows_matter_in_these_tests():

@@ -308,7 +308,7 @@ def test_what_cannot_be_trained_is_said_in_one_line(runner, rows, bench, tmp_pat
 
     cases = [
         (lambda: train_early_exit(flat, tmp_path / "out", FAST, LayerSkip()), "three layers or more, this one has 2"),
-        (draft(layers=5), "another shape: name another folder"),
+        (draft(layers=1), "another shape: name another folder"),
         (draft(loss="mse"), "kl or tv"),
         (draft(on_policy=2.0), "a share between 0 and 1"),
         (draft(on_policy=0.5, prompt_len=SEQ), "nothing to write after prompts"),

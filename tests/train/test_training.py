@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_folder import TEXT, make_folder
+from transformers import AutoModelForCausalLM
 
 from outrider import LLM, SamplingParams
 from outrider.heads import eagle_formats
@@ -15,6 +18,8 @@ from outrider.heads.head_runner import HeadRunner
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train import runs, shapes
 from outrider.train.capture import CachedRows, capture
+from outrider.train.claims import fingerprint
+from outrider.train.clock import RunningClock
 from outrider.train.eagle import EagleLoss
 from outrider.train.medusa import MedusaLoss
 from outrider.train.runs import Bench, EagleRun, HeadPlan, Source, train_eagle, train_medusa
@@ -57,8 +62,6 @@ def cache(runner, rows, tmp_path_factory):
 
 @torch.no_grad()
 def test_captured_features_are_the_plain_forwards_hidden_states(runner, rows, cache, folder):
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     numbers = [0, 13, 69]  # of both shards
     ids, features = cache.read(numbers)
@@ -178,6 +181,111 @@ def test_the_target_writes_text_anew_and_goes_on_where_it_was_interrupted(llm, r
     assert not torch.equal(sampled, written)
 
 
+def test_text_that_was_written_otherwise_is_not_taken_for_this_runs(runner, rows, tmp_path):
+    regenerate(runner, rows[:3], 5, 0.0, 1, tmp_path, silent)
+    others = [
+        (lambda: regenerate(runner, rows[3:6], 5, 0.0, 1, tmp_path, silent), "another text:"),
+        (lambda: regenerate(runner, rows[:3], 6, 0.0, 1, tmp_path, silent), "another prompt length:"),
+        (lambda: regenerate(runner, rows[:3], 5, 0.7, 1, tmp_path, silent), "another temperature:"),
+    ]
+    for write, message in others:
+        with pytest.raises(OutriderError, match=message):
+            write()
+    assert len(regenerate(runner, rows[:3], 5, 0.0, 1, tmp_path, silent)) == 3
+    with pytest.raises(OutriderError, match=r"temperature -1: 0 \(greedy\) or above"):
+        regenerate(runner, rows[:3], 5, -1.0, 1, tmp_path / "other", silent)
+
+
+def test_time_left_is_told_of_what_is_left_to_do(runner, rows, tmp_path):
+    told = []
+    capture(runner, rows, [2], tmp_path / "features", silent)
+    regenerate(runner, rows[:33], 20, 0.0, 1, tmp_path / "text", silent)
+    (tmp_path / "features" / "features_00001.safetensors").unlink()
+    (tmp_path / "text" / "text_00002.safetensors").unlink()
+    capture(runner, rows, [2], tmp_path / "features", lambda share, _: told.append(share))
+    regenerate(runner, rows[:33], 20, 0.0, 1, tmp_path / "text", lambda share, _: told.append(share))
+    assert told[0] == 1.0 and told[1:] == [24 / 33]  # and nothing of what was there before
+
+
+def test_a_target_of_which_any_layer_was_tuned_is_another_target(folder, tmp_path):
+    """Merged adapters leave config, embedding and output head as they were."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    options = RunnerConfig(compile="never")
+    first = fingerprint(ModelRunner.load(model, options))
+    assert fingerprint(ModelRunner.load(model, options)) == first
+    model.model.layers[3].mlp.up_proj.weight.data.add_(0.01)
+    assert fingerprint(ModelRunner.load(model, options)) != first
+
+
+def test_features_that_the_disk_does_not_hold_are_refused_before_the_work(runner, rows, tmp_path, monkeypatch):
+    room = SimpleNamespace(free=2 * 32 * rows.numel() - 1)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: room)
+    with pytest.raises(OutriderError, match=r"use less text \(--max-tokens\) or another folder \(--work\)"):
+        capture(runner, rows[:64], [2, LAYERS], tmp_path, silent)
+    assert not list(tmp_path.glob("*.safetensors"))
+    capture(runner, rows[:64], [2], tmp_path / "one", silent)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_checkpoint(runner, cache, tmp_path):
+    trainer = Trainer(job("medusa", runner, cache, tmp_path))
+    assert not trainer.run(max_steps=2)
+    kept = trainer.checkpoint.read_bytes()
+    again = Trainer(job("medusa", runner, cache, tmp_path))
+    again.job.model.lm_heads[0].weight.data.fill_(float("nan"))
+    with pytest.raises(OutriderError, match="the loss of step 3 is nan: the learning rates") as error:
+        again.run()
+    assert "\n" not in str(error.value) and trainer.checkpoint.read_bytes() == kept
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_another_run_is_never_gone_on_from(kind, runner, rows, tmp_path):
+    bench = Bench(runner, None, tmp_path / "work", rows=rows)
+    how = HeadPlan(epochs=0.1, batch_tokens=6 * SEQ)
+
+    def train(changed):
+        if kind == "medusa":
+            return train_medusa(bench, tmp_path / "out", how, num_heads=3 if changed else 2)
+        return train_eagle(bench, tmp_path / "out", how, EagleRun(3, 2, (3, 2, 1) if changed else (1, 2, 3)))
+
+    assert train(changed=False)
+    with pytest.raises(OutriderError, match=r"another (heads|layers): name another folder") as error:
+        train(changed=True)
+    folder = tmp_path / "work" / kind
+    (folder / "run.json").unlink()
+    (folder / "checkpoint.pt").write_bytes(b"cut short")
+    with pytest.raises(OutriderError, match="cannot be gone on from, delete it") as error:
+        train(changed=False)
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_ends_by_the_clock_however_long_its_steps_take_and_a_pause_does_not_count():
+    steps = [*[30.0] * 20, 3600.0, *[30.0] * 20]  # a large model; in the midst of it a laptop slept
+    times = iter([0.0, *accumulate(steps)])
+    clock = RunningClock(now=lambda: next(times))
+    for _ in steps:
+        clock.tick()
+    assert sum(steps) - 3600 - 45 < clock.elapsed <= sum(steps) - 3600 + 4 * 30
+
+
+def test_what_cannot_be_trained_is_said_before_the_target_writes_text(runner, tmp_path, monkeypatch):
+    def never(*_):
+        raise AssertionError("text was asked for")
+
+    monkeypatch.setattr(Bench, "training_rows", never)
+    bench = Bench(runner, None, tmp_path / "work", Source(seq_len=SEQ))
+    how = HeadPlan()
+    cases = [
+        (lambda: train_medusa(bench, tmp_path, how, num_heads=SEQ), "too short for 24 heads"),
+        (lambda: train_eagle(bench, tmp_path, how, EagleRun(3, layers=(1, 2, 9))), "hidden states 0 to 6, not all of"),
+        (lambda: train_eagle(bench, tmp_path, how, EagleRun(3, steps=40)), "too short for 40 steps"),
+        (lambda: train_eagle(bench, tmp_path, how, EagleRun(3, draft_vocab=10**6)), "draft vocabulary of 1000000"),
+        (lambda: train_eagle(bench, tmp_path, how, EagleRun(1, formats=("speculators",))), "native format only"),
+    ]
+    for run, message in cases:
+        with pytest.raises(OutriderError, match=message):
+            run()
+
+
 def test_text_is_read_from_plain_files_and_every_kind_of_line(llm, tmp_path):
     plain, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
     plain.write_text(TEXT)
@@ -190,6 +298,8 @@ def test_text_is_read_from_plain_files_and_every_kind_of_line(llm, tmp_path):
     rows = token_rows([plain, lines], llm.tokenizer, 16, 10**6)
     assert llm.tokenizer.decode(rows.flatten().tolist()).startswith(TEXT[:40])
     assert token_rows([plain], llm.tokenizer, 16, 40).shape == (2, 16)
+    lines.write_bytes(b'{"text": "na\xefve"}')  # not UTF-8
+    assert next(read_documents(lines, llm.tokenizer)) == "na\N{REPLACEMENT CHARACTER}ve"
 
 
 def test_what_cannot_be_trained_is_said_in_one_line(runner, llm, rows, tmp_path):

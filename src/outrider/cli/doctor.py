@@ -34,23 +34,29 @@ def command(
     sampling: SamplingOptions,
 ) -> int:
     """Check whether a draft fits its target: vocabulary, context, memory, then acceptance and speed on a few prompts."""
-    from outrider.cli.console import show_notices, waiting
-    from outrider.cli.session import resolve
+    from outrider.cli.console import show_notices
+    from outrider.cli.session import loading, resolve
     from outrider.doctor import Patient, check_up
     from outrider.engine.config import default_method
+    from outrider.registry import DEFAULT_METHOD_WITH_FOREIGN_DRAFT
 
     show_notices()
     options = resolve(models, methods)
     options.pop("num_draft_tokens", None)
-    method = options.pop("method", None) or default_method(options.get("draft"), options.get("drafts", {}))
+    named = options.pop("method", None)
+    method = named or default_method(options.get("draft"), options.get("drafts", {}))
     target: object = models.target
     if target is None:
         from outrider.family import TARGET
 
         target = TARGET
     params = sampling.params(max_tokens=sampling.max_tokens or 48)
-    with waiting("looking") as status:
-        checkup = check_up(Patient(target, method, options, params), status.update if status is not None else lambda _: None)
+    with loading("looking") as status:
+        tell = status.update if status is not None else lambda _: None
+        checkup = check_up(Patient(target, method, options, params), tell)
+        if named is None and any((each.level, each.topic) == ("wrong", "vocabulary") for each in checkup.findings):
+            method = DEFAULT_METHOD_WITH_FOREIGN_DRAFT  # as every other command would
+            checkup = check_up(Patient(target, method, options, params), tell)
     if as_json:
         print(json.dumps(asdict(checkup) | {"fits": checkup.fits, "verdict": checkup.verdict}))
     else:

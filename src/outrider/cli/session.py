@@ -6,7 +6,8 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from outrider.cli.console import show_notices, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, parse_k
 
 if TYPE_CHECKING:
+    from rich.status import Status
+
     from outrider.engine import LLM, Chunk
     from outrider.types import SamplingParams
 
@@ -140,16 +143,26 @@ def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
     if all(source is None or Path(source).expanduser().is_dir() for source in (models.target, models.draft, *named)):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing to look up: local folders must not wait for a network
     show_notices()
-    with waiting(f"loading {models.target or 'the embedded models'}"):
-        from transformers.utils import logging
-
+    with loading(f"loading {models.target or 'the embedded models'}"):
         from outrider.engine import LLM
 
-        logging.disable_progress_bar()
         llm = LLM(models.target, **arguments)
+    return llm
+
+
+@contextmanager
+def loading(what: str) -> Iterator[Status | None]:
+    """``waiting`` for what is loaded within, without transformers' own progress bars.
+
+    Behind it garbage is looked for again (``cli.app`` had that stopped), but not among what was loaded.
+    """
+    with waiting(what) as status:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        yield status
     gc.freeze()
     gc.enable()
-    return llm
 
 
 def prepare(llm: LLM, models: ModelOptions) -> None:

@@ -257,8 +257,8 @@ def plan_of(length: LengthOptions, rates: dict[str, float] | None = None) -> Hea
 
 def bench_of(text: TextOptions, out: Path) -> Bench:
     """Loads the target; everything that can be refused without it is refused before."""
-    from outrider.cli.console import show_notices, waiting
-    from outrider.cli.session import check_source
+    from outrider.cli.console import show_notices
+    from outrider.cli.session import check_source, loading
     from outrider.train.runs import Bench, Source
     from outrider.types import OutriderError
 
@@ -278,7 +278,7 @@ def bench_of(text: TextOptions, out: Path) -> Bench:
     show_notices()
     names = ("seq_len", "max_tokens", "regenerate", "prompt_len", "temperature")
     source = Source(tuple(text.text), **given(text, *names))
-    with waiting(f"loading {text.target or 'the embedded model'}"):
+    with loading(f"loading {text.target or 'the embedded model'}"):
         from outrider.engine.config import load_tokenizer
         from outrider.family import TARGET
         from outrider.runner import ModelRunner, RunnerConfig
@@ -292,6 +292,6 @@ def done(finished: bool, options: str) -> None:
     if not finished:
         from outrider.cli.app import EXIT_INTERRUPTED
 
-        typer.echo("interrupted: everything so far is kept, run the same command to go on", err=True)
+        typer.echo("everything so far is kept: run the same command to go on", err=True)
         raise typer.Exit(EXIT_INTERRUPTED)
     typer.echo(f"done: {options} drafts with it; curve and measurements are beside it", err=True)

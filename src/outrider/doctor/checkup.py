@@ -5,7 +5,7 @@ The checks of a method stand in its own file (``Proposer.examine``, ``Proposer.a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ HOPELESS, DOUBTFUL = (
     0.35,
 )  # acceptance of the first draft below which it does not fit, and below which something may be wrong
 BETTER = 1.15  # an alternative's mean acceptance length over the first one's, from which on it is named
+CLEAR = 2.33  # standard errors between the two's acceptance, beyond which it is named too
 
 Progress = Callable[[str], Any]
 
@@ -104,7 +105,8 @@ def _stages(patient: Patient, checkup: Checkup, progress: Progress) -> Iterator[
     without_draft = {key: value for key, value in patient.options.items() if key != "draft"}
     llm = LLM(patient.target, method=PLAIN, max_batch=1, **without_draft)
     yield _cache_memory(llm.runner)
-    setting = Setting(llm.runner, llm.tokenizer, draft, options=options, drafts=drafts)
+    foreign = patient.options.get("draft_tokenizer")
+    setting = Setting(llm.runner, llm.tokenizer, draft, foreign, options=options, drafts=drafts)
     progress(f"looking at {name}")
     yield from kind.examine(setting)
     contenders = Contenders(llm, draft)
@@ -115,16 +117,15 @@ def _stages(patient: Patient, checkup: Checkup, progress: Progress) -> Iterator[
         return
     prompts = [encode(llm.tokenizer, prompt) for workload in WORKLOADS for prompt in builtin(workload, 1)]
     prompts = [ids[-llm.runner.max_len // 2 :] for ids in prompts]
-    yield from _measured(patient, contenders, prompts, checkup, progress)
-    assert checkup.acceptance is not None
-    if checkup.acceptance.by_position[0] < DOUBTFUL:
-        yield from _tried(patient, kind.alternatives(setting), contenders, prompts, checkup.acceptance, progress)
+    drafted = yield from _measured(patient, contenders, prompts, checkup, progress)
+    if drafted.num_drafts:  # also where much is accepted: one layer beside the right one costs some of it, not all
+        yield from _tried(patient, kind.alternatives(setting), contenders, prompts, drafted, progress)
 
 
 def _measured(
     patient: Patient, contenders: Contenders, prompts: list[list[int]], checkup: Checkup, progress: Progress
-) -> Iterator[Finding]:
-    """Plain and drafted in turn: acceptance by position, speeds, and whether the text is the same."""
+) -> Generator[Finding, None, Run]:
+    """Plain and drafted in turn: acceptance by position, speeds, and whether the text is the same. Returns the drafted run."""
     runs: dict[str, Run] = {}
     pair = [Contender(PLAIN, 0), Contender(patient.method, K)]
     for contender in pair:  # what is slow only once
@@ -139,6 +140,8 @@ def _measured(
     first = found.by_position[0]
     if not drafted.num_drafts:
         yield Finding("note", "acceptance", "nothing was drafted on these prompts, so nothing can be said of it")
+    elif first < DOUBTFUL and PROPOSERS.get(split_method(patient.method)[0]).reads_text_only:
+        yield Finding("note", "acceptance", f"{first:.0%} of first drafts are accepted: these prompts hardly repeat themselves")
     elif first < HOPELESS:
         yield Finding("wrong", "acceptance", f"{first:.0%} of first drafts are accepted: it was made for another target, or is"
                       " not trained for this kind of text")  # fmt: skip
@@ -151,6 +154,7 @@ def _measured(
             yield Finding("ok", "text", said)
         else:
             yield Finding("note", "text", said + ": where two tokens are almost equally likely, rounding decides")
+    return drafted
 
 
 def _acceptance(plain: Run, drafted: Run, num_prompts: int) -> Acceptance:
@@ -161,7 +165,7 @@ def _acceptance(plain: Run, drafted: Run, num_prompts: int) -> Acceptance:
     # A round's score grows little with its drafts; between a plain round and the measured one it is a straight line.
     speeds = [expected_tau(rate, k) / (k * step + whole + (score - whole) * min(k / K, 1)) if k else 1 / max(whole, 1e-9)
               for k in range(2 * K + 1)]  # fmt: skip
-    best = max(range(len(speeds)), key=lambda k: speeds[k])
+    best = max(range(len(speeds)), key=lambda k: speeds[k]) if drafted.num_drafts else 0
     tau = drafted.mean_acceptance_length
     return Acceptance(drafted.conditional_acceptance(K), tau, plain.decode_tok_s, drafted.decode_tok_s, best, num_prompts)
 
@@ -171,31 +175,52 @@ def _tried(
     alternatives: list[str],
     contenders: Contenders,
     prompts: list[list[int]],
-    found: Acceptance,
+    drafted: Run,
     progress: Progress,
 ) -> Iterator[Finding]:
-    """Other options of the same method, where these hardly work: the one that fits is named."""
+    """Other options of the same method, in the place of those given: the one that fits better is named."""
     name, given = split_method(patient.method)
-    lengths = {}
+    runs: dict[str, Run] = {}
     for alternative in alternatives:
         contender = Contender(join_method(name, given | split_method(f"{name}:{alternative}")[1]), K)
         progress(f"trying {contender.method}")
-        lengths[contender.method] = generate(contenders, contender, prompts, patient.params, batch=1).mean_acceptance_length
-    best = max(lengths, key=lambda method: lengths[method], default=None)
-    if best is not None and lengths[best] > BETTER * found.mean_acceptance_length:
-        yield Finding("suspicious", "options", f"{best} fits better: {lengths[best]:.2f} tokens a pass instead of"
-                      f" {found.mean_acceptance_length:.2f}")  # fmt: skip
-    elif lengths:
-        yield Finding("note", "options", f"{', '.join(lengths)} fit no better")
+        runs[contender.method] = generate(contenders, contender, prompts, patient.params, batch=1)
+    if not runs:
+        return
+    best = max(runs, key=lambda method: runs[method].mean_acceptance_length)
+    found, tau = runs[best].mean_acceptance_length, drafted.mean_acceptance_length
+    if found > BETTER * tau or _is_clear(runs[best], drafted):
+        yield Finding("suspicious", "options", f"{best} fits better: {found:.2f} tokens a pass instead of {tau:.2f}")
+        return
+    said = ", ".join(f"{method} {run.mean_acceptance_length:.2f}" for method, run in runs.items())
+    verdict = "no better" if found <= tau else "too little better to tell from so short texts (--max-tokens makes them longer)"
+    yield Finding("ok" if found <= tau else "note", "options", f"tokens a pass instead of {tau:.2f}: {said}; {verdict}")
+
+
+def _is_clear(better: Run, drafted: Run) -> bool:
+    """Whether one's first drafts are accepted more often than the other's by more than chance explains (two-sided 2%)."""
+    counts = [(run.kept[0], run.reached[0]) for run in (better, drafted)]
+    if not all(reached for _, reached in counts):
+        return False
+    pooled = sum(kept for kept, _ in counts) / sum(reached for _, reached in counts)
+    spread: float = (pooled * (1 - pooled) * sum(1 / reached for _, reached in counts)) ** 0.5
+    shares = [kept / reached for kept, reached in counts]
+    return shares[0] - shares[1] > CLEAR * spread
 
 
 def _memory_on_disk(sources: list[Any]) -> Iterator[Finding]:
     """Whether weights in local folders fit into the memory that is free."""
-    files = [file for source in sources if isinstance(source, (str, Path)) for file in Path(source).glob("*.safetensors")]
+    files = [file for source in sources if isinstance(source, (str, Path)) for file in _weights_in(Path(source))]
     needed, free = sum(file.stat().st_size for file in files), free_memory()
     if files and free is not None:
         said = f"the weights take {size(needed)}, {size(free)} are free"
         yield Finding("ok" if needed < 0.9 * free else "wrong", "memory", said)
+
+
+def _weights_in(folder: Path) -> list[Path]:
+    """The files that are read: where a folder holds its weights in two formats, the first."""
+    kinds = (sorted(folder.glob(f"*{suffix}")) for suffix in (".safetensors", ".bin", ".pt"))
+    return next((files for files in kinds if files), [])
 
 
 def _cache_memory(runner: ModelRunner) -> Finding:

@@ -41,7 +41,7 @@ def find_folder(source: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(source), allow_patterns=["*.json", *FILES, "*.safetensors", "*.bin"]))
     except Exception as error:  # the hub fails in more ways than can be listed
-        raise OutriderError(f"cannot get {source} from the hub: {_first_line(error)}") from error
+        raise OutriderError(f"cannot get {source} from the hub: {first_line(error)}") from error
 
 
 def folder_of(source: object) -> Path:
@@ -83,14 +83,18 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except OSError:
         raise OutriderError(f"{folder} holds no config.json: not a head's folder") from None
     except ValueError as error:
-        raise OutriderError(f"{folder}/config.json is no JSON: {_first_line(error)}") from error
+        raise OutriderError(f"{folder}/config.json is no JSON: {first_line(error)}") from error
+    if not isinstance(config, dict):
+        raise OutriderError(f"{folder}/config.json is no config: it holds a {type(config).__name__}")
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(folder):
         try:
             tensors |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
         except Exception as error:  # a truncated file fails in many ways
-            raise OutriderError(f"{file} cannot be read, download or copy it again: {_first_line(error)}") from error
+            raise OutriderError(f"{file} cannot be read, download or copy it again: {first_line(error)}") from error
     for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise OutriderError(f"{folder}: {name} is no tensor but a {type(tensor).__name__}: not a head's weights alone")
         if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float32)):
             raise OutriderError(f"{folder}: the weights of {name} hold NaN or infinity")
     return config, tensors
@@ -100,7 +104,10 @@ def _weight_files(folder: Path) -> list[Path]:
     for name in INDEXES:
         index = folder / name
         if index.exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            try:
+                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise OutriderError(f"{index} names no files: {first_line(error)}") from error
             missing = [name for name in names if not (folder / name).exists()]
             if missing:
                 raise OutriderError(f"{folder} lacks {missing[0]}, which {index.name} names")
@@ -139,5 +146,6 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: object, ignor
     module.load_state_dict({name: tensors[name].to(there.dtype) for name, there in wanted.items()})
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -19,9 +19,9 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from outrider.heads.own_logits import Finish
 from outrider.runner import ModelRunner
-from outrider.runner.linear import weight_of
-from outrider.types import OutriderError
+from outrider.types import UNSAID, OutriderError
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines
 
@@ -36,6 +36,7 @@ class EagleShape:
     hidden_states: tuple[int, ...]  # of the target that it reads, counted as types.Scores says
     draft_vocab_size: int
     fc_bias: bool = False
+    out_bias: bool = False  # with the config's attention_bias: whether attention's output has one too, as Qwen2's has not
     norm_before_residual: bool = False  # generation 3: the residual is the normed feature
     norm_before_fc: bool = False  # one norm over all features together
     fc_norm: bool = False  # one norm each
@@ -109,22 +110,35 @@ class EagleHead(nn.Module):
             if shape.own_output:
                 self.lm_head = nn.Linear(hidden, shape.draft_vocab_size, bias=False)
         self.layers = nn.ModuleList([_with_short_norms(layer) for layer in (first, *rest)])
+        if config.attention_bias and not shape.out_bias:
+            for layer in (first, *rest):
+                output = layer.self_attn.o_proj
+                layer.self_attn.o_proj = nn.Linear(output.in_features, output.out_features, bias=False)
         self.register_buffer("draft_ids", torch.arange(shape.draft_vocab_size) if shape.reduced else None)
         self._lent: list[nn.Module] = []  # in a list: the target's modules are not the head's to save or to pack
+        self._finish: Finish | None = None
         self._columns = torch.empty(0, dtype=torch.long)  # [V] of the padded logits, by the target's token
 
-    def lend(self, embedding: nn.Module, output: nn.Module) -> None:
-        """Gives the head the target's embedding and output head."""
-        self._lent = [embedding, output]
+    @property
+    def uses_targets_output(self) -> bool:
+        """Whether the target's output head serves, which is then read with every level."""
+        return self.shape.generation == 1 or not self.shape.own_output
+
+    def lend(self, embedding: nn.Module, output: nn.Module, finish: Finish | None = None) -> None:
+        """Gives the head the target's embedding, its output head, and what the target does to that one's numbers."""
+        self._lent, self._finish = [embedding, output], finish
 
     def target_logits(self, features: Tensor) -> Tensor:
-        """What the target's own output head makes of its last features: [..., H] -> [..., V]."""
-        return self._lent[1](features)  # type: ignore[no-any-return]
+        """What the target makes of its last features: [..., H] -> [..., V]."""
+        numbers: Tensor = self._lent[1](features)
+        return numbers if self._finish is None else self._finish(numbers)
 
     def embedding_table(self) -> Tensor:
-        """[V, H]: its own or the target's, whatever form that is in."""
-        module = self.embed_tokens if self.shape.own_embedding else self._lent[0]
-        return weight_of(module)
+        """[V, H]: its own, or what the target's embedding gives for each token: some scale what they have stored."""
+        if self.shape.own_embedding:
+            return self.embed_tokens.weight
+        table: Tensor = self._lent[0](torch.arange(self.shape.llama.vocab_size, device=self.fc.weight.device))
+        return table.to(self.fc.weight.dtype)
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
         """The target's features, each [..., Ht] -> what the first round feeds: [..., H]."""
@@ -166,17 +180,17 @@ class EagleHead(nn.Module):
         return self.target_logits(out)
 
     def spread(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """[..., Vd] -> float32 [..., V] over the target's vocabulary: -inf where the head has no such token."""
+        """[..., Vd] -> float32 [..., V] over the target's vocabulary: ``UNSAID`` where the head has no such token."""
         logits = logits.float()
         ids = self.draft_ids
         if ids is None and logits.shape[-1] >= vocab_size:
             return logits[..., :vocab_size]
         if ids is None:
-            return functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=float("-inf"))
+            return functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=UNSAID)
         if self._columns.shape[0] != vocab_size or self._columns.device != logits.device:
             self._columns = torch.full((vocab_size,), logits.shape[-1], device=logits.device)
             self._columns[ids] = torch.arange(len(ids), device=logits.device)
-        padded = functional.pad(logits, (0, 1), value=float("-inf"))  # the last column: of tokens that the head has not
+        padded = functional.pad(logits, (0, 1), value=UNSAID)  # the last column: of tokens that the head has not
         return padded.gather(-1, self._columns.expand(*logits.shape[:-1], -1))
 
 
@@ -185,12 +199,12 @@ def check_fit(head: EagleHead, target: ModelRunner) -> None:
     shape, name = head.shape, target.name
     if shape.target_hidden_size != target.hidden_size:
         raise OutriderError(f"the head was made for hidden size {shape.target_hidden_size}, {name} has {target.hidden_size}")
-    lends = not shape.own_embedding or shape.generation == 1 or not shape.own_output
+    lends = not shape.own_embedding or head.uses_targets_output
     if lends and shape.llama.hidden_size != target.hidden_size:
         raise OutriderError(
             f"the head has hidden size {shape.llama.hidden_size} and no embedding or output head of its own size"
         )
-    if max(shape.hidden_states) > target.num_layers:
+    if not 0 <= min(shape.hidden_states) <= max(shape.hidden_states) <= target.num_layers:
         raise OutriderError(f"the head reads hidden states {shape.hidden_states}, {name} has {target.num_layers} layers")
     if shape.own_embedding and shape.llama.vocab_size < target.vocab_size:
         raise OutriderError(f"the head embeds {shape.llama.vocab_size} tokens, {name} has {target.vocab_size}")

@@ -24,6 +24,7 @@ from outrider.types import OutriderError
 logger = logging.getLogger(__name__)
 
 IGNORED = (r"^t2d$", r"^verifier_", r"rotary_emb\.", r"^mask_hidden$")
+OUT_BIAS = "layers.0.self_attn.o_proj.bias"
 LAYER_KEYS = (
     "hidden_size",
     "intermediate_size",
@@ -36,10 +37,12 @@ LAYER_KEYS = (
     "rope_parameters",
     "max_position_embeddings",
     "vocab_size",
-    "attention_bias",
     "mlp_bias",
     "hidden_act",
 )
+# Llama's layer but for what shows in the weights: biases of attention are read, norms within a head are refused by name.
+LLAMA_LIKE = ("llama", "eagle", "qwen2", "qwen3")
+SECTIONS = ("transformer_layer_config", "model", "eagle_config", "outrider")  # of a config that are configs
 FORMATS = ("native", "speculators")
 
 
@@ -51,10 +54,13 @@ def load(source: str | Path, num_layers: int, vocab_size: int, target_hidden_siz
     if kind not in (None, "eagle3"):
         raise OutriderError(f"{source} is a speculators head of the kind {kind!r}: of these, eagle3 can be loaded")
     tensors = {_plain_name(name): tensor for name, tensor in tensors.items()}
+    odd = [key for key in SECTIONS if not isinstance(config.get(key) or {}, dict)]
+    if odd:
+        raise OutriderError(f"{source}: {odd[0]} in its config is no config but a {type(config[odd[0]]).__name__}")
     layer = config.get("transformer_layer_config") or config.get("model") or config
     if "fc.weight" not in tensors:
         raise OutriderError(f"{source} has no fc.weight: not an EAGLE head")
-    if layer.get("model_type", "llama") not in ("llama", "eagle"):
+    if layer.get("model_type", "llama") not in LLAMA_LIKE:
         raise OutriderError(f"{source} is built from {layer['model_type']} layers: only heads with Llama layers can be loaded")
     llama = _llama(layer, tensors, vocab_size)
     if "layers.0.hidden_norm.weight" in tensors:
@@ -63,7 +69,10 @@ def load(source: str | Path, num_layers: int, vocab_size: int, target_hidden_siz
         shape = _shape_of_generation_1(tensors, llama, num_layers)
         # The output head is the target's; an embedding beside it is a copy of the target's.
         tensors = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
-    head = EagleHead(shape)
+    try:
+        head = EagleHead(shape)
+    except KeyError as error:  # of transformers' tables
+        raise OutriderError(f"{source}: its config names {error}, an activation or rotation that is not known") from error
     offsets = tensors.pop("d2t", None)
     if offsets is not None:
         tensors["draft_ids"] = offsets.long() + torch.arange(len(offsets))
@@ -82,13 +91,12 @@ def _plain_name(name: str) -> str:
 def _llama(layer: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int) -> LlamaConfig:
     """The config of the head's layers. Their number is counted in the weights: configs say that of the target now and then."""
     given = {key: layer[key] for key in LAYER_KEYS if layer.get(key) is not None}
+    given["attention_bias"] = "layers.0.self_attn.q_proj.bias" in tensors  # configs call it qkv_bias, or leave it to the model
     numbers = [int(found[1]) for found in (re.match(r"layers\.(\d+)\.", name) for name in tensors) if found]
-    if layer.get("qkv_bias") or "layers.0.self_attn.q_proj.bias" in tensors:
-        raise OutriderError("a head with biases in attention cannot be loaded")
     try:
         config = LlamaConfig(**given, num_hidden_layers=max(numbers, default=0) + 1, attention_dropout=0.0)
     except Exception as error:  # transformers checks configs in many ways
-        raise OutriderError(f"the head's config makes no Llama layer: {str(error).splitlines()[0]}") from error
+        raise OutriderError(f"the head's config makes no Llama layer: {' '.join(str(error).split())}") from error
     embedding = tensors.get("embed_tokens.weight")
     config.vocab_size = vocab_size if embedding is None else embedding.shape[0]
     config._attn_implementation = "outrider"
@@ -103,6 +111,7 @@ def _shape_of_generation_1(tensors: dict[str, Tensor], llama: LlamaConfig, num_l
         (num_layers,),
         llama.vocab_size,
         fc_bias="fc.bias" in tensors,
+        out_bias=OUT_BIAS in tensors,
         first_layer_norm="layers.0.input_layernorm.weight" in tensors,
         own_embedding="embed_tokens.weight" in tensors,
     )
@@ -131,6 +140,7 @@ def _shape_of_generation_3(
         llama.vocab_size if output is None else output.shape[0],
         reduced="d2t" in tensors,
         fc_bias="fc.bias" in tensors,
+        out_bias=OUT_BIAS in tensors,
         norm_before_residual=bool(config.get("norm_before_residual", is_speculators)),
         norm_before_fc="input_norm.weight" in tensors,
         fc_norm="fc_norm.0.weight" in tensors,
@@ -143,10 +153,13 @@ def _shape_of_generation_3(
 def layer_ids(config: dict[str, Any]) -> tuple[int, ...] | None:
     """The hidden states that a config names, in transformers' count; None where it is silent."""
     outer = config.get("eagle_aux_hidden_state_layer_ids")
-    if outer:
-        return tuple(int(index) for index in outer)
     inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    return tuple(int(index) + 1 for index in inner) if inner else None
+    try:
+        if outer:
+            return tuple(int(index) for index in outer)
+        return tuple(int(index) + 1 for index in inner) if inner else None
+    except (TypeError, ValueError):
+        raise OutriderError(f"the head's config names no layers: {outer or inner!r} is no list of numbers") from None
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------------
@@ -197,7 +210,7 @@ def export(
 def _layer_config(head: EagleHead) -> dict[str, Any]:
     config, dtype = head.shape.llama, head.fc.weight.dtype
     keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
-    more = ("max_position_embeddings", "vocab_size", "hidden_act", "attention_bias", "mlp_bias")
+    more = ("max_position_embeddings", "vocab_size", "hidden_act", "mlp_bias")
     given: Any = config.rope_parameters
     rope = {key: value for key, value in given.items() if key not in ("rope_theta", "rope_type")}
     scaling = {**rope, "rope_type": given["rope_type"]} if rope else None
@@ -205,6 +218,8 @@ def _layer_config(head: EagleHead) -> dict[str, Any]:
         "model_type": "llama",
         "num_hidden_layers": config.num_hidden_layers,
         **{key: getattr(config, key) for key in (*keys, *more)},
+        "attention_bias": config.attention_bias and head.shape.out_bias,
+        **({"qkv_bias": True} if config.attention_bias else {}),
         "rope_theta": given["rope_theta"],
         "rope_scaling": scaling,
         "tie_word_embeddings": False,

@@ -13,7 +13,6 @@ from outrider.heads import eagle, eagle_formats, medusa
 from outrider.heads.checkpoint import read_folder
 from outrider.heads.eagle import EagleHead
 from outrider.runner import ModelRunner
-from outrider.runner.linear import weight_of
 from outrider.runner.loading import text_config
 from outrider.types import Finding
 
@@ -120,13 +119,15 @@ def _norms(head: EagleHead, target: ModelRunner) -> Iterator[Finding]:
 
 def _rope(head: EagleHead, target: ModelRunner) -> Iterator[Finding]:
     ropes = [dict(getattr(config, "rope_parameters", None) or {}) for config in (head.shape.llama, text_config(target.model))]
-    thetas = [rope.get("rope_theta") for rope in ropes]
-    if thetas[0] != thetas[1]:
-        yield Finding("note", "RoPE", f"its theta is {thetas[0]:g}, the target's {thetas[1]}; each uses its own")
+    own, other = [rope.get("rope_theta") for rope in ropes]
+    if other is None:  # positions of another kind, or a theta for each kind of layer
+        yield Finding("note", "RoPE", f"its theta is {own:g}, the target has no single one; each uses its own")
+    elif own != other:
+        yield Finding("note", "RoPE", f"its theta is {own:g}, the target's {other:g}; each uses its own")
     reach = int(head.shape.llama.max_position_embeddings or target.max_len)
     if reach < target.max_len:
         said = f"it was made for texts of {reach} tokens, the target's window is {target.max_len}: beyond, it may draft worse"
-        yield Finding("note", "context", said)
+        yield Finding("suspicious", "context", said)
 
 
 def _dtype(tensors: Mapping[str, Tensor], target: ModelRunner) -> Iterator[Finding]:
@@ -138,11 +139,11 @@ def _dtype(tensors: Mapping[str, Tensor], target: ModelRunner) -> Iterator[Findi
 
 def _embedding(head: EagleHead, target: ModelRunner) -> Iterator[Finding]:
     """A head that brings an embedding brings a copy of its target's."""
-    own, other = head.embed_tokens.weight, weight_of(target.model.get_input_embeddings())
-    rows = min(len(own), len(other))
-    if own.shape[1] != other.shape[1]:
+    own = head.embed_tokens.weight
+    if own.shape[1] != target.hidden_size:
         return
-    own, other = own[:rows].float(), other[:rows].float().cpu()
+    ids = torch.arange(min(len(own), target.vocab_size), device=target.device)
+    own, other = own[: len(ids)].float(), target.model.get_input_embeddings()(ids).float().cpu()
     distance = float((own - other).norm() / other.norm().clamp_min(1e-12))
     if distance > SAME:
         said = f"its embedding is {distance:.0%} away from the target's: it was made for another target, or trained on"
@@ -154,6 +155,8 @@ def _embedding(head: EagleHead, target: ModelRunner) -> Iterator[Finding]:
 def _size(head: nn.Module, target: ModelRunner, what: str) -> Finding:
     """What drafting reads, beside what a pass of the target reads."""
     own = sum(weight.numel() for name, weight in head.named_parameters() if "embed_tokens" not in name)
+    if isinstance(head, EagleHead) and head.uses_targets_output:
+        own += target.vocab_size * target.hidden_size
     whole = sum(tensor.numel() for tensor in {*target.model.parameters(), *target.model.buffers()})
     said = f"{what} reads {own / 1e6:.1f} M weights, {own / max(whole, 1):.0%} of the target's"
     return Finding("suspicious", "size", f"{said}: it costs much") if own > LARGE * whole else Finding("ok", "size", said)

@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.heads.eagle import EagleHead, Rotation
+from outrider.heads.own_logits import finish_of
 from outrider.runner import ModelRunner, linear
 from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.kv_cache import CacheShape, KVCache
@@ -28,7 +29,8 @@ class HeadRunner:
         self.head, self.dtype = head, linear.place(head, target.model)
         # Moved to 16 bits, the frequencies were rounded too: a hundred tokens on, angles would be off.
         head.rotary_emb = LlamaRotaryEmbedding(head.shape.llama).to(target.device)
-        head.lend(target.model.get_input_embeddings(), target.model.get_output_embeddings())
+        model, finish = target.model, finish_of(target.model) if head.uses_targets_output else None
+        head.lend(model.get_input_embeddings(), model.get_output_embeddings(), finish)
         self.device, self._max_len, self._vocab_size = target.device, target.max_len, target.vocab_size
         self.cache = KVCache(_cache_shape(head.shape.llama), target.max_batch, target.max_len, self.dtype, target.device)
         self._rotations: Rotation | None = None  # of the first positions, [S, D]

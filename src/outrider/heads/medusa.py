@@ -97,10 +97,11 @@ def load(source: str | Path, vocab_size: int) -> tuple[MedusaHeads, Accuracies |
     mapped, size = "token_map" in tensors, first.shape[0]
     if not mapped and size != vocab_size:
         raise OutriderError(f"{source} guesses among {size} tokens, the target has {vocab_size}: made for another target")
-    if mapped and int(tensors["token_map"].max()) >= vocab_size:
-        raise OutriderError(
-            f"{source}: its token map names token {int(tensors['token_map'].max())}, the target has {vocab_size}"
-        )
+    if mapped:
+        lowest, highest = int(tensors["token_map"].min()), int(tensors["token_map"].max())
+        if lowest < 0 or highest >= vocab_size:
+            odd = lowest if lowest < 0 else highest
+            raise OutriderError(f"{source}: its token map names token {odd}, the target has {vocab_size}")
     shape = MedusaShape(heads, layers, first.shape[1], size, "blocks.0.layers.0.bias" in tensors, mapped)
     made = MedusaHeads(shape)
     fill(made, tensors, source)

@@ -157,7 +157,7 @@ class Proposer(ABC):
 
     @classmethod
     def alternatives(cls, setting: Setting) -> list[str]:
-        """Options, as text behind the method's name, that are worth a try where hardly any draft is accepted."""
+        """Options, as text behind the method's name, that are easily mistaken for those given: the doctor tries them too."""
         return []
 
     @abstractmethod

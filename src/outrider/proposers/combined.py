@@ -6,7 +6,7 @@ drafted. Written ``first+second``; knows neither, only what a ``Proposer`` says 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider.proposers.base import Proposer, Setting, merged, rows_of
 from outrider.proposers.portable import Pair, Portable, TextDrafts
 from outrider.sampling import Sampler
-from outrider.types import Context, OutriderError, Proposal, Request, Verdict
+from outrider.types import Context, Finding, OutriderError, Proposal, Request, Verdict
 
 MAX_SAMPLERS = 16  # kept for parts of a batch
 
@@ -218,6 +218,18 @@ class Joint:
             part.portable(replace(setting, options=options[part.name]))
         return TextDrafts() if self.reads_text_only else Pair()
 
+    def examine(self, setting: Setting) -> Iterator[Finding]:
+        """Of both."""
+        options = self._by_part(setting.options)
+        for part in self._parts:
+            yield from part.examine(replace(setting, options=options[part.name]))
+
+    def alternatives(self, setting: Setting) -> list[str]:
+        """Those of both."""
+        options = self._by_part(setting.options)
+        found = [(part, part.alternatives(replace(setting, options=options[part.name]))) for part in self._parts]
+        return [_options_of(part.name, alternative) for part, alternatives in found for alternative in alternatives]
+
     def build(self, setting: Setting) -> CombinedProposer:
         """Raises ``OutriderError`` where one of the two does not fit the target."""
         options = self._by_part(setting.options)
@@ -245,6 +257,11 @@ class Joint:
                 )
             found[whose][option] = value
         return found
+
+
+def _options_of(name: str, text: str) -> str:
+    """Options of a method as those of two in turn: each with the method's name before it."""
+    return ":".join([f"{name}.{option}" for option in text.split(":")])
 
 
 def _cut(proposal: Proposal, lens: list[int]) -> Proposal:

@@ -10,21 +10,23 @@ committed text, so that tokens only the target has are drafted too. Both are los
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.proposers.base import NoOptions, Setting, chain_proposal, merged, rows_of
 from outrider.proposers.draft_model import DraftModelProposer, draft_tokenizer
 from outrider.proposers.portable import SmallModel
+from outrider.proposers.sample_text import TEXT
 from outrider.runner import ModelRunner
 from outrider.runner.tokenizers import Spelling
-from outrider.types import Context, OutriderError, Proposal, Request, SamplingParams, Verdict
+from outrider.types import UNSAID, Context, Finding, OutriderError, Proposal, Request, SamplingParams, Verdict
 
+FEW_SHARED = 0.5  # of a text's tokens, below which hardly anything is drafted when sampling
 WINDOW = 32  # target tokens at the end of a text that may still be translated in another way when the text goes on
 MAX_STEPS_PER_DRAFT = 4  # passes of the draft for each token wanted, where the draft's tokens are shorter
 
@@ -67,6 +69,20 @@ class CrossTokenizerProposer(DraftModelProposer):
         setting.config(NoOptions)
         return SmallModel(str(setting.draft), other_tokenizer=True)
 
+    @classmethod
+    def examine_vocabulary(cls, setting: Setting, draft: PreTrainedConfig) -> Iterator[Finding]:
+        """How much of the target's vocabulary the draft has too."""
+        tokenizer = draft_tokenizer(setting)
+        if setting.tokenizer is None or tokenizer is None:
+            yield Finding("wrong", "vocabulary", "one of the two has no tokenizer, so nothing can be translated")
+            return
+        common = {of_target for _, of_target in TokenizerPair(setting.tokenizer, tokenizer).common}
+        sample = setting.tokenizer.encode(TEXT)
+        share = sum(token in common for token in sample) / max(len(sample), 1)
+        said = f"{len(common):,} of the target's {len(setting.tokenizer):,} tokens are the draft's too, {share:.0%} of a sample"
+        text = f"{said} text: sampled requests are drafted no others"
+        yield Finding("ok" if share >= FEW_SHARED else "suspicious", "vocabulary", text)
+
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
         batch = len(context.requests)
@@ -100,8 +116,8 @@ class CrossTokenizerProposer(DraftModelProposer):
         return found
 
     def in_target(self, logits: Tensor) -> Tensor:
-        """TLI: what the target has no token for gets no probability; the sampler renormalises."""
-        full = logits.new_full((*logits.shape[:2], self._vocab_size), -math.inf)
+        """TLI: what the target has no token for is left out, what the draft has none for unsaid; the sampler renormalises."""
+        full = logits.new_full((*logits.shape[:2], self._vocab_size), UNSAID)
         full[:, :, self._target_ids] = logits[:, :, self._draft_ids]
         return full
 

@@ -16,7 +16,7 @@ from outrider.runner import ModelRunner
 from outrider.runner.loading import load_config, text_config
 from outrider.runner.self_draft import SelfDraft
 from outrider.runner.tokenizers import check_same_vocabulary
-from outrider.types import Context, Finding, OutriderError, Proposal, Request, Verdict
+from outrider.types import UNSAID, Context, Finding, OutriderError, Proposal, Request, Verdict
 
 
 class DraftModelProposer(Proposer):
@@ -57,7 +57,15 @@ class DraftModelProposer(Proposer):
     def examine(cls, setting: Setting) -> Iterator[Finding]:
         """Vocabulary, context, RoPE, dtype and size, from the draft's config and tokenizer."""
         setting = setting.of(cls)
-        tokenizer = setting.draft_tokenizer or _tokenizer_of(setting.draft, setting.target.config.trust_remote_code)
+        is_loaded = isinstance(setting.draft, PreTrainedModel)
+        config = text_config(setting.draft if is_loaded else load_config(setting.draft))  # type: ignore[arg-type]
+        yield from cls.examine_vocabulary(setting, config)
+        yield from _compared(text_config(setting.target.model), config, setting.target.max_len)
+
+    @classmethod
+    def examine_vocabulary(cls, setting: Setting, draft: PreTrainedConfig) -> Iterator[Finding]:
+        """Whether ids mean the same tokens to both."""
+        tokenizer = draft_tokenizer(setting)
         if setting.tokenizer is None or tokenizer is None:
             yield Finding("suspicious", "vocabulary", "one of the two has no tokenizer, so ids cannot be compared")
         else:
@@ -65,11 +73,11 @@ class DraftModelProposer(Proposer):
                 check_same_vocabulary(setting.tokenizer, tokenizer)
             except OutriderError as error:
                 yield Finding("wrong", "vocabulary", str(error))
-                return
-            yield Finding("ok", "vocabulary", f"the same {len(tokenizer):,} tokens, special ones included")
-        is_loaded = isinstance(setting.draft, PreTrainedModel)
-        config = text_config(setting.draft if is_loaded else load_config(setting.draft))  # type: ignore[arg-type]
-        yield from _compared(text_config(setting.target.model), config, setting.target.max_len)
+            else:
+                yield Finding("ok", "vocabulary", f"the same {len(tokenizer):,} tokens, special ones included")
+        if draft.vocab_size != setting.target.vocab_size:
+            rows = f"{draft.vocab_size:,} rows in the draft's embedding, {setting.target.vocab_size:,} in the target's"
+            yield Finding("note", "embedding", f"{rows}: padding, which is cut")
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
@@ -110,7 +118,7 @@ class DraftModelProposer(Proposer):
         """Logits of the draft [A, 1, Vd] -> logits of the target's tokens [A, 1, V]."""
         missing = self._vocab_size - logits.shape[2]
         if missing > 0:
-            return functional.pad(logits, (0, missing), value=float("-inf"))
+            return functional.pad(logits, (0, missing), value=UNSAID)
         return logits[:, :, : self._vocab_size]
 
     def in_draft(self, token_ids: Tensor) -> Tensor:
@@ -168,11 +176,6 @@ def _compared(target: PreTrainedConfig, draft: PreTrainedConfig, window: int) ->
         yield Finding("note", "context", said)
     else:
         yield Finding("ok", "context", f"the draft reaches over the target's window of {window} tokens")
-    if draft.vocab_size != target.vocab_size:
-        said = (
-            f"{draft.vocab_size:,} rows in the draft's embedding, {target.vocab_size:,} in the target's: padding, which is cut"
-        )
-        yield Finding("note", "embedding", said)
     ropes = [getattr(config, "rope_parameters", None) for config in (target, draft)]
     if ropes[0] != ropes[1]:
         yield Finding("note", "RoPE", "the two have different rotary settings; each uses its own")

@@ -60,7 +60,8 @@ class EagleProposer(Proposer):
         self.needs_hidden = config.hidden_states or head.shape.hidden_states
         is_there = 0 <= min(self.needs_hidden) <= max(self.needs_hidden) <= target.num_layers
         if len(self.needs_hidden) != len(head.shape.hidden_states) or not is_there:
-            raise OutriderError(f"the head reads {len(head.shape.hidden_states)} hidden states, not {self.needs_hidden}")
+            said = f"the head reads {len(head.shape.hidden_states)} of the hidden states 0 to {target.num_layers}"
+            raise OutriderError(f"{said}, not {self.needs_hidden}")
         self.head = HeadRunner(head, target)
         self.max_drafts = config.max_depth
         self._config, self._vocab_size = config, target.vocab_size

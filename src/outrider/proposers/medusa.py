@@ -57,7 +57,9 @@ class MedusaProposer(Proposer):
         self.device = target.device
         self.needs_hidden = (target.num_layers,)
         count = heads.shape.num_heads
-        self.accuracies = config.accuracies or tuple(tuple(FALL**head * each for each in USUAL) for head in range(count))
+        usual = tuple(tuple(FALL**head * each for each in USUAL) for head in range(count))
+        # A head has no more candidates than tokens.
+        self.accuracies = tuple(row[: heads.shape.vocab_size] for row in config.accuracies or usual)
         self.max_drafts = min(count, len(self.accuracies))
         self._sizes = TreeSizes(target, config.max_nodes)
 

@@ -48,11 +48,12 @@ class Layouts:
         self._masks: dict[tuple[int, int], Tensor] = {}
         self.is_padded = device.type != "cpu"
 
-    def chain(self, tokens: Sequence[list[int]], rows: list[int], bases: list[int]) -> Texts:
-        """The pass in which texts go on from slots ``bases`` of cache rows ``rows``."""
+    def chain(self, tokens: Sequence[list[int]], rows: list[int], bases: list[int], least: int = 0) -> Texts:
+        """The pass in which texts go on from slots ``bases`` of cache rows ``rows``. ``least``: tokens of each if padded."""
         batch, lens = len(rows), list(map(len, tokens))
         width = max(lens)
         if self.is_padded:
+            width = max(width, least)
             tokens = [text + [0] * (width - length) for text, length in zip(tokens, lens, strict=True)]
             lens = [width] * batch
         ends = list(accumulate(lens))

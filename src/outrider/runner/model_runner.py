@@ -109,16 +109,17 @@ class ModelRunner:
         states, span = None, WHOLE
         if self.first_layers is not None and not is_tree:
             states, span = self._begun(self.first_layers, context.request_ids, tokens)
-        laid = self.layouts.chain(tokens, rows, bases)
+        width = 1 + proposal.num_nodes
+        laid = self.layouts.chain(tokens, rows, bases, least=max(first) + width)
         if is_tree:
             laid = self.layouts.tree(laid, proposal, [len(text) for text in pending])
-        # No logits are wanted of what stands before the roots.
-        roots, counts = [start + at for start, at in zip(laid.starts, first, strict=True)], [1 + n for n in lens]
+        # No logits are wanted of what stands before the roots; of padding only so that passes come in few shapes.
+        roots = [start + at for start, at in zip(laid.starts, first, strict=True)]
+        counts = [width if self.layouts.is_padded else 1 + n for n in lens]
         places = self.layouts.places(roots, counts)
         given = laid.ids if states is None else laid.join(states)
         logits, hidden = self.passes.run(given, laid.layout, self.needs_hidden, places, span)
         self._round = _Round(context.request_ids, [base + at for base, at in zip(bases, first, strict=True)], is_tree)
-        width = 1 + proposal.num_nodes
         self._read.add(hidden, context.request_ids, laid.starts, first)
         past = {index: self._read.take(index, context.request_ids, states) for index, states in hidden.items()}
         rows_of = {index: rows_from(states, roots, counts, width) for index, states in hidden.items()}

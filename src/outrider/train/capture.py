@@ -6,8 +6,8 @@ so that an interrupted capture goes on where it stopped; rows are read back by n
 
 from __future__ import annotations
 
-import hashlib
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,19 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.runner import ModelRunner
-from outrider.runner.linear import weight_of
+from outrider.train.claims import digest, fingerprint
 from outrider.train.text import Report, held_out, spread
 from outrider.types import Context, OutriderError, Proposal, Request, SamplingParams
 
 SHARD_ROWS = 64
-
-
-def fingerprint(runner: ModelRunner) -> str:
-    """Tells one target from another: its config and a part of its weights."""
-    config = {k: v for k, v in runner.model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    table = runner.model.get_output_embeddings()
-    weights = weight_of(table)[:64].float().flatten()[:4096].tolist() if table is not None else []
-    return hashlib.sha256(json.dumps([config, weights], sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 class FeatureCache:
@@ -68,20 +60,25 @@ def _name(number: int) -> str:
     return f"features_{number:05}.safetensors"
 
 
+def check_captured(runner: ModelRunner, layers: Sequence[int], seq_len: int) -> None:
+    """Raises ``OutriderError`` where the target has no such hidden states, or no room for rows of that length."""
+    if min(layers) < 0 or max(layers) > runner.num_layers:
+        raise OutriderError(f"{runner.name} has the hidden states 0 to {runner.num_layers}, not all of {tuple(layers)}")
+    if seq_len > runner.max_len:
+        raise OutriderError(f"rows of {seq_len} tokens do not fit the target's context of {runner.max_len}")
+
+
 def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Path, report: Report) -> FeatureCache:
     """Runs the target over rows [R, S] and keeps these hidden states (counted as types.Scores says) in ``folder``.
 
-    Raises ``OutriderError`` where the target has no such layers or the folder belongs to another target or text.
+    Raises ``OutriderError`` where the target has no such layers, the folder belongs to another target or text, or the disk
+    has no room for them.
     """
-    if min(layers) < 0 or max(layers) > runner.num_layers:
-        raise OutriderError(f"{runner.name} has the hidden states 0 to {runner.num_layers}, not all of {tuple(layers)}")
-    if rows.shape[1] > runner.max_len:
-        raise OutriderError(f"rows of {rows.shape[1]} tokens do not fit the target's context of {runner.max_len}")
+    check_captured(runner, layers, rows.shape[1])
     folder.mkdir(parents=True, exist_ok=True)
-    text = hashlib.sha256(rows.int().contiguous().numpy().tobytes()).hexdigest()[:16]
     about: dict[str, Any] = {
         "target": fingerprint(runner),
-        "text": text,
+        "text": digest(rows),
         "rows": len(rows),
         "seq_len": rows.shape[1],
         "layers": list(layers),
@@ -91,18 +88,27 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
     if {**known, "layers": 0} != {**about, "layers": 0} or not set(layers) <= set(known["layers"]):
         raise OutriderError(f"{folder} holds features of another target, text or layers: name another folder or delete it")
     path.write_text(json.dumps(known))
+    left = [start for start in range(0, len(rows), SHARD_ROWS) if not (folder / _name(start // SHARD_ROWS)).exists()]
+    _check_room(folder, len(left) * SHARD_ROWS * rows.shape[1] * len(known["layers"]) * runner.hidden_size * 2)
     before, runner.needs_hidden = runner.needs_hidden, tuple(known["layers"])
     try:
-        for number, start in enumerate(range(0, len(rows), SHARD_ROWS)):
-            file, part = folder / _name(number), rows[start : start + SHARD_ROWS]
-            if not file.exists():
-                partial = file.with_suffix(".partial")
-                save_file(_captured(runner, part), partial)
-                partial.replace(file)
+        for start in left:
+            file, part = folder / _name(start // SHARD_ROWS), rows[start : start + SHARD_ROWS]
+            partial = file.with_suffix(".partial")
+            save_file(_captured(runner, part), partial)
+            partial.replace(file)
             report((start + len(part)) / len(rows), {"rows": start + len(part)})
     finally:
         runner.needs_hidden = before
     return FeatureCache(folder, known["layers"], len(rows), rows.shape[1])
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    """Raises ``OutriderError`` where the disk does not hold so many bytes more: hours later it would be too late."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        said = f"the features take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free in {folder}"
+        raise OutriderError(f"{said}: use less text (--max-tokens) or another folder (--work)")
 
 
 def _captured(runner: ModelRunner, rows: Tensor) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from outrider.heads.own_logits import InPlaceOf
 from outrider.runner.loading import decoder_layers, text_config
 from outrider.types import OutriderError
 
@@ -84,21 +85,7 @@ class Decoder:
                 self.layers[index] = layer
 
 
-class _InPlaceOf(nn.Module):
-    """Answers what a model asks its layers (as their kind of attention) with what the layer would say."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("layer"), name)
-
-
-class _Given(_InPlaceOf):
+class _Given(InPlaceOf):
     """Gives on a hidden state, whatever it is given."""
 
     def __init__(self, layer: nn.Module, hidden: Tensor) -> None:
@@ -109,7 +96,7 @@ class _Given(_InPlaceOf):
         return self._hidden
 
 
-class _Seen(_InPlaceOf):
+class _Seen(InPlaceOf):
     """Runs the layer for some rows [B], gives on the others as they are, and remembers what came out."""
 
     def __init__(self, layer: nn.Module, rows: Tensor | None, seen: list[Tensor]) -> None:
@@ -119,11 +106,11 @@ class _Seen(_InPlaceOf):
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
         rows, out = self._rows, hidden_states
         if rows is None or bool(rows.all()):
-            out = self.layer(hidden_states, *args, **options)
+            out = self.original(hidden_states, *args, **options)
         elif bool(rows.any()):
             kept = rows.nonzero()[:, 0].to(hidden_states.device)
             size = len(hidden_states)
-            some = self.layer(hidden_states[kept], *_of_rows(args, kept, size), **_of_rows(options, kept, size))
+            some = self.original(hidden_states[kept], *_of_rows(args, kept, size), **_of_rows(options, kept, size))
             out = hidden_states.index_copy(0, kept, some.to(hidden_states.dtype))
         if not isinstance(out, Tensor):
             raise TypeError("a layer hands on more than a hidden state")

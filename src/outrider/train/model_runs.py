@@ -5,11 +5,9 @@ Rows, checkpoints and curves are kept as for heads (``runs``); what comes out is
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +20,13 @@ from outrider.runner import ModelRunner
 from outrider.runner.loading import decoder_layers
 from outrider.runner.tokenizers import check_same_vocabulary
 from outrider.train.acceptance import acceptance, summary
-from outrider.train.capture import fingerprint
+from outrider.train.claims import once
 from outrider.train.decoder import Decoder
 from outrider.train.distillation import DIVERGENCES, Distillation, DistillationLoss
 from outrider.train.draft_model import DraftShape, new_draft
 from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
 from outrider.train.precision import autocast_dtype
-from outrider.train.runs import Bench, HeadPlan, checkpoint_dtype, finish, run_job
+from outrider.train.runs import Bench, HeadPlan, Latest, checkpoint_dtype, finish, run_job
 from outrider.train.text import TextRows
 from outrider.types import OutriderError
 
@@ -46,21 +44,23 @@ def train_early_exit(bench: Bench, out: Path, how: HeadPlan, skip: LayerSkip) ->
     runner = bench.runner
     if runner.num_layers < 3:
         raise OutriderError(f"training early exits needs a target of three layers or more, this one has {runner.num_layers}")
-    rows = TextRows(bench.training_rows())
-    _claim(bench, "early-exit", rows, {"skip": asdict(skip)})
     model = trainable(runner)
     decoder = Decoder(model)
     decoder.check()
+    bench.claim("early-exit", **asdict(skip))
+    rows = TextRows(bench.training_rows())
+
+    held_out = Latest(lambda: measure_exits(decoder, rows.held_out))
 
     def measure(final: bool) -> dict[str, Any]:
-        exits = measure_exits(decoder, rows.held_out if final else rows.held_out[:ROWS])["exits"]
+        exits = (held_out.again() if final else measure_exits(decoder, rows.held_out[:ROWS]))["exits"]
         return {f"held_exit_{depth}": found["greedy"]["acceptance"] for depth, found in exits.items()}
 
-    before = _once(bench.work / "early-exit" / "before.json", lambda: measure_exits(decoder, rows.held_out))
+    before = once(bench.work / "early-exit" / "before.json", lambda: measure_exits(decoder, rows.held_out))
     loss = EarlyExitLoss(decoder, skip, autocast_dtype(runner.device), how.seed)
     if not run_job(bench, "early-exit", model, rows, loss, how.plan(rows), measure):
         return False
-    found = {"before": before, "after": measure_exits(decoder, rows.held_out)}
+    found = {"before": before, "after": held_out.known()}
     _save(bench, model, out)
     finish(bench, "early-exit", out, found)
     return True
@@ -101,10 +101,8 @@ def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRu
         raise OutriderError(f"no loss {teaching.loss!r} to train a draft with: {' or '.join(DIVERGENCES)}")
     if not (0 <= teaching.on_policy <= 1 and teaching.prompt_len >= 1):
         raise OutriderError(f"on-policy rows are a share between 0 and 1 behind prompts of a token or more, not {teaching}")
-    rows = TextRows(bench.training_rows())
-    if teaching.on_policy and teaching.prompt_len >= rows.seq_len:
-        raise OutriderError(f"rows of {rows.seq_len} tokens leave nothing to write after prompts of {teaching.prompt_len}")
-    _claim(bench, "draft", rows, {"shape": asdict(kind.shape), "start": kind.start, "teaching": asdict(teaching)})
+    if teaching.on_policy and teaching.prompt_len >= bench.seq_len:
+        raise OutriderError(f"rows of {bench.seq_len} tokens leave nothing to write after prompts of {teaching.prompt_len}")
     target = trainable(runner).requires_grad_(False).eval()
     torch.manual_seed(how.seed)
     if kind.start is None:
@@ -113,12 +111,16 @@ def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRu
         draft, said = _existing(kind.start, bench), f"it begins as {kind.start}"
     share = draft.num_parameters() / target.num_parameters()
     logger.info("a draft of %.1fM parameters, %.0f%% of the target's; %s", draft.num_parameters() / 1e6, 100 * share, said)
+    bench.claim("draft", shape=asdict(kind.shape), start=kind.start, teaching=asdict(teaching))
+    rows = TextRows(bench.training_rows())
+
+    held_out = Latest(lambda: measure_draft(draft, target, rows.held_out))
 
     def measure(final: bool) -> dict[str, Any]:
-        found = measure_draft(draft, target, rows.held_out if final else rows.held_out[: 4 * ROWS])
+        found = held_out.again() if final else measure_draft(draft, target, rows.held_out[: 4 * ROWS])
         return {f"held_{name}": found[name]["acceptance"] for name in ("greedy", "sampled")}
 
-    before = _once(bench.work / "draft" / "before.json", lambda: measure_draft(draft, target, rows.held_out))
+    before = once(bench.work / "draft" / "before.json", lambda: measure_draft(draft, target, rows.held_out))
     loss = DistillationLoss(draft, target, teaching, autocast_dtype(runner.device), how.seed)
     if kind.compiled:
         for layer in (*decoder_layers(draft), *decoder_layers(target)):
@@ -126,7 +128,7 @@ def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRu
         loss.divergence = torch.compile(loss.divergence, dynamic=False)
     if not run_job(bench, "draft", draft, rows, loss, how.plan(rows), measure):
         return False
-    found = {"parameters": draft.num_parameters(), "before": before, "after": measure_draft(draft, target, rows.held_out)}
+    found = {"parameters": draft.num_parameters(), "before": before, "after": held_out.known()}
     _save(bench, draft, out)
     finish(bench, "draft", out, found)
     return True
@@ -169,28 +171,6 @@ def _existing(source: str, bench: Bench) -> PreTrainedModel:
             raise OutriderError(f"no tokenizer in {source}: {str(error).strip().splitlines()[0]}") from error
         check_same_vocabulary(bench.tokenizer, tokenizer)
     return trainable(bench.runner, source)
-
-
-def _claim(bench: Bench, name: str, rows: TextRows, options: dict[str, Any]) -> None:
-    """Makes the run's part of the work folder. Raises ``OutriderError`` where it holds another run."""
-    folder = bench.work / name
-    folder.mkdir(parents=True, exist_ok=True)
-    text = hashlib.sha256(rows.whole.int().contiguous().numpy().tobytes()).hexdigest()[:16]
-    about = json.loads(json.dumps({"target": fingerprint(bench.runner), "text": text, **options}))
-    known = _once(folder / "run.json", lambda: about)
-    odd = [key for key in about if known.get(key) != about[key]]
-    if odd:
-        raise OutriderError(f"{folder} holds a run with another {' and '.join(odd)}: name another folder or delete it")
-
-
-def _once(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What the file holds; it is made first where it is not there."""
-    if not path.exists():
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(make(), indent=1) + "\n")
-        partial.replace(path)
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
 
 
 def _save(bench: Bench, model: Any, out: Path) -> None:

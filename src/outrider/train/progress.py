@@ -35,18 +35,20 @@ class Progress:
 
     def update(self, fraction: float, point: dict[str, Any]) -> None:
         """Show how far the run is."""
+        is_long = "loss" in point and "bpb" not in point
+        brief: dict[str, Any] = {key: point[key] for key in ("step", "loss") if key in point} if is_long else point
         if self._bar is not None:
-            numbers = f"loss {point['loss']:.3f}" if "loss" in point else describe(point)
+            numbers = describe(brief)
             self._bar.update(self._task, completed=fraction, numbers=numbers)
             return
         now = time.monotonic()
-        if self._first is None:
-            self._first = fraction
+        if self._first is None:  # what came before it, compiling say, tells nothing of what is left
+            self._first, self._started = fraction, now
         if now - self._printed >= LINE_EVERY_S or "bpb" in point:
             speed = (fraction - self._first) / max(now - self._started, 1e-9)
             left = f"{(1 - fraction) / speed / 60:.1f} min" if speed > 0 else "?"
             clock = time.strftime("%H:%M:%S")
-            print(f"{clock} {self.name} {fraction:6.1%} left {left} | {describe(point)}", file=sys.stderr, flush=True)
+            print(f"{clock} {self.name} {fraction:6.1%} left {left} | {describe(brief)}", file=sys.stderr, flush=True)
             self._printed = now
 
     def __enter__(self) -> Progress:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.heads import eagle_formats
 from outrider.heads import medusa as medusa_heads
+from outrider.heads.checkpoint import first_line
 from outrider.heads.eagle import default_hidden_states
 from outrider.runner import ModelRunner
 from outrider.train import plots, shapes
-from outrider.train.capture import CachedRows, FeatureCache, capture
+from outrider.train.capture import CachedRows, FeatureCache, capture, check_captured
+from outrider.train.claims import claim, digest, fingerprint
 from outrider.train.eagle import EagleLoss
 from outrider.train.medusa import MedusaLoss, measure_accuracies
 from outrider.train.plan import SEED, Plan
@@ -30,6 +32,7 @@ from outrider.train.trainer import Batches, Job, Loss, Trainer
 from outrider.types import OutriderError
 
 Evaluate = Callable[[bool], dict[str, Any]]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,16 @@ class Bench:
     source: Source = field(default_factory=Source)
     rows: Tensor | None = None  # [R, S] instead of a source
 
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a row, known before any text is read."""
+        return self.source.seq_len if self.rows is None else self.rows.shape[1]
+
+    def claim(self, name: str, **options: Any) -> None:
+        """Says what the work folder's part of this name is about. Raises ``OutriderError`` where it holds another run."""
+        text = digest(self.training_rows())
+        claim(self.work / name / "run.json", {"target": fingerprint(self.runner), "text": text, **options})
+
     def features(self, layers: Sequence[int]) -> FeatureCache:
         """The cache of these hidden states, made or completed."""
         rows = self.training_rows()
@@ -106,24 +119,47 @@ class Bench:
         return self.rows
 
 
+class Latest(Generic[Found]):
+    """What was measured last. A run ends with it: that is not done twice, nor left out where a run had ended before."""
+
+    def __init__(self, measure: Callable[[], Found]) -> None:
+        self._measure = measure
+        self._found: list[Found] = []
+
+    def again(self) -> Found:
+        """Measures."""
+        self._found = [self._measure()]
+        return self._found[0]
+
+    def known(self) -> Found:
+        """The last result; measured now where there is none."""
+        return self._found[0] if self._found else self.again()
+
+
 def train_medusa(bench: Bench, out: Path, how: HeadPlan, num_heads: int = 4, num_layers: int = 1, distil: bool = True) -> bool:
-    """Trains heads and writes them in vLLM's format with their measured accuracies. False if interrupted."""
+    """Trains heads and writes them in vLLM's format with their measured accuracies. False if interrupted.
+
+    What cannot be trained is an ``OutriderError`` before any text is written or read.
+    """
     runner = bench.runner
+    if bench.seq_len < num_heads + 3:
+        raise OutriderError(f"rows of {bench.seq_len} tokens are too short for {num_heads} heads")
+    check_captured(runner, [runner.num_layers], bench.seq_len)
+    bench.claim("medusa", heads=num_heads, layers=num_layers, distil=distil)
     cache = bench.features([runner.num_layers])
-    if cache.seq_len < num_heads + 3:
-        raise OutriderError(f"rows of {cache.seq_len} tokens are too short for {num_heads} heads")
     torch.manual_seed(how.seed)
     heads = shapes.new_medusa(runner, num_heads, num_layers).to(runner.device)
     output = shapes.output_layer(runner)
     loss = MedusaLoss(heads, output, cache, runner.num_layers, distil=distil)
 
+    held_out = Latest(lambda: measure_accuracies(heads, output, cache, runner.num_layers))
+
     def measure(final: bool) -> dict[str, Any]:
-        found = measure_accuracies(heads, output, cache, runner.num_layers)
-        return {f"held_{head + 1}": row[0] for head, row in enumerate(found)}
+        return {f"held_{head + 1}": row[0] for head, row in enumerate(held_out.again())}
 
     if not run_job(bench, "medusa", heads, CachedRows(cache), loss, how.plan(cache), measure):
         return False
-    accuracies = measure_accuracies(heads, output, cache, runner.num_layers)
+    accuracies = held_out.known()
     medusa_heads.export(heads.to(checkpoint_dtype(runner)), out, runner.vocab_size, accuracies)
     finish(bench, "medusa", out, {"accuracies": accuracies})
     return True
@@ -139,32 +175,49 @@ class EagleRun:
     draft_vocab: int | None = None  # EAGLE-3: the most frequent so many tokens; None: all
     formats: tuple[str, ...] = ("native",)
 
+    def settled(self, runner: ModelRunner, seq_len: int) -> EagleRun:
+        """With what was left open decided for a target and rows of this length.
+
+        Raises ``OutriderError`` for what cannot be trained: no such generation or layers, rows too short, a format without it.
+        """
+        if self.generation not in (1, 3):
+            raise OutriderError(f"there is no EAGLE-{self.generation} head to train: 1 (EAGLE-1 and EAGLE-2) or 3")
+        if self.generation == 1 and "speculators" in self.formats:
+            raise OutriderError("an EAGLE-1 head is written in its native format only")
+        if self.generation == 1:
+            made = replace(self, steps=self.steps or 1, layers=(runner.num_layers,), draft_vocab=None)
+        else:
+            made = replace(self, steps=self.steps or 5, layers=self.layers or default_hidden_states(runner.num_layers))
+        assert made.layers is not None and made.steps is not None
+        if seq_len < made.steps + 2:
+            raise OutriderError(f"rows of {seq_len} tokens are too short for {made.steps} steps")
+        if made.draft_vocab is not None and not 1 <= made.draft_vocab <= runner.vocab_size:
+            raise OutriderError(f"a draft vocabulary of {made.draft_vocab} tokens does not fit one of {runner.vocab_size}")
+        check_captured(runner, made.layers, seq_len)
+        return made
+
 
 def train_eagle(bench: Bench, out: Path, how: HeadPlan, kind: EagleRun = EagleRun()) -> bool:
-    """Trains a head and writes it in the formats asked for, the first into ``out`` itself. False if interrupted."""
+    """Trains a head and writes it in the formats asked for, the first into ``out`` itself. False if interrupted.
+
+    Raises ``OutriderError`` as ``EagleRun.settled`` does, before any text is written or read.
+    """
     runner = bench.runner
-    if kind.generation not in (1, 3):
-        raise OutriderError(f"there is no EAGLE-{kind.generation} head to train: 1 (EAGLE-1 and EAGLE-2) or 3")
-    layers: tuple[int, ...] = (runner.num_layers,)
-    if kind.generation == 3:
-        layers = kind.layers or default_hidden_states(runner.num_layers)
-    steps = kind.steps or (5 if kind.generation == 3 else 1)
-    rows = bench.training_rows()
-    if rows.shape[1] < steps + 2:
-        raise OutriderError(f"rows of {rows.shape[1]} tokens are too short for {steps} steps")
-    if kind.generation == 1 and "speculators" in kind.formats:
-        raise OutriderError("an EAGLE-1 head is written in its native format only")
-    draft_ids = None
-    if kind.generation == 3 and kind.draft_vocab is not None:
-        draft_ids = shapes.frequent_tokens(rows, runner.vocab_size, kind.draft_vocab)
-    cache = bench.features([*layers, runner.num_layers])
-    torch.manual_seed(how.seed)
-    head = shapes.new_eagle(runner, kind.generation, layers, draft_ids).to(runner.device)
+    kind = kind.settled(runner, bench.seq_len)
+    assert kind.layers is not None and kind.steps is not None
     name = f"eagle{kind.generation}"
-    loss = EagleLoss(head, cache, runner.num_layers, steps, seed=how.seed)
-    if not run_job(bench, name, head, CachedRows(cache), loss, how.plan(cache), lambda final: loss.evaluate()):
+    bench.claim(name, layers=kind.layers, steps=kind.steps, **{"draft vocabulary": kind.draft_vocab})
+    draft_ids = None
+    if kind.draft_vocab is not None:
+        draft_ids = shapes.frequent_tokens(bench.training_rows(), runner.vocab_size, kind.draft_vocab)
+    cache = bench.features([*kind.layers, runner.num_layers])
+    torch.manual_seed(how.seed)
+    head = shapes.new_eagle(runner, kind.generation, kind.layers, draft_ids).to(runner.device)
+    loss = EagleLoss(head, cache, runner.num_layers, kind.steps, seed=how.seed)
+    held_out = Latest(loss.evaluate)
+    if not run_job(bench, name, head, CachedRows(cache), loss, how.plan(cache), lambda final: held_out.again()):
         return False
-    found = {"held_out": loss.evaluate(), "acceptance_by_rank": loss.sibling_acceptance()}
+    found = {"held_out": held_out.known(), "acceptance_by_rank": loss.sibling_acceptance()}
     head = head.to(checkpoint_dtype(runner))
     for index, form in enumerate(kind.formats):
         folder = out if index == 0 else out.with_name(f"{out.name}-{form}")
@@ -179,8 +232,9 @@ def run_job(bench: Bench, name: str, model: nn.Module, batches: Batches, loss: L
     folder = bench.work / name
     try:
         trainer = Trainer(Job(name, model, batches, loss, plan, folder, evaluate))
-    except (RuntimeError, KeyError, ValueError) as error:
-        raise OutriderError(f"the checkpoint in {folder} is of something else, delete it to begin anew: {error}") from error
+    except Exception as error:  # a file that is cut short, or of something else, fails in many ways
+        said = f"the checkpoint in {folder} cannot be gone on from, delete it to begin anew"
+        raise OutriderError(f"{said}: {first_line(error)}") from error
     finished = trainer.run()
     model.eval().requires_grad_(False)
     return finished

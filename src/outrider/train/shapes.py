@@ -10,21 +10,43 @@ from transformers import LlamaConfig
 
 from outrider.heads.eagle import EagleHead, EagleShape
 from outrider.heads.medusa import MedusaHeads, MedusaShape
+from outrider.heads.own_logits import Finish, finish_of
 from outrider.runner import ModelRunner, loading
 from outrider.runner.linear import weight_of
 from outrider.train import rollout_attention
 from outrider.types import OutriderError
 
 
-def output_layer(runner: ModelRunner) -> nn.Linear:
-    """The target's output head as a plain float32 layer that gradients pass through, frozen."""
+class OutputLayer(nn.Linear):
+    """A target's output head as a plain float32 layer that gradients pass through, frozen.
+
+    What the target does behind it (a cap, a scale) is done here too: features [..., H] -> logits [..., V].
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, finish: Finish | None) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            self.bias = nn.Parameter(bias, requires_grad=False)
+        self.finish = finish
+
+    def forward(self, features: Tensor) -> Tensor:
+        numbers = super().forward(features)
+        return numbers if self.finish is None else self.finish(numbers)
+
+    def plain_weight(self) -> Tensor:
+        """[V, H] of a layer with nothing behind it that says nearly the same: a scale is in it, a cap is left out."""
+        if self.finish is None:
+            return self.weight
+        small = torch.full((1,), 1e-3, device=self.weight.device)
+        return self.weight * (self.finish(small) / small)
+
+
+def output_layer(runner: ModelRunner) -> OutputLayer:
+    """The target's, of weights in whatever form it has them."""
     module = runner.model.get_output_embeddings()
-    weight, bias = weight_of(module).float(), getattr(module, "bias", None)
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        layer.bias = nn.Parameter(bias.float(), requires_grad=False)
-    return layer
+    bias = getattr(module, "bias", None)
+    return OutputLayer(weight_of(module).float(), None if bias is None else bias.float(), finish_of(runner.model))
 
 
 def final_scale(runner: ModelRunner) -> Tensor:
@@ -42,13 +64,13 @@ def new_medusa(runner: ModelRunner, num_heads: int, num_layers: int) -> MedusaHe
     if num_heads < 1 or num_layers < 1:
         raise OutriderError("the number of heads and of their layers must be at least 1")
     heads = MedusaHeads(MedusaShape(num_heads, num_layers, runner.hidden_size, runner.vocab_size))
-    output = output_layer(runner)
+    weight = output_layer(runner).plain_weight()[: runner.vocab_size]
     blocks: list[Any] = list(heads.blocks)
     for block, head in zip(blocks, heads.lm_heads, strict=True):
         for layer in block.layers:
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
-        head.weight.data.copy_(output.weight[: runner.vocab_size])  # type: ignore[operator]
+        head.weight.data.copy_(weight)  # type: ignore[operator]
     return heads
 
 
@@ -95,7 +117,7 @@ def new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ..
             nn.init.zeros_(layer.mlp.down_proj.weight)
         if generation == 3:
             chosen = torch.arange(size) if draft_ids is None else draft_ids
-            head.lm_head.weight.copy_(output.weight[chosen.to(output.weight.device)])
+            head.lm_head.weight.copy_(output.plain_weight()[chosen.to(output.weight.device)])
             head.norm.weight.copy_(final_scale(runner))
             if head.draft_ids is not None:
                 head.draft_ids.copy_(chosen)
@@ -104,7 +126,5 @@ def new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ..
 
 def frequent_tokens(rows: Tensor, vocab_size: int, size: int) -> Tensor:
     """The ``size`` most frequent ids of rows [R, S], ascending: what a reduced vocabulary should hold."""
-    if not 1 <= size <= vocab_size:
-        raise OutriderError(f"a draft vocabulary of {size} tokens does not fit one of {vocab_size}")
     counts = torch.bincount(rows.flatten().long(), minlength=vocab_size)
     return counts.argsort(descending=True, stable=True)[:size].sort().values

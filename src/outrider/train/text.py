@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from outrider.runner import ModelRunner
+from outrider.train.claims import claim, digest, fingerprint
 from outrider.types import OutriderError
 
 Report = Callable[[float, dict[str, Any]], None]  # how far, and what to show
@@ -30,7 +31,7 @@ def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[s
     if path.suffix not in (".jsonl", ".json"):
         yield path.read_text(encoding="utf-8", errors="replace")
         return
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
@@ -113,22 +114,28 @@ def regenerate(
 ) -> Tensor:
     """Rows [R, S] of which the target writes all but the first ``prompt_len`` tokens itself, at a temperature (0: greedy).
 
-    Kept batch by batch in ``folder``, so that an interrupted run goes on where it stopped.
+    Kept batch by batch in ``folder``, so that an interrupted run goes on where it stopped. Raises ``OutriderError`` for
+    numbers that make no text, and where the folder holds what was written by another target, of another text or otherwise.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     if not 1 <= prompt_len < rows.shape[1]:
         raise OutriderError(f"rows of {rows.shape[1]} tokens leave nothing to write after prompts of {prompt_len}")
-    written = []
+    if temperature < 0:
+        raise OutriderError(f"text at temperature {temperature:g}: 0 (greedy) or above")
+    how = {"prompt length": prompt_len, "temperature": temperature, "seed": seed, "batch": runner.max_batch}
+    claim(folder / "text.json", {"target": fingerprint(runner), "text": digest(rows), **how})
+    written: list[Tensor] = []
     for number, batch in enumerate(rows.split(runner.max_batch)):
         file = folder / f"text_{number:05}.safetensors"
-        if not file.exists():
+        is_there = file.exists()
+        if not is_there:
             ids = _written(runner, batch, prompt_len, temperature, torch.Generator().manual_seed(seed + number))
             partial = file.with_suffix(".partial")
             save_file({"ids": ids}, partial)
             partial.replace(file)
         written.append(load_file(file)["ids"])
-        done = sum(map(len, written))
-        report(done / len(rows), {"rows": done})
+        if not is_there:  # what an earlier run wrote says nothing of the time that is left
+            done = sum(map(len, written))
+            report(done / len(rows), {"rows": done})
     return torch.cat(written)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import signal
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from outrider.train import optim
 from outrider.train.clock import MAX_GAP_S, RunningClock
 from outrider.train.plan import Plan
 from outrider.train.progress import Progress
+from outrider.types import OutriderError
+
+logger = logging.getLogger(__name__)
 
 
 class Batches(Protocol):
@@ -112,6 +116,11 @@ class Trainer:
         rows = max(1, plan.batch_tokens // seq_len)
         ids = self.job.batches.batch(self.step, rows, seq_len).to(self.device)
         loss, parts = self.job.loss(ids, self.step, before)
+        if not torch.isfinite(loss):  # one update with it, and the next checkpoint would be lost too
+            raise OutriderError(
+                f"the loss of step {self.step + 1} is {loss.item()}: the learning rates (--muon-lr, --adam-lr) are too high;"
+                f" {self.checkpoint} is from before, delete it to begin anew"
+            )
         loss.backward()
         for optimizer in self.optimizers:
             optimizer.step()
@@ -144,6 +153,7 @@ class Trainer:
                         saved = self.clock.elapsed
                 done = self.progress >= 1.0
                 if done and "final" not in self.curve[-1]:
+                    logger.info("%s: measuring on held-out text", self.job.name)
                     self.curve[-1] |= self._evaluate(final=True) | {"final": True}
                 self.save()
         finally:

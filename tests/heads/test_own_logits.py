@@ -1,0 +1,128 @@
+"""What a target does behind its output head, a cap or a scale, is done by whatever drafts or learns through that head."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from runner.rounds import make_model, make_request, make_text
+from runner.test_architectures import small_config
+
+from outrider.heads import eagle_formats
+from outrider.heads.eagle import EagleHead
+from outrider.heads.own_logits import finish_of
+from outrider.proposers.eagle import EagleConfig, EagleProposer
+from outrider.runner import ModelRunner, RunnerConfig
+from outrider.sampling import Sampler
+from outrider.train import shapes
+from outrider.train.capture import capture
+from outrider.train.eagle import EagleLoss
+from outrider.train.medusa import MedusaLoss
+from outrider.types import Context, Proposal, SamplingParams
+
+VOCAB, SEQ = 67, 12
+SHAPED = {"gemma2": {"final_logit_softcapping": 1.5}, "cohere": {"logit_scale": 0.25}, "granite": {"logits_scaling": 4.0}}
+
+
+def model_of(kind, **changes):
+    return make_model(small_config(kind, tie_word_embeddings=False, **(SHAPED.get(kind, {}) | changes)))
+
+
+def runner_of(model):
+    return ModelRunner.load(copy.deepcopy(model), RunnerConfig(compile="never", max_batch=4))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [*SHAPED, "llama", "gpt2", "mixtral"])
+def test_the_targets_own_code_finishes_its_logits(kind):
+    model = model_of(kind)
+    ids = torch.tensor([make_text(SEQ, 1), make_text(SEQ, 2)])
+    said = model(ids, output_hidden_states=True, use_cache=False)
+    numbers = model.get_output_embeddings()(said.hidden_states[-1])
+    finish = finish_of(model)
+    assert (finish is None) == (kind not in SHAPED)
+    torch.testing.assert_close(numbers if finish is None else finish(numbers), said.logits)
+    torch.testing.assert_close(model(ids, use_cache=False).logits, said.logits)  # the model is as it was
+
+
+@pytest.fixture(scope="module", params=SHAPED)
+def captured(request, tmp_path_factory):
+    """A target, its runner and its features of some rows."""
+    model = model_of(request.param)
+    runner = runner_of(model)
+    rows = torch.stack([torch.tensor(make_text(SEQ, seed)) for seed in range(8)]).int()
+    folder = tmp_path_factory.mktemp("features")
+    return model, runner, capture(runner, rows, [0, 1, 2], folder, lambda *_: None)
+
+
+@torch.no_grad()
+def test_heads_learn_what_the_target_says(captured):
+    """The loss is the cross entropy against the model's own logits, cap and scale included."""
+    model, runner, cache = captured
+    ids, features = cache.read([0, 1])
+    said = model(ids, use_cache=False).logits
+    torch.testing.assert_close(shapes.output_layer(runner)(features[2]), said, rtol=0.05, atol=0.05)  # features are bfloat16
+    head = shapes.new_eagle(runner, 1, (2,), None)
+    torch.testing.assert_close(EagleLoss(head, cache, 2, 1)._said(features[2]), said, rtol=0.05, atol=0.05)
+    heads = shapes.new_medusa(runner, 1, 1)
+    loss, _ = MedusaLoss(heads, shapes.output_layer(runner), cache, 2)(torch.tensor([0, 1]), 0, 0.0)
+    own = heads(features[2][:, : SEQ - 2])[0]
+    wanted = torch.nn.functional.cross_entropy(own.flatten(0, 1), said[:, 1:-1].softmax(-1).flatten(0, 1))
+    assert float(loss) == pytest.approx(float(wanted), rel=0.02)
+
+
+@torch.no_grad()
+def test_fresh_heads_guess_what_the_targets_own_head_would(captured):
+    """A scale can be in a head's own weights; a cap cannot, and matters little where logits are small."""
+    model, runner, cache = captured
+    if model.config.model_type == "gemma2":
+        return
+    ids, features = cache.read([3])
+    said = model(ids, use_cache=False).logits
+    torch.testing.assert_close(shapes.new_medusa(runner, 1, 1)(features[2])[0], said, rtol=0.05, atol=0.05)
+    eagle3 = shapes.new_eagle(runner, 3, (0, 1, 2), None)
+    wanted = shapes.output_layer(runner).plain_weight()
+    torch.testing.assert_close(eagle3.lm_head.weight, wanted)
+
+
+def test_gradients_pass_through_the_cap(captured):
+    _, runner, cache = captured
+    head = shapes.new_eagle(runner, 1, (2,), None)
+    _, features = cache.read([0])
+    guess = features[2].clone().requires_grad_()
+    head.target_logits(guess).logsumexp(-1).sum().backward()
+    assert bool(guess.grad.any(-1).all())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", SHAPED)
+def test_a_head_that_drafts_through_the_targets_output_head_does_what_the_target_does(kind):
+    model = model_of(kind)
+    runner = runner_of(model)
+    head = shapes.new_eagle(runner, 1, (2,), None)
+    head.shape.llama._attn_implementation = "outrider"
+    proposer = EagleProposer(head, runner, EagleConfig(max_nodes=1))
+    request = make_request("r", make_text(9, 3))
+    request.params = SamplingParams(temperature=1.0)
+    runner.needs_hidden = (2,)
+    empty = Context((request,), (0,), Sampler([request], VOCAB))
+    scores = runner.score(empty, Proposal.empty(1))
+    hidden = {2: [torch.cat((scores.past_hidden[2][0], scores.hidden[2][0]))]}
+    request.token_ids.append(5)
+    context = Context((request,), (1,), Sampler([request], VOCAB), hidden)
+    probs = proposer.propose(context, 1).probs
+    assert probs is not None
+    # A fresh head repeats the feature that it is given, so it says what the target said of the token before.
+    torch.testing.assert_close(probs[0, 0], scores.logits[0, 0].softmax(-1), rtol=0.1, atol=0.01)
+
+
+@torch.no_grad()
+def test_an_exported_head_embeds_as_the_target_does(tmp_path):
+    """Gemma 3's embedding scales what it has stored: the copy in the file is of what it gives."""
+    runner = runner_of(model_of("gemma3_text"))
+    head = shapes.new_eagle(runner, 1, (2,), None)
+    eagle_formats.export(head, tmp_path)
+    again: EagleHead = eagle_formats.load(tmp_path, 2, VOCAB, 32)
+    ids = torch.arange(VOCAB)
+    torch.testing.assert_close(again.embed_tokens(ids), runner.model.get_input_embeddings()(ids))
