@@ -15,7 +15,7 @@ from outrider.search.confirming import Measured, Ratio, ratio
 CANDIDATES = 8  # confirmed at most
 OF_ONE_METHOD = 2  # fixed lengths, beside the one that adapts
 HOPELESS = 0.7  # of the best prediction, or of plain decoding: predictions are not that far off
-ALIKE = 0.03  # at most given away for a simpler candidate
+ALIKE = 0.03  # at most given away for a simpler method
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,14 @@ class Choice:
 
 
 def simplicity(contender: Contender, proposers: Mapping[str, Proposer]) -> tuple[int, ...]:
-    """Sorts what is simpler to serve first: no drafts, one method, no second model, no model; then a length that adapts.
+    """Sorts what is simpler to serve first: no drafts, one method, no second model, no model.
 
     What is equal by that comes in the order of ``proposers``.
     """
     if contender.is_plain:
         return (0,)
     proposer, (name, _) = proposers[contender.method], split_method(contender.method)
-    length = 0 if isinstance(contender.k, str) else contender.k
-    return 1, name.count("+"), proposer.takes_draft, not proposer.reads_text_only, [*proposers].index(contender.method), length
+    return 1, name.count("+"), proposer.takes_draft, not proposer.reads_text_only, [*proposers].index(contender.method)
 
 
 def shortlist(predictions: Sequence[Prediction]) -> tuple[list[Contender], dict[str, str]]:
@@ -89,7 +88,7 @@ def survivors(
 
 
 def choose(finalists: Sequence[Contender], measured: Sequence[Measured], proposers: Mapping[str, Proposer]) -> Choice:
-    """The simplest of those that are as fast as the fastest, plain decoding included.
+    """The simplest method of those that are as fast as the fastest, plain decoding included, at its fastest length.
 
     As fast: their ratio's interval holds 1, and no more than ``ALIKE`` is given away. Whoever is not faster than plain decoding
     beyond noise is left behind.
@@ -103,14 +102,17 @@ def choose(finalists: Sequence[Contender], measured: Sequence[Measured], propose
     if not winners:
         reason = "no candidate is faster than plain decoding by more than the noise: do not speculate"
         return Choice(PLAIN_CONTENDER, None, reason, others)
-    best = max(winners, key=lambda each: speedups[each].value)
-    against = {each: ratio(measured, best.label, each.label) for each in winners if each != best}
+    winners.sort(key=lambda each: -speedups[each].value)
+    leaders = {each.method: each for each in reversed(winners)}  # the fastest length of each method
+    best = winners[0]
+    against = {each: ratio(measured, best.label, each.label) for each in leaders.values() if each != best}
     alike = [best, *(each for each, lead in against.items() if _is_alike(lead))]
     chosen = min(alike, key=lambda each: simplicity(each, proposers))
     others[PLAIN] = f"{chosen.label} is {_said(speedups[chosen])} its speed"
     for each in winners:
         if each != chosen:
-            beaten = f"no faster than {chosen.label} beyond noise" if each in alike else f"slower than {best.label}"
+            leader = best if each is leaders[each.method] else leaders[each.method]
+            beaten = f"no faster than {chosen.label} beyond noise" if each in alike else f"slower than {leader.label}"
             others[each.label] = f"{_said(speedups[each])} plain decoding's speed, {beaten}"
     reason = f"{_said(speedups[chosen])} the speed of plain decoding"
     if chosen != best:
