@@ -38,7 +38,7 @@ def waiting(what: str) -> Iterator[Status | None]:
         if monotonic() - started > 2:
             err.print(Text(f"{what}: {monotonic() - started:.1f} s", style="dim"))
     else:
-        err.print(Text(f"{what} ..."))
+        err.print(Text(f"{what} ..."), soft_wrap=True)
         yield None
 
 
