@@ -154,6 +154,26 @@ def test_it_can_be_used_by_keyboard_alone(visitor: Visitor) -> None:
     assert page.locator(".tok[aria-selected=true]").count() == 1
 
 
+def test_a_race_ends_when_its_end_is_known_not_when_its_last_round_is_shown(visitor: Visitor) -> None:
+    """The verdict comes with the end: on a slow machine all rounds are on the page some time before."""
+    ends = visitor.page.evaluate(
+        """async () => {
+            const { Player } = await import(new URL("player.js", document.querySelector("script[src]").src));
+            const frames = async (n) => { while (n--) await new Promise(requestAnimationFrame); };
+            const ends = [], player = new Player(() => {}, () => {}, () => ends.push(player.isFinished));
+            player.rate = Infinity;
+            for (const lane of ["plain", "speculative"]) player.add({ lane, clock: 1, finish_reason: "length" });
+            await frames(4);
+            player.finish();
+            await frames(4);
+            player.replay();
+            await frames(4);
+            return ends;
+        }"""
+    )
+    assert ends == [True, True]
+
+
 def test_a_race_that_is_refused_leaves_the_one_before_it_to_be_replayed(visitor: Visitor) -> None:
     visitor.race()
     first, said = visitor.page.input_value("#prompt"), visitor.said("speculative")

@@ -3,7 +3,7 @@
 export const LANES = ["plain", "speculative"];
 
 export class Player {
-  /** `show(lane, round)` draws a round; `tick(time)` runs each frame; `end()` once everything is shown. */
+  /** `show(lane, round)` draws a round; `tick(time)` runs each frame; `end()` once everything is shown and `finish` was called. */
   constructor(show, tick, end) {
     Object.assign(this, { show, tick, end });
     this.rate = 1; // seconds of the race for each second of the visitor's
@@ -15,6 +15,7 @@ export class Player {
     this.frame = null;
     this.lanes = Object.fromEntries(LANES.map((lane) => [lane, { rounds: [], shown: 0, ended: false }]));
     this.time = 0;
+    this.isFinished = false;
     this.isOver = false;
   }
 
@@ -27,6 +28,7 @@ export class Player {
   /** No more rounds will come. */
   finish() {
     for (const lane of LANES) this.lanes[lane].ended = true;
+    this.isFinished = true;
     this.#wake();
   }
 
@@ -76,8 +78,8 @@ export class Player {
     this.tick(this.time);
     const allShown = LANES.every((lane) => this.lanes[lane].ended && this.lanes[lane].shown === this.lanes[lane].rounds.length);
     if (allShown) {
-      this.isOver = true;
-      this.end();
+      this.isOver = this.isFinished; // the last rounds may be shown before it is known how the race ended
+      if (this.isOver) this.end();
       return;
     }
     this.last = now;
