@@ -8,9 +8,10 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,11 +20,14 @@ import uvicorn
 from pydantic import ValidationError
 
 from outrider import LLM, SamplingParams
-from outrider.server.bridge import EngineBridge
+from outrider.engine import Emission
+from outrider.engine.stats import GenerationStats
+from outrider.server.bridge import EngineBridge, Stream
 from outrider.server.config import Client, KeyRing
-from outrider.server.gate import JsonLines
+from outrider.server.gate import CLOSED, JsonLines
 from outrider.server.protocol import ChatBody, CompletionBody
 from outrider.server.run import GracefulServer
+from outrider.server.service import _whole
 from outrider.types import OutriderError, Proposal
 
 from .served import Served, serving, until
@@ -84,6 +88,33 @@ def test_a_client_that_goes_away_frees_its_place_within_a_round(
         until(lambda: not scheduler.running)
     slow.go()
     assert small.text(PROMPT) == wanted(plain)
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_client_that_goes_away_as_tokens_come_ends_its_request_too(turns: int) -> None:
+    """``turns`` of the event loop lie between the two: at one of them the waiting is cancelled as it ends."""
+    cancelled: set[str] = set()
+    stream = Stream(SimpleNamespace(cancel=cancelled.update), ["r"], monotonic() + 20)  # type: ignore[arg-type]
+    tokens = Emission("r", [5], ["plain"], "a", None, None, None, GenerationStats())
+
+    class Answering:
+        close = staticmethod(stream.close)
+
+        async def chunks(self) -> AsyncIterator[Emission]:
+            async for emission in stream:
+                yield emission
+
+    class Leaving:
+        async def receive(self) -> dict[str, str]:
+            await asyncio.sleep(0.01)
+            stream.put(tokens)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            return {"type": "http.disconnect"}
+
+    started = monotonic()
+    answer = asyncio.run(_whole(Answering(), Leaving()))  # type: ignore[arg-type]
+    assert answer.status_code == CLOSED and cancelled == {"r"} and monotonic() - started < 10
 
 
 def test_a_full_queue_says_when_to_come_again(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:

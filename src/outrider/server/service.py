@@ -195,10 +195,10 @@ async def _whole(watched: Watched, http: Request) -> Response:
         tasks[0].result()
         return JSONResponse(watched.answer.whole())
     finally:
+        watched.close()  # first: before Python 3.12 wait_for may swallow a cancellation, if tokens come at the same moment
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        watched.close()
 
 
 class EventStream(StreamingResponse):
