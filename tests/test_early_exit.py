@@ -7,8 +7,8 @@ import logging
 import pytest
 import torch
 from runner.rounds import (
-    force_padding,
-    force_reference,
+    OPERATORS,
+    force,
     make_model,
     make_request,
     make_text,
@@ -100,12 +100,9 @@ class Drafting:
                 torch.testing.assert_close(got, expected, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-4)
 
 
-@pytest.fixture(params=["kernels", "reference", "padded reference"])
+@pytest.fixture(params=OPERATORS)
 def operators(request, monkeypatch):
-    if "reference" in request.param:
-        force_reference(monkeypatch)
-    if "padded" in request.param:
-        force_padding(monkeypatch)
+    force(request.param, monkeypatch)
     return request.param
 
 

@@ -8,7 +8,7 @@ A *round* is: propose -> score -> verify -> commit. Each arrow is one of the fro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
@@ -135,6 +135,10 @@ class Context:
     @property
     def request_ids(self) -> tuple[str, ...]:
         return tuple(request.request_id for request in self.requests)
+
+    def limited(self, lengths: Sequence[int]) -> Context:
+        """The same round with at most ``lengths[b]`` drafts for request b."""
+        return replace(self, limits=tuple([min(pair) for pair in zip(self.limits, lengths, strict=True)]))
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,17 @@ def force_padding(monkeypatch) -> None:
     monkeypatch.setattr(Layouts, "__init__", padded)
 
 
+OPERATORS = ("kernels", "reference", "padded reference")
+
+
+def force(operators: str, monkeypatch) -> None:
+    """Makes the runner work as one of ``OPERATORS`` says."""
+    if "reference" in operators:
+        force_reference(monkeypatch)
+    if "padded" in operators:
+        force_padding(monkeypatch)
+
+
 def make_request(name: str, tokens: Sequence[int]) -> Request:
     return Request(name, list(tokens), len(tokens), SamplingParams(), 0, torch.Generator())
 

@@ -11,9 +11,10 @@ from outrider.runner.layer_span import WHOLE
 from outrider.types import Context, OutriderError
 
 from .rounds import (
+    OPERATORS,
     Rounds,
+    force,
     force_padding,
-    force_reference,
     make_model,
     make_request,
     make_text,
@@ -84,12 +85,9 @@ def start(model_type: str, lengths=LENGTHS, **config: object) -> Rounds:
     return Rounds(runner, model, [make_text(length, seed) for seed, length in enumerate(lengths)])
 
 
-@pytest.fixture(params=["kernels", "reference", "padded reference"])
+@pytest.fixture(params=OPERATORS)
 def operators(request, monkeypatch):
-    if "reference" in request.param:
-        force_reference(monkeypatch)
-    if "padded" in request.param:
-        force_padding(monkeypatch)
+    force(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle
 
 import torch
@@ -127,7 +127,7 @@ def simulate(policy: LengthPolicy, cell: Cell, passes: PassCosts | None = None) 
         asked_lengths = policy.next_lengths(context)
         drafts = [row.draft(k) for row, k in zip(rows, asked_lengths, strict=True)]
         lens, accepted = [made for made, _ in drafts], [count for _, count in drafts]
-        asked = replace(context, limits=tuple([min(pair) for pair in zip(context.limits, asked_lengths, strict=True)]))
+        asked = context.limited(asked_lengths)
         drafted_for = [row for row, limit in zip(rows, asked.limits, strict=True) if limit > 0]
         behind = sum(len(row.request.token_ids) - seen.get(row, 0) for row in drafted_for)
         times = cell.machine.times(asked_lengths, lens, behind)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -230,7 +230,7 @@ class Engine:
             pairs = zip(lengths, own, strict=True)
             lengths = [k if length is None else min(length, self.proposer.max_drafts) for k, length in pairs]
         if lengths.count(lengths[0]) < len(lengths):
-            context = replace(context, limits=tuple([min(pair) for pair in zip(context.limits, lengths, strict=True)]))
+            context = context.limited(lengths)
         return max(lengths), context
 
     # --- requests come and go -----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from outrider.runner.loading import first_line
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
@@ -144,8 +145,3 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: object, ignor
         if there.shape != tensors[name].shape:
             raise OutriderError(f"{source}: {name} is {list(tensors[name].shape)}, by its config it is {list(there.shape)}")
     module.load_state_dict({name: tensors[name].to(there.dtype) for name, there in wanted.items()})
-
-
-def first_line(error: BaseException) -> str:
-    """What an exception says, in one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

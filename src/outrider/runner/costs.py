@@ -89,14 +89,11 @@ class PassCosts:
 
     def seconds(self, width: float, batch: int, cache_len: int) -> float | None:
         """Of a pass; None until one of this batch size has been seen."""
-        bucket = cache_len // CACHE_BUCKET
-        table = self._tables.get((batch, bucket))
-        return self._at(self._nearest(batch, bucket) if table is None else table, width, batch)
+        return self._at(self._table(batch, cache_len), width, batch)
 
     def curve(self, widest: float, batch: int, cache_len: int) -> tuple[list[float], list[float]] | None:
         """Widths from 1 to ``widest`` and their seconds, between which ``seconds`` is a straight line."""
-        bucket = cache_len // CACHE_BUCKET
-        table = self._tables.get((batch, bucket)) or self._nearest(batch, bucket)
+        table = self._table(batch, cache_len)
         if not table:
             return None
         widths = sorted({1.0, float(widest), *(width for width in table if 1 < width < widest)})
@@ -131,6 +128,12 @@ class PassCosts:
             return STEP_SLOPE * batch * seconds
         nearest = min(known, key=lambda key: abs(key[0] - batch))
         return _slope(self._tables[nearest]) * batch / nearest[0]
+
+    def _table(self, batch: int, cache_len: int) -> dict[float, float]:
+        """The entries of this batch size and cache length, or of the nearest length."""
+        bucket = cache_len // CACHE_BUCKET
+        found = self._tables.get((batch, bucket))
+        return self._nearest(batch, bucket) if found is None else found
 
     def _nearest(self, batch: int, bucket: int) -> dict[float, float]:
         """The entries of the nearest bucket of this batch size."""

@@ -28,7 +28,7 @@ def load_model(
         )
         model, info = loaded
     except Exception as error:  # broken files fail in more ways than can be listed
-        raise OutriderError(f"cannot load {source}: {_first_line(error)}") from error
+        raise OutriderError(f"cannot load {source}: {first_line(error)}") from error
     missing = sorted(info["missing_keys"])  # transformers would fill them with random numbers
     if missing:
         raise OutriderError(f"{source} lacks weights of the model: {len(missing)} tensors, the first {missing[0]}")
@@ -49,7 +49,7 @@ def adopt(model: PreTrainedModel) -> PreTrainedModel:
         model.set_attn_implementation(attention.NAME)
     except (ValueError, KeyError) as error:
         raise OutriderError(
-            f"{type(model).__name__} does not use transformers' attention interface: {_first_line(error)}"
+            f"{type(model).__name__} does not use transformers' attention interface: {first_line(error)}"
         ) from error
     if text_config(model)._attn_implementation != attention.NAME:
         raise OutriderError(f"{type(model).__name__} does not let its attention be set: Outrider cannot run it")
@@ -84,7 +84,7 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
         config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         hint = "" if looks_local else " (neither a local folder nor a hub id that can be reached)"
-        raise OutriderError(f"cannot read the config of {source}{hint}: {_first_line(error)}") from error
+        raise OutriderError(f"cannot read the config of {source}{hint}: {first_line(error)}") from error
     if not trust_remote_code and type(config) not in AutoModelForCausalLM._model_mapping:
         raise OutriderError(f"{source} is a {config.model_type} model, not a causal language model")
     refuse_encoders(config)
@@ -136,5 +136,6 @@ def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
     raise OutriderError(f"{type(model).__name__} has no list of {count} decoder layers")
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -6,7 +6,7 @@ The draft-length policy is the real one, shown the rounds that are played; nothi
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -113,8 +113,7 @@ def _play(
         if not is_prefill:
             table = passes.behind(first_layer)
             table.observe(table.width(lens), len(rows), len(requests[0].token_ids), price.score)
-        asked = replace(context, limits=tuple([min(pair) for pair in zip(context.limits, lengths, strict=True)]))
-        policy.observe(asked, Round(k, lens, depths, accepted, times, first_layer), is_prefill)
+        policy.observe(context.limited(lengths), Round(k, lens, depths, accepted, times, first_layer), is_prefill)
         is_prefill = False
         ended = [row.request.request_id for row in rows if row.left <= 0]
         if ended:

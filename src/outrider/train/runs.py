@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.heads import eagle_formats
 from outrider.heads import medusa as medusa_heads
-from outrider.heads.checkpoint import first_line
 from outrider.heads.eagle import default_hidden_states
 from outrider.runner import ModelRunner
+from outrider.runner.loading import first_line
 from outrider.train import plots, shapes
 from outrider.train.capture import CachedRows, FeatureCache, capture, check_captured
 from outrider.train.claims import claim, digest, fingerprint
