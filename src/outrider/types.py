@@ -27,6 +27,11 @@ class OutriderError(Exception):
     """A mistake of the user's that one clear line explains: the command line prints it and exits with code 2."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line: for the message of an ``OutriderError``."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
 class Matcher(Protocol):
     """How far one answer has come in its grammar."""
 

@@ -20,7 +20,7 @@ from outrider.registry import (
 )
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.tokenizers import DifferentVocabulary
-from outrider.types import OutriderError
+from outrider.types import OutriderError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -68,8 +68,7 @@ def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> PreT
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise OutriderError(f"no tokenizer in {str(source)!r}: {first_line}") from error
+        raise OutriderError(f"no tokenizer in {str(source)!r}: {first_line(error)}") from error
     return tokenizer
 
 

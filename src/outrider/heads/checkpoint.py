@@ -14,8 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from outrider.runner.loading import first_line
-from outrider.types import OutriderError
+from outrider.types import OutriderError, first_line
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.runner import attention
-from outrider.types import OutriderError
+from outrider.types import OutriderError, first_line
 
 
 def load_model(
@@ -134,8 +134,3 @@ def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
             return module
     raise OutriderError(f"{type(model).__name__} has no list of {count} decoder layers")
-
-
-def first_line(error: BaseException) -> str:
-    """What an exception says, in one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

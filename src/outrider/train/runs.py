@@ -19,7 +19,6 @@ from outrider.heads import eagle_formats
 from outrider.heads import medusa as medusa_heads
 from outrider.heads.eagle import default_hidden_states
 from outrider.runner import ModelRunner
-from outrider.runner.loading import first_line
 from outrider.train import plots, shapes
 from outrider.train.capture import CachedRows, FeatureCache, capture, check_captured
 from outrider.train.claims import claim, digest, fingerprint
@@ -29,7 +28,7 @@ from outrider.train.plan import SEED, Plan
 from outrider.train.progress import Progress
 from outrider.train.text import regenerate, token_rows
 from outrider.train.trainer import Batches, Job, Loss, Trainer
-from outrider.types import OutriderError
+from outrider.types import OutriderError, first_line
 
 Evaluate = Callable[[bool], dict[str, Any]]
 Found = TypeVar("Found")
