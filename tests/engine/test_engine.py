@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outrider.engine.guard import check
 from outrider.engine.policy import FixedLength
 from outrider.proposers.base import Proposer, ScriptedProposer, chain_proposal
+from outrider.runner.tree_mask import ancestor_matrix
+from outrider.sampling import InvalidLogits
 from outrider.types import OutriderError, Proposal
 from outrider.verifiers.block import BlockVerifier
 
@@ -197,6 +200,28 @@ def test_only_the_request_at_fault_loses_speculation(fault, batch, caplog):
     assert len(caplog.records) == 1
 
 
+def invalid_for(name, context):
+    """What a draft model's sampler raises."""
+    return InvalidLogits([context.request_ids.index(name)], [name])
+
+
+def test_invalid_logits_of_a_draft_cost_the_others_one_round():
+    runner = TableRunner()
+    good, lens = oracle(runner), []
+
+    def script(context, k):
+        lens.append(len(context.requests))
+        if len(lens) == 2:
+            raise invalid_for("r1", context)
+        return good.propose(context, k)
+
+    found = run(make_engine(ScriptedProposer(script), 3, runner=runner), requests())
+    assert outputs(found) == plain()
+    assert lens[:4] == [3, 3, 2, 2]
+    assert [found[f"r{b}"][-1].stats.faults for b in range(3)] == [0, 1, 0]
+    assert [len(emission.token_ids) for emission in found["r0"][:4]] == [4, 1, 4, 4]
+
+
 def test_a_proposer_that_fails_later_loses_nothing(caplog):
     class Late(Proposer):
         num_calls = 0
@@ -225,6 +250,14 @@ def test_ids_in_the_padding_are_no_fault():
     engine = make_engine(ScriptedProposer(script), 3)
     assert outputs(run(engine, requests(3))) == plain(3)
     assert engine.stats.faults == 0 and engine.stats.num_drafts > 0
+
+
+def test_parents_in_the_padding_are_no_fault_either():
+    parents = torch.tensor([[-1, 0, 1], [-1, 99, -7]])
+    checked = check(Proposal(torch.ones(2, 3, dtype=torch.long), torch.tensor([3, 1]), None, parents), [9, 9], 3, VOCAB)
+    assert checked.faults == {} and checked.lens == [3, 1]
+    assert ancestor_matrix(checked.proposal.parents)[0, 2].tolist() == [True] * 3
+    assert checked.proposal.parents.tolist() == [[-1, 0, 1], [-1, -1, -1]]
 
 
 def test_the_proposer_hears_of_a_verdict_only_for_what_it_drafted():
@@ -303,6 +336,32 @@ def test_a_failing_target_is_an_error_for_that_request_alone(kind):
     wanted = plain(3)
     assert all(wanted[name][0][-len(tokens[name]) :] == tokens[name] for name in ("r0", "r2"))
     assert runner.cached == {}
+
+
+def test_the_policy_hears_of_the_rounds_that_it_decided_on_and_of_no_others():
+    """After a failure each request runs alone: to a policy that would be another batch than its own."""
+
+    class Strict(FixedLength):
+        num_heard = 0
+
+        def next_lengths(self, context):
+            self.decided_for = context.request_ids
+            return super().next_lengths(context)
+
+        def observe(self, context, round_, is_prefill):
+            assert context.request_ids == self.decided_for
+            self.num_heard += 1
+
+    runner, policy = TableRunner(), Strict(3)
+    engine = make_engine(oracle(runner, 1), policy=policy, runner=runner)
+    for request in requests(3):
+        engine.add(request)
+    engine.step()
+    runner.nan_for.add("r1")
+    ends = {emission.request_id: emission.finish_reason for emission in engine.step()}
+    assert ends == {"r0": None, "r1": "error", "r2": None} and policy.num_heard == 1
+    engine.step()
+    assert policy.num_heard == 2
 
 
 def test_an_interrupt_leaves_every_request_resumable():
@@ -432,6 +491,24 @@ def test_features_begin_again_when_a_round_is_interrupted():
         emissions += engine.step()
     assert outputs({"r0": emissions}) == outputs(run(make_engine(), [make_request("r0", PROMPTS[2], max_tokens=12)]))
     assert engine.stats.faults == 0
+
+
+def test_features_go_on_where_another_requests_draft_was_invalid():
+    runner = TableRunner()
+
+    class Invalid(Features):
+        num_calls = 0
+
+        def propose(self, context, k):
+            proposal = super().propose(context, k)
+            self.num_calls += 1
+            if self.num_calls == 3:
+                raise invalid_for("r1", context)
+            return proposal
+
+    engine = make_engine(Invalid(runner), 3, runner=runner)
+    assert outputs(run(engine, requests())) == plain()
+    assert engine.stats.faults == 1
 
 
 def test_a_proposer_that_failed_is_kept_no_features_for():

@@ -117,6 +117,26 @@ def test_a_proposer_reads_a_long_text_in_parts_and_nobody_waits_for_it():
     assert [len(emission.token_ids) for emission in found["r1"]][:6] == [1, 1, 1, 1, 4, 4]
 
 
+def test_after_a_round_that_broke_off_a_proposer_reads_in_parts_again():
+    runner = TableRunner()
+    proposer, asked = oracle(runner), []
+
+    def read(requests):
+        asked.append([request.request_id for request in requests])
+        return [True] * len(requests)
+
+    proposer.read = read
+    engine = make_engine(proposer, 3, runner=runner)
+    engine.add(make_request("r", [3, 4, 5], max_tokens=23))
+    engine.step()
+    commit, runner.commit = runner.commit, lambda context, verdict: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    runner.commit = commit
+    engine.step()
+    assert asked == [["r"], ["r"]]
+
+
 def test_a_request_that_is_aborted_leaves_nothing_behind():
     released = []
     policy = FixedLength(2)
@@ -251,6 +271,16 @@ def test_the_least_recently_used_beginning_goes_first():
     kv.row_for("new", list(range(200, 230)))
     assert kv.cached_lens[kv.row_for("other", list(range(30)))] == 29
     assert kv.num_reused == 30 + 29
+
+
+def test_a_copy_takes_nothing_back_of_what_was_read_since():
+    kv = cache()
+    for name, length in (("source", 30), ("sample", 40)):
+        write(kv, kv.row(name), list(range(length)))
+    kv.copy("source", "sample", 29)
+    assert kv.cached_len("sample") == 40
+    kv.copy("source", "other", 29)
+    assert kv.cached_len("other") == 29
 
 
 def test_what_failed_is_kept_for_nobody():

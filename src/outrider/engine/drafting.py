@@ -17,7 +17,7 @@ from outrider.engine.features import FeatureStore
 from outrider.engine.guard import Checked, check, pruned
 from outrider.engine.scheduler import Entry
 from outrider.engine.stats import GenerationStats
-from outrider.sampling import Sampler
+from outrider.sampling import InvalidLogits, Sampler
 from outrider.sampling.grammar_masks import path_to
 from outrider.types import Context, Proposal, Request, Scores, Verdict
 
@@ -91,7 +91,7 @@ class GuardedProposer:
             checked = check(self._proposer.propose(view, k), view.limits, k, self._vocab_size)
             checked = _useful(checked, view)
         except Exception as error:
-            self._fail([entries[b] for b in rows], f"{type(error).__name__}: {error}")
+            self._blame([entries[b] for b in rows], error)
             return self._none(batch, k, perf_counter() - start)
         if self._features.layers:
             self._features.seen(view.request_ids)
@@ -178,6 +178,16 @@ class GuardedProposer:
         if self._part is None or self._part[0] != requests:
             self._part = requests, self._make_sampler(requests)
         return replace(context, requests=requests, limits=tuple([context.limits[b] for b in rows]), sampler=self._part[1])
+
+    def _blame(self, entries: list[Entry], error: Exception) -> None:
+        """Drafting for these requests raised an error: it is theirs, unless it names those that cause it.
+
+        Then the others go without drafts for this round alone: what it brought of features has been read.
+        """
+        named = error.request_ids if isinstance(error, InvalidLogits) else ()
+        at_fault = [entry for entry in entries if entry.request.request_id in named] or entries
+        self._features.seen([entry.request.request_id for entry in entries])
+        self._fail(at_fault, f"{type(error).__name__}: {error}")
 
     def _fail(self, entries: list[Entry], reason: str) -> None:
         """Ends speculation for requests, for a while: they go on plain, with nothing lost."""

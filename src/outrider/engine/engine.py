@@ -82,7 +82,7 @@ class Engine:
             Sampler, vocab_size=runner.vocab_size, device=runner.device, coupled=coupled
         )
         self._unbooked = 0.0  # seconds of the accounting itself: they go to the next round
-        self._decided = 0  # the largest K of this round, as the policy has it
+        self._decided = 0  # the largest K of this round, as the policy has it; -1: it is no round of the policy's
         self._read_seconds = 0.0  # of prompts since the last round
         self._guarded = GuardedProposer(proposer, runner.vocab_size, self._make_sampler, self.stats)
         self.costs = runner.costs
@@ -136,7 +136,7 @@ class Engine:
             # The caches may be ahead of the committed text. Dropped, they are filled again from it.
             self._forget(context.request_ids)
             for entry in entries:
-                entry.is_cached = False
+                entry.is_cached = entry.is_followed = False
             raise
 
     def _settle(self, entries: Sequence[Entry], context: Context, drafts: Drafts, started: float) -> list[Emission]:
@@ -290,6 +290,7 @@ class Engine:
         """The target failed: runs each request alone, so that the error is only for those that cause it."""
         if len(entries) == 1:
             return [self._fail(entries[0], error)]
+        self._decided = -1  # what follows are other rounds than the one that the policy decided on
         emissions = []
         for b, entry in enumerate(entries):
             requests = context.requests[b : b + 1]

@@ -105,15 +105,19 @@ def _check_parents(parents: Tensor, lens: list[int]) -> dict[int, str]:
 
 
 def _trimmed(proposal: Proposal, rows: list[list[int]], lens: list[int], wanted: list[int], vocab_size: int) -> Proposal:
-    """The proposal with ``wanted`` drafts a row, no wider than needed, and padding that an embedding can look up."""
+    """The proposal with ``wanted`` drafts a row, no wider than needed.
+
+    Padding gets ids that an embedding can look up and hangs on the root.
+    """
     width = max(wanted, default=0)
     if width == 0:
         return Proposal.empty(len(lens), proposal.token_ids.device)
     if wanted != lens:
         proposal = replace(proposal, lens=torch.tensor(wanted))
     if any(not 0 <= token < vocab_size for ids, n in zip(rows, wanted, strict=True) for token in ids[n:width]):
-        valid = torch.arange(proposal.num_nodes)[None] < proposal.lens[:, None]  # [B, N]
-        proposal = replace(proposal, token_ids=proposal.token_ids.where(valid.to(proposal.token_ids.device), 0))
+        proposal = replace(proposal, token_ids=_without_padding(proposal.token_ids, proposal.lens, 0))
+    if proposal.parents is not None and min(wanted) < width:
+        proposal = replace(proposal, parents=_without_padding(proposal.parents, proposal.lens, -1))
     if width == proposal.num_nodes:
         return proposal
     return Proposal(
@@ -122,3 +126,9 @@ def _trimmed(proposal: Proposal, rows: list[list[int]], lens: list[int], wanted:
         None if proposal.probs is None else proposal.probs[:, :width],
         None if proposal.parents is None else proposal.parents[:, :width],
     )
+
+
+def _without_padding(values: Tensor, lens: Tensor, other: int) -> Tensor:
+    """values [B, N], but ``other`` beyond ``lens`` [B]."""
+    is_draft = torch.arange(values.shape[1])[None] < lens[:, None]
+    return values.where(is_draft.to(values.device), other)

@@ -162,7 +162,11 @@ class Proposer(ABC):
 
     @abstractmethod
     def propose(self, context: Context, k: int) -> Proposal:
-        """Drafts at most k tokens on a path for each of the B requests, ``context.limits`` being of use at most."""
+        """Drafts at most k tokens on a path for each of the B requests, ``context.limits`` being of use at most.
+
+        What it raises ends speculation for all of them for a while. The sampler's ``InvalidLogits``, let through once
+        ``context.hidden`` has been read, does so for the requests that it names.
+        """
 
     def read(self, requests: Sequence[Request]) -> list[bool]:
         """Reads on in the texts of new requests, a part a round; says of each whether it can be drafted for now.
@@ -175,7 +179,11 @@ class Proposer(ABC):
         """A new request has the prompt of another: what is kept of that prompt may be copied instead of made again."""
 
     def commit(self, context: Context, verdict: Verdict) -> None:  # noqa: B027 - optional
-        """Learns what was kept, before the scheduler appends it to the requests. Text-based proposers need nothing."""
+        """Learns what was kept, before the scheduler appends it to the requests. Text-based proposers need nothing.
+
+        Of requests that were drafted for this round; of one that fails meanwhile it is not told, and of each alone where the
+        target had to score them so.
+        """
 
     def release(self, request_ids: Sequence[str]) -> None:  # noqa: B027 - optional
         """Forgets requests that ended. Unknown ids are ignored."""

@@ -248,9 +248,9 @@ class KVCache(Cache):
             store[:, row, :, to] = store[:, row, :, source]
 
     def copy(self, source_id: str, target_id: str, num_tokens: int) -> None:
-        """Gives ``target_id`` what is cached of the first tokens of ``source_id``, if anything is."""
+        """Gives ``target_id`` what is cached of the first tokens of ``source_id``, if that is more than it has."""
         used = min(self.cached_len(source_id), num_tokens)
-        if not used:
+        if used <= self.cached_len(target_id):
             return
         source, target = self.row(source_id), self.row(target_id)
         for store in (self.keys, self.values):
