@@ -127,6 +127,22 @@ def test_commit_without_its_score_is_refused():
         rounds.runner.commit(context, verdict_of([[]], [1]))
 
 
+def test_a_score_done_again_reports_the_hidden_states_of_what_was_read_before():
+    """When a request beside it failed: its text is in the cache by then, and nobody reads it a second time."""
+    rounds = start("llama", lengths=(40, 5))
+    runner, context = rounds.runner, Context(tuple(rounds.requests), (2, 2), None)
+    runner.needs_hidden = (1,)
+    assert runner.read(context.request_ids, [request.token_ids for request in rounds.requests]) == [True, True]
+    first, again = (runner.score(context, proposal_of([[5, 6], [7]])) for _ in range(2))
+    for b, length in enumerate((39, 4)):
+        assert again.past_hidden[1][b].shape[0] == length
+        torch.testing.assert_close(again.past_hidden[1][b], first.past_hidden[1][b])
+    runner.commit(context, verdict_of([[0], []], [7, 8]))
+    for request, tokens in zip(rounds.requests, ([5, 7], [8]), strict=True):
+        request.token_ids += tokens
+    assert [past.shape[0] for past in runner.score(context, proposal_of([[], []])).past_hidden[1]] == [0, 0]
+
+
 def test_keep_gathers_a_path_in_order():
     cache = KVCache(SHAPE, 3, 100, torch.float32, torch.device("cpu"))
     row = cache.row("a")

@@ -120,8 +120,8 @@ class ModelRunner:
         given = laid.ids if states is None else laid.join(states)
         logits, hidden = self.passes.run(given, laid.layout, self.needs_hidden, places, span)
         self._round = _Round(context.request_ids, [base + at for base, at in zip(bases, first, strict=True)], is_tree)
-        self._read.add(hidden, context.request_ids, laid.starts, first)
-        past = {index: self._read.take(index, context.request_ids, states) for index, states in hidden.items()}
+        before = (context.request_ids, laid.starts, first)
+        past = {index: self._read.before(index, states, *before) for index, states in hidden.items()}
         rows_of = {index: rows_from(states, roots, counts, width) for index, states in hidden.items()}
         logits = rows_from(logits, [0, *accumulate(counts)][:-1], counts, width).float()
         return Scores(logits, rows_of, past, first_layer=span.start)
@@ -138,6 +138,7 @@ class ModelRunner:
             if paths is not None:
                 self.cache.keep(row, root + 1, paths[index][: accepted[index]])
             self.cache.cached_lens[row] = root + 1 + accepted[index]
+        self._read.forget(last.request_ids)
         self._round = self.first_layers = None
 
     def prepare(self) -> None:
