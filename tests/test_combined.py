@@ -119,6 +119,17 @@ def test_each_is_told_what_became_of_its_own_drafts():
     assert second.told == [(("b", "c"), [[0, 1, -1], [-1, -1, -1]], [2, 0], [4, 8])]
 
 
+def test_each_is_told_the_same_of_every_request_alone():
+    """As the engine tells it where one of them failed."""
+    first, second = Recorder("first", {"a": [1, 1, 1], "b": [2]}), Recorder("second", {"b": [5, 6], "c": [7, 7]})
+    proposer, context = combined(first, second), context_of("a", "b", "c")
+    proposer.propose(context, 3)
+    proposer.commit(context_of("c"), verdict_of([[0]], [8]))
+    proposer.commit(context_of("b"), verdict_of([[0, 1]], [4]))
+    assert first.told == [(("c",), [[-1]], [0], [7]), (("b",), [[-1, -1]], [0], [5])]
+    assert second.told == [(("c",), [[0]], [1], [8]), (("b",), [[0, 1]], [2], [4])]
+
+
 def test_who_was_not_asked_is_told_nothing():
     first, second = Recorder("first", {"a": [1, 1, 1]}), Recorder("second", {})
     proposer, context = combined(first, second), context_of("a")

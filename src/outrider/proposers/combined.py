@@ -53,9 +53,9 @@ class _Part:
         for layer in self.proposer.needs_hidden:
             chunks = [self._unseen.get(request_id, {}).get(layer) for request_id in view.request_ids]
             hidden[layer] = [torch.cat(chunk) if chunk else torch.empty(0) for chunk in chunks]
+        self._forget(view.request_ids)
         proposal = self.proposer.propose(replace(view, hidden=hidden), min(k, self.proposer.max_drafts))
         self.rows = rows
-        self._forget(view.request_ids)
         return proposal
 
     def release(self, request_ids: Sequence[str]) -> None:
@@ -87,7 +87,8 @@ class CombinedProposer(Proposer):
         self.auto_drafts = max(first.auto_drafts, second.auto_drafts)
         self.takes_draft = first.takes_draft or second.takes_draft
         self.reads_text_only = first.reads_text_only and second.reads_text_only
-        self._owners: list[_Part | None] = []  # of each row's drafts, this round
+        self._rows: dict[str, int] = {}  # of each request in the batch of this round
+        self._owners: list[_Part] = []  # of each row's drafts
         self._proposal = Proposal.empty(0)
         self._samplers: dict[tuple[str, ...], Sampler] = {}
 
@@ -102,6 +103,7 @@ class CombinedProposer(Proposer):
 
     def propose(self, context: Context, k: int) -> Proposal:
         """Raises ``OutriderError`` where the first one's drafts carry probabilities."""
+        self._rows = {request_id: b for b, request_id in enumerate(context.request_ids)}
         for part in (self._first, self._second):
             part.hear(context)
             part.rows = []
@@ -129,9 +131,12 @@ class CombinedProposer(Proposer):
         return self._proposal
 
     def commit(self, context: Context, verdict: Verdict) -> None:
+        rows = [self._rows[request_id] for request_id in context.request_ids]  # not all that were drafted for, perhaps
         for part in (self._first, self._second):
-            if part.rows:
-                part.proposer.commit(self._view(context, part.rows), self._verdict_for(part, verdict))
+            asked = [i for i, row in enumerate(rows) if row in part.rows]
+            if asked:
+                told = self._verdict_for(part, asked, [rows[i] for i in asked], verdict)
+                part.proposer.commit(self._view(context, asked), told)
 
     def read(self, requests: Sequence[Request]) -> list[bool]:
         first, second = (part.proposer.read(requests) for part in (self._first, self._second))
@@ -172,14 +177,16 @@ class CombinedProposer(Proposer):
             raise OutriderError(f"the first of two methods must not draw its drafts, as {name!r} does here: name it second")
         return proposal
 
-    def _verdict_for(self, part: _Part, verdict: Verdict) -> Verdict:
-        """What a part hears: of drafts that were not taken none was kept, and the text went on with another token."""
-        rows = part.rows
-        path, num_accepted, next_token = verdict.path[rows], verdict.num_accepted[rows], verdict.next_token[rows]
-        for i, b in enumerate(rows):
-            if self._owners[b] is not part:
+    def _verdict_for(self, part: _Part, asked: list[int], rows: list[int], verdict: Verdict) -> Verdict:
+        """What a part hears: of drafts that were not taken none was kept, and the text went on with another token.
+
+        ``asked``: places in the verdict of the requests that it was asked about; ``rows``: theirs in the batch.
+        """
+        path, num_accepted, next_token = verdict.path[asked], verdict.num_accepted[asked], verdict.next_token[asked]
+        for i, row in enumerate(rows):
+            if self._owners[row] is not part:
                 if num_accepted[i] > 0:
-                    next_token[i] = self._proposal.token_ids[b, verdict.path[b, 0]]
+                    next_token[i] = self._proposal.token_ids[row, path[i, 0]]
                 path[i], num_accepted[i] = -1, 0
         return Verdict(path, num_accepted, next_token)
 
