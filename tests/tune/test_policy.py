@@ -73,6 +73,21 @@ def test_compiling_in_the_first_draft_is_not_held_against_drafting():
     assert simulate_cold(cell, 3.0) > 0.9 * best_fixed(cell)
 
 
+def test_passes_that_are_compiled_while_nothing_is_drafted_stop_nothing():
+    """Their prices are gone then, at whatever round that comes."""
+    passes = PassCosts()
+
+    class Renewed(Recorded):
+        def next_lengths(self, context):
+            if len(self.asked) > 40:
+                passes.renew()
+            return super().next_lengths(context)
+
+    policy = Renewed(DraftLengthPolicy(MAX_K, passes))
+    simulate(policy, Cell(EMBEDDED, Text((0.02,)), lengths=(256,)), passes)
+    assert max(policy.asked[:40]) > 0 and max(policy.asked[41:]) == 0
+
+
 def simulate_cold(cell: Cell, seconds: float) -> float:
     """Tokens a second, after a first draft that was shown to the policy as so many seconds longer."""
     passes = PassCosts()

@@ -35,12 +35,14 @@ class PassCosts:
         self._behind: dict[int, PassCosts] = {}  # first layer -> prices of their own
         self._tables: dict[tuple[int, int], dict[float, float]] = {}  # (batch, cache bucket) -> width -> seconds
         self._counts: dict[tuple[int, int, float], int] = {}  # (batch, cache bucket, width) -> how often it was measured there
+        self._run_plain: set[int] = set()  # batches of which a pass without drafts was measured
         self._outside: dict[int, float] = {}  # batch -> seconds that a round without drafts takes beside its pass
 
     def renew(self) -> None:
         """Forgets all prices: the passes are others now, compiled ones in the place of eager ones."""
         self._tables.clear()
         self._counts.clear()
+        self._run_plain.clear()
         self._outside.clear()
         for prices in self._behind.values():
             prices.renew()
@@ -72,6 +74,8 @@ class PassCosts:
         else:
             table[width] = seconds  # the mean was of a slow phase of the machine
         self._counts[(*key, width)] = count + 1
+        if width == 1:
+            self._run_plain.add(batch)
 
     def observe_outside(self, batch: int, seconds: float) -> None:
         """Adds what a decoding round without drafts took beside its pass: verifier and host."""
@@ -82,7 +86,7 @@ class PassCosts:
 
     def plain_round(self, batch: int, cache_len: int) -> PlainRound | None:
         """A decoding round without drafts; None until a pass of that width and batch was measured: no guess from wider ones."""
-        if not any(key[0] == batch and key[2] == 1 for key in self._counts):
+        if batch not in self._run_plain:
             return None
         score = self.seconds(1, batch, cache_len)
         return None if score is None else PlainRound(score, self._outside.get(batch))

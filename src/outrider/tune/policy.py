@@ -82,8 +82,7 @@ class DraftLengthPolicy:
         self._reach = FIRST_REACH  # the longest draft so far
         self._requests: tuple[Request, ...] = ()
         self._batch: list[Track] = []
-        self._lens: list[int] = []  # what was decided, and on what
-        self._k = 0  # the largest of them
+        self._lens: list[int] = []  # what was decided for them
         self._tried: list[int] = []  # requests for which a single draft is tried this round, though none was decided on
         self._edge = 1.0  # its expected speed over that of plain decoding
         self._plain: float | None = None  # seconds of a round without drafts
@@ -92,6 +91,11 @@ class DraftLengthPolicy:
         self._is_probe = False
         self._num_drafted = 0
         self._num_unchecked = 0  # drafted rounds since the last one without drafts
+
+    @property
+    def _k(self) -> int:
+        """The most drafts that were decided on for any request."""
+        return max(self._lens, default=0)
 
     def next_lengths(self, context: Context) -> list[int]:
         """Drafts to ask for this round, of each request."""
@@ -108,7 +112,7 @@ class DraftLengthPolicy:
         elif self._wait > 0:
             return 0
         elif self._plain is None or (self._k and (self._age >= PERIOD or self._num_drafted < FRESH)):
-            self._decide(context)
+            self._decide(context, self._lens)
         self._age += 1
         if self._plain is None:
             return 0
@@ -158,7 +162,7 @@ class DraftLengthPolicy:
     def _enter(self, context: Context) -> None:
         """Another batch: finds what is known of its requests. New ones begin with the largest K decided on."""
         decided = dict(zip([request.request_id for request in self._requests], self._lens, strict=False))
-        self._lens = [decided.get(request.request_id, self._k) for request in context.requests]
+        before = [decided.get(request.request_id, self._k) for request in context.requests]
         self._requests = context.requests
         if any([request.request_id not in self._tracks for request in context.requests]):
             batch = len(context.requests)  # a new text changes less where there are many others
@@ -166,7 +170,7 @@ class DraftLengthPolicy:
             self._pause = min(self._pause, batch * NEW_REQUEST_PAUSE)
         self._batch = [self._track(request) for request in context.requests]
         self.costs = self._costs[all([request.params.is_greedy for request in context.requests])]
-        self._decide(context)
+        self._decide(context, before)
 
     def _track(self, request: Request) -> Track:
         track = self._tracks.get(request.request_id)
@@ -240,14 +244,14 @@ class DraftLengthPolicy:
 
     # --- decisions ----------------------------------------------------------------------------------------------------------
 
-    def _decide(self, context: Context) -> None:
+    def _decide(self, context: Context, before: list[int]) -> None:
+        """Chooses anew; what the requests had ``before`` is kept unless something else promises more."""
         batch = len(self._batch)
         self._age = 0
         prices = self._prices(context)
         self._plain = None if prices is None else prices.plain
-        before, self._lens = self._lens, [0] * batch
         if prices is None:
-            self._k = 0
+            self._lens = [0] * batch
             return
         longest = min(2 * self._reach + 1, self.max_k)
         expected, worths, made, reading = [OPTIMISM] * longest, [], [], []
@@ -274,7 +278,7 @@ class DraftLengthPolicy:
             self._wait = 0
         elif self._k > 0:
             self._wait = self._pause
-        self._lens, self._k, self._edge = lens, max(lens), max(speed / plain, 1.0)
+        self._lens, self._edge = lens, max(speed / plain, 1.0)
 
     def _prices(self, context: Context) -> RoundPrices | None:
         return self.costs.prices(len(self._batch), max([len(request.token_ids) for request in context.requests]))
@@ -282,14 +286,15 @@ class DraftLengthPolicy:
     def _probe(self, context: Context) -> int:
         """After a pause, a few drafts: has the text become predictable?"""
         prices = self._prices(context)
-        assert prices is not None and self._plain is not None
+        if prices is None:  # they were renewed since the last decision: a plain round tells the new ones
+            return 0
         batch, longest = len(self._batch), min(MAX_PROBE, self.max_k)
         worths, nodes = np.tile(PROBE_RATE ** np.arange(1, longest + 1), (batch, 1)), self.costs.nodes(longest)
         shares = Shares(worths, np.ones(batch), np.array(nodes), np.zeros(batch), prices)
         k = max(range(1, longest + 1), key=lambda k: shares.speed([k] * batch))
         seconds = self.costs.round(k, [sum(nodes[:k])] * batch, k, batch, len(context.requests[0].token_ids))
         seconds += self.costs.catch_up(sum([self._num_unseen(b) for b in range(batch)]))
-        lacking = seconds / self._plain - 1 - self._purse
+        lacking = seconds / prices.plain - 1 - self._purse
         if lacking > 0:
             self._wait = RETRY + int(lacking / INCOME)
             return 0
@@ -298,7 +303,7 @@ class DraftLengthPolicy:
 
     def _judge_probe(self, round_: Round, context: Context) -> None:
         """A probe that failed doubles the pause; one that held goes on, until the estimate says so or the purse is empty."""
-        self._decide(context)
+        self._decide(context, self._lens)
         made = [(drafts, accepted) for drafts, accepted in zip(round_.depths, round_.num_accepted, strict=True) if drafts]
         if self._k:
             self._pause = FIRST_PAUSE
