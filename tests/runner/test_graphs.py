@@ -74,6 +74,16 @@ def test_a_cache_that_moved_is_captured_anew() -> None:
     assert recorder.captures == 2
 
 
+def test_a_cache_of_another_shape_in_the_same_place_is_captured_anew() -> None:
+    recorder = Recorder()
+    runner = GraphRunner(sums, recorder)
+    store, values = torch.arange(8.0), torch.ones(3)
+    for size in (3, 5):
+        given = inputs_of(2, 7, store[:size], values)
+        assert torch.equal(runner(given)[0], sums(given)[0])
+    assert recorder.captures == 2 and len(runner._captured) == 1
+
+
 def test_prompts_are_read_without_a_graph() -> None:
     recorder = Recorder()
     given = inputs_of(MAX_WIDTH + 1, 0, torch.ones(3), torch.ones(3))

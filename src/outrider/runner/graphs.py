@@ -1,7 +1,8 @@
 """CUDA: passes captured once per shape as graphs and replayed, so that launching a few hundred small kernels costs one launch.
 
 A graph works on fixed memory: each shape has its own input tensors, into which a pass's inputs are copied before the replay.
-Shapes are padded to few buckets by the runner. A cache that has grown lives elsewhere, so its graphs are captured anew.
+Requests are padded to the longest by the runner, so that shapes are few. A cache that has grown lives elsewhere, so its graphs
+are captured anew.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ class _Captured:
     inputs: list[Tensor]
     replay: Replay
     outputs: Sequence[Tensor]
-    cache_at: tuple[int, int]
 
 
 class GraphRunner:
@@ -51,6 +51,7 @@ class GraphRunner:
     def __init__(self, function: Function, record: Record = record_cuda) -> None:
         self._function, self._record = function, record
         self._captured: dict[tuple[int, ...], _Captured] = {}
+        self._cache: tuple[int, ...] = ()  # where the cache stood that they were captured over, and its shape
 
     def __call__(self, inputs: list[Tensor]) -> Sequence[Tensor]:
         """Inputs as ``Pass.forward`` takes them."""
@@ -58,19 +59,22 @@ class GraphRunner:
         batch, width = visible.shape[:2]
         if width > MAX_WIDTH:
             return self._function(inputs)
+        cache = (keys.data_ptr(), values.data_ptr(), *keys.shape)
+        if cache != self._cache:  # all of them: memory that is free again may come to hold a cache of another shape
+            self._captured.clear()
+            self._cache = cache
         key = (inputs[0].shape[1], batch, width, places.shape[0])
-        cache_at = (keys.data_ptr(), values.data_ptr())
         found = self._captured.get(key)
-        if found is None or found.cache_at != cache_at:
-            found = self._captured[key] = self._capture(inputs, cache_at)
+        if found is None:
+            found = self._captured[key] = self._capture(inputs)
         for fixed, given in zip(found.inputs, inputs[:NUM_INPUTS_COPIED], strict=True):
             fixed.copy_(given, non_blocking=True)
         found.replay()
         return found.outputs
 
-    def _capture(self, inputs: list[Tensor], cache_at: tuple[int, int]) -> _Captured:
+    def _capture(self, inputs: list[Tensor]) -> _Captured:
         # Warming up runs the pass for good, on these very inputs: it writes the slots that the replay writes again.
         fixed = [given.clone() for given in inputs[:NUM_INPUTS_COPIED]]
         caches = inputs[NUM_INPUTS_COPIED:]
         replay, outputs = self._record(lambda: self._function([*fixed, *caches]))
-        return _Captured(fixed, replay, outputs, cache_at)
+        return _Captured(fixed, replay, outputs)
