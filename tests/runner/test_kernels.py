@@ -114,6 +114,14 @@ class Pass:
             self.positions[:, node] = torch.tensor(self.bases) + len(path) - 1
         return self
 
+    def deep_first(self):
+        """Makes the pass a tree: a root, a long chain below it, and then another one."""
+        half = self.width // 2
+        for node in range(half + 1, self.width):
+            self.visible[:, node, 1 : half + 1] = False
+            self.positions[:, node] -= half
+        return self
+
     def run(self, which, rows=None, span=None, lens=None, scale=0.3, softcap=0.0, window=0, layer=1):  # noqa: PLR0913
         """The operator on a copy of the cache -> [B, W, H, D], zero where a request has no token.
 
@@ -171,6 +179,15 @@ def test_attend_is_softmax_attention_over_what_is_visible(which, dtype, shape):
             got = there.run(which, **options)
             assert torch.isfinite(got).all()
             torch.testing.assert_close(got.double(), there.expected(**options), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("which", [CPU, "reference"])
+def test_a_window_begins_where_each_node_stands_in_whatever_order_a_tree_is_told(which):
+    there = Pass([40, 0, 17], 19, kv_heads=1).deep_first()
+    for window in (3, 5, 9):
+        torch.testing.assert_close(
+            there.run(which, window=window).double(), there.expected(window=window), rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("which", [CPU, "reference"])

@@ -490,7 +490,7 @@ struct Attention {
       : pass(of), b(row), length(of.length(row)), token(from), tokens(std::min(tokens_at_once(of), length - from)),
         group(of.heads / of.kv_heads),
         base(of.bases[row]), open(base + of.width - of.reach),  // slots before it are seen by all, but for a window
-        first(std::min(begin(token), open) / kLanes * kLanes),  // blocks start at the same slots whatever the pass
+        first(std::min(earliest(), open) / kLanes * kLanes),  // blocks start at the same slots whatever the pass
         count(end() - first), padded((count + kLanes - 1) / kLanes * kLanes), keys(k_plane), values(v_plane), queries(buffer),
         scores(queries + rows() * of.key_dim), out(scores + rows() * padded), turned(out + rows() * of.value_dim) {}
 
@@ -506,6 +506,12 @@ struct Attention {
   const bool* visible(int64_t w) const { return pass.visible + (b * pass.width + w) * pass.reach; }
   // The first slot that token w sees of those committed before.
   int64_t begin(int64_t w) const { return pass.window > 0 ? std::max<int64_t>(0, position(w) - pass.window + 1) : 0; }
+  // The first that any of the tokens sees: in a tree a later node may stand at an earlier position.
+  int64_t earliest() const {
+    int64_t least = begin(token);
+    for (int64_t w = token + 1; pass.window > 0 && w < token + tokens; ++w) least = std::min(least, begin(w));
+    return least;
+  }
   // The slot behind the last that any of the tokens sees.
   int64_t end() const {
     int64_t last = open;
