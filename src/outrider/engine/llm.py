@@ -90,9 +90,7 @@ class LLM:
         self.runner.prepare()
         self.proposer.warmup(k, batch)
         for width in sorted({1, 1 + self.proposer.num_nodes(k)}):
-            seconds = self.runner.pass_cost(width, batch, 0)
-            if seconds is not None:
-                self.engine.costs.observe(width, batch, 0, seconds)
+            self.engine.costs.observe(width, batch, 0, self.runner.pass_cost(width, batch, 0))
 
     def price_plain(self) -> None:
         """Measures one pass without drafts where drafts are a fixed number, so that statistics can tell what plain decoding

@@ -1,7 +1,7 @@
 // What a CPU does with single rows of logits or probabilities, one pass or two over each where tensor operations take dozens.
 //
 // Plain C functions on plain memory: no header of torch, so it compiles in seconds. Each computes what its reference in Python
-// does (penalties.py, truncation.py, randomness.py); `f32` and `f64` are the types of the rows.
+// does (penalties.py, shaping.py, randomness.py); `f32` and `f64` are the types of the rows.
 
 #include <algorithm>
 #include <cmath>
