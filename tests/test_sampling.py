@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -167,6 +167,40 @@ def test_inputs_are_not_written_to() -> None:
     sampler.probs(logits, drafts)
     sampler.tokens(logits, drafts)
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("settings", [SETTINGS, [SamplingParams(), SamplingParams(repetition_penalty=1.5)]])
+def test_what_stands_beyond_the_drafts_of_a_request_changes_nothing(
+    settings: list[SamplingParams], is_native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_native:
+        monkeypatch.setattr("outrider.sampling.native.load", lambda: None)
+    requests = [request_of(params) for params in settings]
+    logits, lens = random_logits(len(settings), 4, dtype=torch.float32), torch.arange(len(settings)) % 4
+    drafts = torch.randint(VOCAB, (len(settings), 3), generator=torch.Generator().manual_seed(1))
+    poisoned = logits.where((torch.arange(4) <= lens[:, None])[..., None], math.nan)
+    for coupled in (False, True):
+        sampler = Sampler(requests, VOCAB, coupled=coupled)
+        for judge in (sampler.probs, sampler.tokens) if sampler.is_deterministic else (sampler.probs,):
+            whole, part = judge(logits, drafts), judge(poisoned, drafts, lens=lens)
+            for b, length in enumerate(lens.tolist()):
+                assert torch.equal(part[b, : length + 1], whole[b, : length + 1])
+
+
+def test_a_grammar_is_not_asked_about_what_stands_beyond_the_drafts() -> None:
+    asked: list[list[int]] = []
+
+    class Listening:
+        def allowed(self, output: Sequence[int], path: Sequence[int]) -> Tensor | None:
+            asked.append(list(path))
+            return torch.ones(VOCAB, dtype=torch.bool)
+
+    requests = [request_of(SamplingParams(), seed) for seed in range(2)]
+    requests[1].matcher = Listening()
+    drafts = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    Sampler(requests, VOCAB).tokens(random_logits(2, 4), drafts, lens=torch.tensor([3, 1]))
+    assert asked == [[], [4]]
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])

@@ -24,7 +24,8 @@ def native_truncated(probs: Tensor, cuts: Tensor) -> Tensor:
     rows = load()
     if rows is None:
         pytest.skip("no C++ compiler")
-    return rows.probs(probs.log(), torch.cat((torch.ones(len(cuts), 1, dtype=torch.float64), cuts), dim=1))[0]
+    settings = torch.cat((torch.ones(len(cuts), 1, dtype=torch.float64), cuts), dim=1)
+    return rows.probs(probs.log(), settings, [probs.shape[1]] * len(probs))[0]
 
 
 @pytest.fixture(params=[native_truncated, reference_truncated])

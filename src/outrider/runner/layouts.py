@@ -110,8 +110,7 @@ def rows_from(values: Tensor, starts: Sequence[int], lens: Sequence[int], count:
     """values [T, ...] -> [B, count, ...]: the ``lens[b]`` rows from ``starts[b]`` on; those behind them are undefined."""
     if all([length == count for length in lens]) and len(lens) * count == values.shape[0]:
         return values.view(len(lens), count, *values.shape[1:])
-    index = torch.tensor(
-        [[start + min(i, length - 1) for i in range(count)] for start, length in zip(starts, lens, strict=True)],
-        device=values.device,
-    )
-    return values[index]
+    rows = values.new_empty(len(lens), count, *values.shape[1:])
+    for own, start, length in zip(rows, starts, lens, strict=True):
+        own[:length] = values[start : start + length]
+    return rows

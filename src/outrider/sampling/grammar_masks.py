@@ -17,14 +17,17 @@ class GrammarMasks:
         self._rows = [(row, request) for row, request in enumerate(requests) if request.matcher is not None]
         self.is_empty = not self._rows
 
-    def apply_(self, scores: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int) -> None:
-        """Forbids tokens in scores [B, M, V], in place. A place behind a draft that breaks the grammar stays as it is."""
+    def apply_(self, scores: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: Sequence[int]) -> None:
+        """Forbids tokens in the first ``counts[b]`` rows of scores [B, M, V], in place.
+
+        A place behind a draft that breaks the grammar stays as it is.
+        """
         for row, request in self._rows:
             assert request.matcher is not None
             output = request.token_ids[request.num_prompt_tokens :]
             own = [] if drafts is None else drafts[row].tolist()
             tree = None if parents is None else parents[row].tolist()
-            for place in range(scores.shape[1]):
+            for place in range(counts[row]):
                 allowed = request.matcher.allowed(output, path_to(start + place - 1, own, tree))
                 if allowed is not None:
                     scores[row, place].masked_fill_(~allowed.to(scores.device), -math.inf)

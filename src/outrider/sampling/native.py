@@ -18,7 +18,7 @@ from outrider import cpp_library
 logger = logging.getLogger(__name__)
 
 _SIGNATURES = {
-    "probs": [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p],
+    "probs": [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p],
     "left_over": [*[c_void_p] * 5, *[c_int64] * 3, c_void_p],
     "first_above": [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p],
     "penalise": [c_void_p, *[c_int64] * 2, c_void_p, c_int64, *[c_void_p] * 3, c_int64, *[c_double] * 3],
@@ -40,13 +40,13 @@ class Rows:
         self._count.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p]
         self._count.restype = c_int64
 
-    def probs(self, scores: Tensor, settings: Tensor) -> tuple[Tensor, Tensor]:
+    def probs(self, scores: Tensor, settings: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """See ``shaping.Shaping.probs``: contiguous [B, M, V], float64 [B, 4] of temperature, top_k, top_p and min_p."""
         batch, width, size = scores.shape
         probs = torch.empty_like(scores)
         invalid = torch.empty(batch, width, dtype=torch.uint8)
-        places = (scores.data_ptr(), probs.data_ptr(), batch * width, size, settings.data_ptr(), width, invalid.data_ptr())
-        if self._functions["probs", scores.dtype](*places):
+        what = (scores.data_ptr(), probs.data_ptr(), batch * width, size, settings.data_ptr(), width)
+        if self._functions["probs", scores.dtype](*what, (c_int64 * batch)(*counts), invalid.data_ptr()):
             return probs, torch.where(invalid > 0, torch.nan, 0.0)
         return probs, invalid
 

@@ -45,17 +45,18 @@ class Penalties:
         ]
         self.is_empty = not self._counted
 
-    def apply_(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int) -> None:
-        """Changes logits [B, M, V], contiguous, in place."""
+    def apply_(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: Sequence[int]) -> None:
+        """Changes the first ``counts[b]`` rows of logits [B, M, V], contiguous, in place."""
         if start + logits.shape[1] - 1 > (0 if drafts is None else drafts.shape[1]):
             raise ValueError("penalties need the drafts that come before a row of logits")
         for one in self._counted:
             self._count(one)
+            rows = logits[one.row, : counts[one.row]]
             own, tree = (None if tensor is None else tensor[one.row].contiguous() for tensor in (drafts, parents))
             if self._native is not None:
-                self._native.penalise_(logits[one.row], one.ids, one.num_ids, one.counts, own, tree, start, one.factors)
+                self._native.penalise_(rows, one.ids, one.num_ids, one.counts, own, tree, start, one.factors)
             else:
-                reference_penalise_(logits[one.row], one.seen, one.counts, own, tree, start, one.factors)
+                reference_penalise_(rows, one.seen, one.counts, own, tree, start, one.factors)
 
     def _count(self, one: _Counted) -> None:
         text, first = one.request.token_ids, one.num_tokens

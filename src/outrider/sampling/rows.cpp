@@ -154,14 +154,17 @@ void truncate_row(T* row, int64_t size, int64_t top_k, double top_p, double min_
   for (int64_t i = 0; i < size; ++i) row[i] = row[i] > border || (row[i] == border && cut.level-- > 0) ? row[i] / scale : 0;
 }
 
-// Row r has the settings r / rows_per_setting: temperature (0: the argmax), top_k, top_p, min_p. Sets `invalid` for rows of NaN.
+// Row r is of request r / width, whose settings are temperature (0: the argmax), top_k, top_p and min_p. The first counts[b] rows
+// of each request are looked at, and `out` is left as it is in the others. Sets `invalid` for rows of NaN.
 template <typename T>
-int64_t probs(const T* logits, T* out, int64_t num_rows, int64_t size, const double* settings, int64_t rows_per_setting,
+int64_t probs(const T* logits, T* out, int64_t num_rows, int64_t size, const double* settings, int64_t width, const int64_t* counts,
               uint8_t* invalid) {
   std::vector<T> found(size + 1), maxima;
   int64_t num_invalid = 0;
   for (int64_t r = 0; r < num_rows; ++r) {
-    const double* setting = settings + r / rows_per_setting * 4;
+    invalid[r] = 0;
+    if (r % width >= counts[r / width]) continue;
+    const double* setting = settings + r / width * 4;
     const T* row = logits + r * size;
     T* result = out + r * size;
     const bool is_greedy = setting[0] == 0;
@@ -287,13 +290,13 @@ void penalise(T* rows, int64_t width, int64_t size, const int64_t* ids, int64_t 
 
 extern "C" {
 
-int64_t probs_f32(const float* logits, float* out, int64_t num_rows, int64_t size, const double* settings, int64_t rows_per_setting,
-                  uint8_t* invalid) {
-  return probs(logits, out, num_rows, size, settings, rows_per_setting, invalid);
+int64_t probs_f32(const float* logits, float* out, int64_t num_rows, int64_t size, const double* settings, int64_t width,
+                  const int64_t* counts, uint8_t* invalid) {
+  return probs(logits, out, num_rows, size, settings, width, counts, invalid);
 }
-int64_t probs_f64(const double* logits, double* out, int64_t num_rows, int64_t size, const double* settings,
-                  int64_t rows_per_setting, uint8_t* invalid) {
-  return probs(logits, out, num_rows, size, settings, rows_per_setting, invalid);
+int64_t probs_f64(const double* logits, double* out, int64_t num_rows, int64_t size, const double* settings, int64_t width,
+                  const int64_t* counts, uint8_t* invalid) {
+  return probs(logits, out, num_rows, size, settings, width, counts, invalid);
 }
 
 void left_over_f32(const float* target, const float* draft, const int64_t* tokens, const int64_t* num_accepted, const int64_t* lens,

@@ -36,7 +36,7 @@ class Sampler:
     Order: logit bias and token masks, grammars, repetition penalty (prompt and output), presence and frequency penalties
     (output), temperature, top-k, top-p, min-p. ``logits[:, j]`` follows draft ``start + j - 1`` (-1: the last committed token);
     ``drafts`` [B, >= start + M - 1] are the round's so far, a chain or, with ``parents``, a tree; padding must be valid ids.
-    ``lens`` [B] says how many drafts of a row count: what is wrong beyond them is no error.
+    ``lens`` [B] says how many drafts of a request count: logits beyond them are not looked at, and nothing is said of them.
     Raises ``OutriderError`` for a token id outside the vocabulary.
     """
 
@@ -76,7 +76,8 @@ class Sampler:
         if not self.is_deterministic:
             probs = self.probs(logits, drafts, parents, start, lens)
             return torch.stack([self.draw(probs[:, j], start + j) for j in range(probs.shape[1])], dim=1)
-        best, token_ids = _max(self._decisive(logits, drafts, parents, start))
+        counts = _counts(logits, lens)
+        best, token_ids = _max(self._decisive(logits, drafts, parents, start, counts), counts)
         self._check(best, lens)
         return token_ids
 
@@ -89,12 +90,13 @@ class Sampler:
         lens: Tensor | None = None,
     ) -> Tensor:
         """[B, M, V] -> float32 [B, M, V] (float64 stays so); greedy rows are one-hots. Raises ``InvalidLogits``."""
-        scores = self._scores(logits, drafts, parents, start)
+        counts = _counts(logits, lens)
+        scores = self._scores(logits, drafts, parents, start, counts)
         if self._all_greedy:
-            best, token_ids = _max(scores)
+            best, token_ids = _max(scores, counts)
             self._check(best, lens)
             return torch.zeros_like(scores).scatter_(-1, token_ids.unsqueeze(-1), 1.0)
-        probs, witness = self._shaping.probs(scores)
+        probs, witness = self._shaping.probs(scores, counts)
         self._check(witness, lens)
         return probs
 
@@ -105,14 +107,14 @@ class Sampler:
 
         What trees are grown by: greedy rows as at temperature 1; coupled noise, which the target will use too, is in it.
         """
-        return torch.softmax(self._decisive(logits, drafts, parents, start), dim=-1)
+        return torch.softmax(self._decisive(logits, drafts, parents, start, _counts(logits, None)), dim=-1)
 
-    def _decisive(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int) -> Tensor:
+    def _decisive(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: list[int]) -> Tensor:
         """Scores whose highest is the token of a deterministic round: [B, M, V]."""
-        scores = self._scores(logits, drafts, parents, start)
+        scores = self._scores(logits, drafts, parents, start, counts)
         if self._all_greedy:
             return scores
-        kept = self._shaping.probs(scores)[0] > 0 if self._shaping.truncates else None
+        kept = self._shaping.probs(scores, counts)[0] > 0 if self._shaping.truncates else None
         scores = scores / self._shaping.temperatures.to(scores.dtype) + self._coupled_noise(scores, parents, start)
         return scores if kept is None else scores.masked_fill(~kept, -math.inf)
 
@@ -140,8 +142,8 @@ class Sampler:
         self._sync_round()
         return first_above(probs, [height for (height,) in self._uniforms(_DRAFT, index, 1)])
 
-    def _scores(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int) -> Tensor:
-        """Logits with bias and penalties: [B, M, V]. The caller's own where nothing changes them."""
+    def _scores(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: list[int]) -> Tensor:
+        """Logits with bias, grammars and penalties: [B, M, V]. The caller's own where nothing changes them."""
         if logits.shape[-1] != self.vocab_size:
             raise ValueError(f"logits have {logits.shape[-1]} columns, the vocabulary has {self.vocab_size} tokens")
         scores = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
@@ -149,10 +151,10 @@ class Sampler:
             scores = scores + self._bias.to(scores.dtype)
         if not self._grammars.is_empty:
             scores = scores.clone() if scores is logits else scores
-            self._grammars.apply_(scores, drafts, parents, start)
+            self._grammars.apply_(scores, drafts, parents, start, counts)
         if not self._penalties.is_empty:
             scores = scores.clone() if scores is logits else scores
-            self._penalties.apply_(scores, drafts, parents, start)
+            self._penalties.apply_(scores, drafts, parents, start, counts)
         return scores
 
     def _check(self, witness: Tensor, lens: Tensor | None) -> None:
@@ -207,14 +209,26 @@ class Sampler:
         return noise
 
 
-def _max(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Maximum and its first index along the vocabulary: [B, M, V] -> [B, M] each."""
+def _counts(logits: Tensor, lens: Tensor | None) -> list[int]:
+    """How many of the M rows of logits [B, M, V] count, of each request: the root's and those of its drafts."""
+    batch, width = logits.shape[:2]
+    return [width] * batch if lens is None else [min(1 + n, width) for n in lens.tolist()]
+
+
+def _max(scores: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+    """Maximum and its first index along the vocabulary: [B, M, V] -> [B, M] each. 0 in rows that do not count."""
     if scores.device.type != "cpu":
         best, token_ids = scores.max(dim=-1)
         return best, token_ids
     # torch's CPU argmax is not vectorised: numpy's is 10 times as fast
     rows = scores.detach().numpy()
-    return torch.from_numpy(rows.max(axis=-1)), torch.from_numpy(rows.argmax(axis=-1))
+    if min(counts) == rows.shape[1]:
+        return torch.from_numpy(rows.max(axis=-1)), torch.from_numpy(rows.argmax(axis=-1))
+    best, token_ids = torch.zeros(rows.shape[:2], dtype=scores.dtype), torch.zeros(rows.shape[:2], dtype=torch.long)
+    for b, count in enumerate(counts):
+        rows[b, :count].max(axis=-1, out=best[b, :count].numpy())
+        rows[b, :count].argmax(axis=-1, out=token_ids[b, :count].numpy())
+    return best, token_ids
 
 
 def _bias_of(requests: Sequence[Request], vocab_size: int, device: torch.device) -> Tensor | None:

@@ -38,10 +38,13 @@ class Shaping:
         temperatures = self._settings[:, :1, None]
         return torch.where(temperatures > 0, temperatures, 1.0)
 
-    def probs(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, M, V] -> new [B, M, V], one-hots for greedy rows, and [B, M] that is finite where scores were valid."""
+    def probs(self, scores: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """[B, M, V] -> new [B, M, V], one-hots for greedy rows, and [B, M] that is finite where scores were valid.
+
+        Only the first ``counts[b]`` rows of request b count: the others are undefined.
+        """
         if self._native is not None:
-            return self._native.probs(scores.contiguous(), self._settings)
+            return self._native.probs(scores.contiguous(), self._settings, counts)
         probs = torch.softmax(scores / self.temperatures.to(scores.dtype), dim=-1)
         witness = probs[..., 0]  # softmax spreads a NaN over its row
         if self.truncates:
