@@ -6,7 +6,6 @@ Built from the runner's parts: the ragged cache, Outrider's attention and packed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from outrider.heads.own_logits import finish_of
 from outrider.runner import ModelRunner, linear
 from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.kv_cache import CacheShape, KVCache
+from outrider.runner.layouts import Layouts
 
 CHUNK = 256  # entries of a request per pass while its prompt is read
 
@@ -33,6 +33,7 @@ class HeadRunner:
         head.lend(model.get_input_embeddings(), model.get_output_embeddings(), finish)
         self.device, self._max_len, self._vocab_size = target.device, target.max_len, target.vocab_size
         self.cache = KVCache(_cache_shape(head.shape.llama), target.max_batch, target.max_len, self.dtype, target.device)
+        self._layouts = Layouts(self.cache, self.device, self._max_len)
         self._rotations: Rotation | None = None  # of the first positions, [S, D]
 
     def cached_len(self, request_id: str) -> int:
@@ -66,16 +67,11 @@ class HeadRunner:
                     last[b] = out[i][-1]
         return torch.stack([each for each in last if each is not None])
 
-    def _chain(self, rows: list[int], ids: list[list[int]], hidden: list[Tensor]) -> Sequence[Tensor]:
+    def _chain(self, rows: list[int], ids: list[list[int]], hidden: list[Tensor]) -> list[Tensor]:
         """What the head puts out at each request's tokens: [n_b, H] each."""
-        bases, lens = [self.cache.cached_lens[row] for row in rows], list(map(len, ids))
-        token_ids = torch.tensor([token for each in ids for token in each], device=self.device)
-        positions = [place for base, length in zip(bases, lens, strict=True) for place in range(base, base + length)]
-        width = max(lens)
-        visible = torch.ones(width, width, dtype=torch.bool, device=self.device).tril().expand(len(rows), -1, -1)
-        places = torch.tensor(positions, device=self.device)
-        each: tuple[Tensor, ...] = self._run(rows, bases, lens, token_ids, torch.cat(hidden), places, visible).split(lens)
-        return each
+        texts = self._layouts.chain(ids, rows, [self.cache.cached_lens[row] for row in rows])
+        out = self._run(texts.layout, texts.ids, texts.join(hidden)).split(texts.lens)
+        return [each[: len(text)] for each, text in zip(out, ids, strict=True)]
 
     @torch.inference_mode()
     def level(self, request_ids: Sequence[str], token_ids: Tensor, hidden: Tensor, depth: int, sees: Tensor) -> Tensor:
@@ -84,45 +80,34 @@ class HeadRunner:
         ``sees`` bool [B, W, M]: which of the M drafts fed in this round, these W at their end, each of them sees.
         """
         rows = [self.cache.row(request_id) for request_id in request_ids]
-        committed, width = [self.cache.cached_lens[row] for row in rows], token_ids.shape[1]
-        positions = torch.tensor([length + depth - 1 for length in committed for _ in range(width)], device=self.device)
+        committed, (batch, width) = [self.cache.cached_lens[row] for row in rows], token_ids.shape
+        self.cache.reserve(max(committed) + sees.shape[2])
         bases = [length + sees.shape[2] - width for length in committed]
-        out = self._run(rows, bases, [width] * len(rows), token_ids.flatten(), hidden.flatten(0, 1), positions, sees)
-        return out.view_as(hidden)
+        numbers = torch.tensor([*rows, *bases, *range(width, batch * width + 1, width)], device=self.device)
+        row_ids, starts, ends = numbers.chunk(3)
+        places = [min(length + depth, self._max_len) - 1 for length in committed for _ in range(width)]
+        positions = torch.tensor(places, device=self.device)[None]
+        layout = PassLayout(self.cache.keys, self.cache.values, row_ids, starts, ends, positions, sees)
+        return self._run(layout, token_ids.reshape(1, -1), hidden.flatten(0, 1)[None]).view_as(hidden)
 
-    def _run(
-        self,
-        rows: list[int],
-        bases: list[int],
-        lens: list[int],
-        token_ids: Tensor,
-        hidden: Tensor,
-        positions: Tensor,
-        visible: Tensor,
-    ) -> Tensor:
-        """One pass over tokens [T] and features [T, H] at ``positions`` [T], of which request b has ``lens[b]`` -> [T, H]."""
-        reach = max(bases) + visible.shape[1]
-        self.cache.reserve(reach)
-        if reach > self._max_len:
-            positions.clamp_(max=self._max_len - 1)
-        row_ids, starts, ends = torch.tensor([*rows, *bases, *accumulate(lens)], device=self.device).chunk(3)
-        layout = PassLayout(self.cache.keys, self.cache.values, row_ids, starts, ends, positions[None], visible)
-        rotation = self._rotation(positions[None], min(reach, self._max_len))
+    def _run(self, layout: PassLayout, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """One pass over tokens [1, T] and features [1, T, H] -> [T, H]."""
         with active_pass(layout):
-            out: Tensor = self.head(token_ids[None], hidden[None], positions[None], rotation)
+            out: Tensor = self.head(token_ids, hidden, layout.positions, self._rotation(layout.positions))
         return out[0]
 
-    def _rotation(self, positions: Tensor, reach: int) -> Rotation | None:
-        """Cosines and sines at ``positions``, all below ``reach``: looked up, since working them out takes as long as a matrix.
+    def _rotation(self, positions: Tensor) -> Rotation | None:
+        """Cosines and sines at ``positions``: looked up, since working them out takes as long as a matrix.
 
         None for the kinds of rotation that change with the length of the text.
         """
         rotary = self.head.rotary_emb
         if rotary.rope_type in ("dynamic", "longrope"):
             return None
+        reach = min(self._max_len, self.cache.capacity)  # beyond every position of a pass
         if self._rotations is None or self._rotations[0].shape[0] < reach:
-            places = torch.arange(min(self._max_len, max(2 * reach, 256)), device=self.device)[None]
-            cos, sin = rotary(torch.empty(0, dtype=self.dtype, device=self.device), places)
+            like, places = torch.empty(0, dtype=self.dtype, device=self.device), torch.arange(reach, device=self.device)
+            cos, sin = rotary(like, places[None])
             self._rotations = cos[0], sin[0]
         return self._rotations[0][positions], self._rotations[1][positions]
 
