@@ -9,12 +9,11 @@ from tiny_folder import make_folder
 from outrider import LLM, SamplingParams
 from outrider.engine.drafting import FIRST_PAUSE
 from outrider.engine.policy import FixedLength
-from outrider.engine.scheduler import Entry
 from outrider.proposers.base import ScriptedProposer
 from outrider.runner.kv_cache import SHARED, SLACK, CacheShape, KVCache
 from outrider.types import OutriderError, Proposal
 
-from .toy import VOCAB, TableRunner, make_engine, make_request, oracle, outputs, run
+from .toy import TableRunner, make_engine, make_request, oracle, outputs, run
 
 PROMPTS = [[3, 4, 5], [7], [1, 2, 3, 4, 5, 6, 8, 9]]
 
@@ -181,6 +180,20 @@ def order_of(asked):
     return order
 
 
+def test_samples_that_wait_for_their_prompt_to_be_read_hold_nobody_up():
+    runner = TableRunner(max_batch=2)
+    runner.chunk = 4
+    engine = make_engine(runner=runner)
+    long = list(range(1, 17)) * 2
+    engine.add(make_request("long", long, max_tokens=9))
+    engine.add(make_request("sample", long, max_tokens=3), fork_of="long")
+    engine.add(make_request("short", [3], max_tokens=5))
+    order = []
+    while engine.has_work:
+        order += [emission.request_id for emission in engine.step() if emission.request_id not in order]
+    assert order == ["short", "long", "sample"]
+
+
 def test_one_client_is_served_first_come_first_served():
     assert order_of([(name, "a", 0) for name in "123456"]) == list("123456")
 
@@ -340,6 +353,6 @@ def test_requests_wait_until_there_is_memory(monkeypatch):
         engine.add(request)
     engine.step()
     assert [entry.request.request_id for entry in engine.scheduler.running] == ["r0", "r1"]
-    assert isinstance(engine.scheduler.waiting.first, Entry) and VOCAB
+    assert [entry.request.request_id for entry in engine.scheduler.waiting] == ["r2"]
     while engine.has_work:
         engine.step()

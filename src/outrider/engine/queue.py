@@ -27,12 +27,8 @@ class FairQueue:
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[Entry]:
+        """In order: who is next comes first."""
         return (entry for *_, entry in self._waiting)
-
-    @property
-    def first(self) -> Entry:
-        """Who is next."""
-        return self._waiting[0][3]
 
     def push(self, entry: Entry, client: str, priority: int) -> None:
         """Queues a request behind what its client has asked for before."""
@@ -41,12 +37,12 @@ class FairQueue:
         self._count += 1  # ties go to who came first; entries themselves are never compared
         insort(self._waiting, (-priority, start, self._count, entry))
 
-    def pop(self) -> Entry:
-        """Takes the next one out."""
-        _, self._time, _, entry = self._waiting.pop(0)
+    def serve(self, entry: Entry) -> None:
+        """Takes out one whose turn it is."""
+        self._time = next(start for _, start, _, each in self._waiting if each is entry)
+        self.remove(entry)
         if not self._waiting:
             self._ends.clear()
-        return entry
 
     def remove(self, entry: Entry) -> None:
         """Takes out one that need not wait any longer."""

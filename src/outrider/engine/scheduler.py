@@ -82,16 +82,19 @@ class Scheduler:
         return entry
 
     def admit(self, fits: Callable[[Entry], bool]) -> list[Entry]:
-        """Moves waiting requests into free places, as long as they fit; a sample waits until the prompt it shares is cached."""
-        admitted = []
-        while self.waiting and len(self.running) < self.max_batch:
-            entry = self.waiting.first
+        """Moves waiting requests into free places, as long as they fit."""
+        admitted: list[Entry] = []
+        if len(self.running) == self.max_batch:
+            return admitted
+        for entry in list(self.waiting):
             source = self.find(entry.fork_of) if entry.fork_of else None
-            if (source is not None and not source.is_cached) or not fits(entry):
+            if source is not None and not source.is_cached:
+                continue  # a sample waits until the prompt it shares is cached; meanwhile others need not
+            if len(self.running) == self.max_batch or not fits(entry):
                 break  # nobody overtakes it, or it might wait for ever
             if source is None:
                 entry.fork_of = None
-            self.waiting.pop()
+            self.waiting.serve(entry)
             self.running.append(entry)
             self._sampler = None
             admitted.append(entry)
