@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from tiny_folder import make_tokenizer
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from outrider.runner.tokenizers import check_same_vocabulary
+from outrider.runner.tokenizers import byte_alphabet, byte_table, check_same_vocabulary
 from outrider.types import OutriderError
 
 
@@ -52,3 +54,13 @@ def test_another_end_of_text_is_named():
 
 def test_a_missing_end_of_text_is_no_disagreement():
     check_same_vocabulary(tokenizer(ABC, eos_token="b"), tokenizer(ABC))
+
+
+def test_an_id_behind_a_gap_has_its_bytes():
+    told = json.loads(make_tokenizer().backend_tokenizer.to_str())
+    vocab = told["model"]["vocab"]
+    last = max(vocab, key=vocab.get)
+    was, vocab[last] = vocab[last], 400
+    table = byte_table(PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(told))))
+    assert len(table) == 401 and table[was] == b""
+    assert table[400] == bytes(byte_alphabet()[character] for character in last)

@@ -73,7 +73,7 @@ def byte_table(tokenizer: PreTrainedTokenizerBase) -> list[bytes] | None:
     alphabet = byte_alphabet()
     special, added = special_ids(tokenizer), tokenizer.added_tokens_decoder
     table = []
-    for token, text in enumerate(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))):
+    for token, text in enumerate(_names(tokenizer)):
         if token in special or text is None:
             table.append(b"")
         elif token not in added and all(character in alphabet for character in text):
@@ -81,6 +81,12 @@ def byte_table(tokenizer: PreTrainedTokenizerBase) -> list[bytes] | None:
         else:
             table.append(text.encode())
     return table
+
+
+def _names(tokenizer: PreTrainedTokenizerBase) -> list[str | None]:
+    """The tokens of all ids up to the highest, which may lie beyond their number: None for an id that is not in use."""
+    names: list[str | None] = tokenizer.convert_ids_to_tokens(list(range(max(tokenizer.get_vocab().values(), default=-1) + 1)))
+    return names
 
 
 @lru_cache(maxsize=1)
@@ -97,7 +103,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     if table is not None:
         return table
     special = special_ids(tokenizer)
-    names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    names = _names(tokenizer)
     # Decoded behind another token, since many tokenizers strip the space with which a text begins.
     before = next(iter(tokenizer.encode("a", add_special_tokens=False)), 0)
     alone = str(tokenizer.decode([before], clean_up_tokenization_spaces=False))
