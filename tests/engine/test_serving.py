@@ -331,10 +331,37 @@ def test_the_cache_stays_within_its_budget_whatever_comes():
             assert kv.keys[0, row, 0, : len(known), 0].tolist() == known
 
 
+@pytest.mark.parametrize("change", ["slots", "rows", "compaction"])
+def test_a_cache_that_cannot_change_its_size_stays_as_it_is(change, monkeypatch):
+    """Keys of one size and values of another would be written to beyond their end."""
+    kv = cache(rows=4, budget=8 * (100 + SLACK) * 16)
+    write(kv, kv.row("a"), list(range(40)))
+    write(kv, kv.row("b"), list(range(40)))
+    allocate, left = kv._allocate, iter([True])
+    monkeypatch.setattr(kv, "_allocate", lambda *what: allocate(*what) if next(left, False) else 1 / 0)
+    before = kv.keys, kv.values
+    with pytest.raises(ZeroDivisionError):
+        {"slots": lambda: kv.reserve(300), "rows": lambda: kv.row("c"), "compaction": lambda: kv._compact(100)}[change]()
+    assert (kv.keys is before[0]) and (kv.values is before[1]) and kv.cached_len("a") == 40
+
+
 def test_a_text_is_no_longer_than_the_memory():
     assert cache(budget=(100 + SLACK) * 16).max_len == 100
     with pytest.raises(OutriderError, match="kv_memory"):
         cache(budget=SLACK * 16)
+
+
+def test_a_request_for_which_no_memory_could_be_set_apart_stops_nobody(monkeypatch, caplog):
+    runner = TableRunner()
+
+    def admit(request_id, num_tokens):
+        if request_id == "r1":
+            raise MemoryError("not enough")
+        return True
+
+    monkeypatch.setattr(runner, "admit", admit)
+    assert outputs(run(make_engine(runner=runner), requests())) == outputs(run(make_engine(), requests()))
+    assert "no memory could be set apart for request r1: not enough" in caplog.text
 
 
 def test_requests_wait_until_there_is_memory(monkeypatch):

@@ -253,7 +253,11 @@ class Engine:
             entry.is_cached = True
 
     def _fits(self, entry: Entry) -> bool:
-        return self.runner.admit(entry.request.request_id, self.scheduler.slots(entry.request))
+        try:
+            return self.runner.admit(entry.request.request_id, self.scheduler.slots(entry.request))
+        except Exception as error:  # first in the queue for ever, it would let nobody in: reading it shows what there is
+            logger.warning("no memory could be set apart for request %s: %s", entry.request.request_id, error)
+            return True
 
     def _read_prompts(self) -> list[Emission]:
         """Reads on in texts too long to be scored, a part a step, so that those who wait for their next token wait little."""

@@ -32,7 +32,6 @@ class Entry:
     is_speculating: bool = True  # False after the proposer failed for it
     pause: int = 0  # rounds until it is tried again
     finish_reason: str | None = None
-    error: str | None = None
 
 
 class Scheduler:

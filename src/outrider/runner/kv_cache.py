@@ -184,15 +184,14 @@ class KVCache(Cache):
 
     def _compact(self, slots: int) -> None:
         """Only the rows of requests under way, of no more than so many slots: everything kept is dropped."""
-        old_keys, old_values, lens = self.keys, self.values, self.cached_lens
-        moved = list(self._row_of.items())
-        slots = min(slots, self.capacity)
-        self.keys = self._allocate(len(moved), slots, self.shape.key_dim)
-        self.values = self._allocate(len(moved), slots, self.shape.value_dim)
+        lens, moved, slots = self.cached_lens, list(self._row_of.items()), min(slots, self.capacity)
+        keys = self._allocate(len(moved), slots, self.shape.key_dim)
+        values = self._allocate(len(moved), slots, self.shape.value_dim)
         for row, (_, source) in enumerate(moved):
             used = lens[source]
-            self.keys[:, row, :, :used] = old_keys[:, source, :, :used]
-            self.values[:, row, :, :used] = old_values[:, source, :, :used]
+            keys[:, row, :, :used] = self.keys[:, source, :, :used]
+            values[:, row, :, :used] = self.values[:, source, :, :used]
+        self.keys, self.values = keys, values
         self._row_of = {name: row for row, (name, _) in enumerate(moved)}
         self.cached_lens = [lens[source] for _, source in moved]
         self._kept.clear()
@@ -209,9 +208,7 @@ class KVCache(Cache):
         wanted = min(self.max_len + SLACK, max(2 * self.capacity, 256))
         if self._budget is not None:
             wanted = min(wanted, self._budget // max(len(self.cached_lens), 1))
-        wanted = max(slots, wanted)
-        self.keys = self._resized(self.keys, self.keys.shape[1], wanted)
-        self.values = self._resized(self.values, self.values.shape[1], wanted)
+        self._resize(self.keys.shape[1], max(slots, wanted))
 
     def _grow_rows(self) -> bool:
         """Makes more rows. False where all that there may be are there."""
@@ -222,11 +219,14 @@ class KVCache(Cache):
             rows = min(rows, max(most, len(self._row_of) + 1))
         if rows <= have:
             return False
-        self.keys = self._resized(self.keys, rows, self.capacity)
-        self.values = self._resized(self.values, rows, self.capacity)
+        self._resize(rows, self.capacity)
         self._free.extend(reversed(range(have, rows)))
         self.cached_lens.extend([0] * (rows - have))
         return True
+
+    def _resize(self, rows: int, slots: int) -> None:
+        """Both or, where there is no memory for the second, none: they are used as one."""
+        self.keys, self.values = self._resized(self.keys, rows, slots), self._resized(self.values, rows, slots)
 
     def _resized(self, old: Tensor, rows: int, slots: int) -> Tensor:
         new = self._allocate(rows, slots, old.shape[4])
