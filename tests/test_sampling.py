@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -218,6 +219,21 @@ def test_invalid_logits_name_the_request(poison: float, temperature: float, coup
         with pytest.raises(InvalidLogits):
             judge(logits, lens=torch.tensor([2, 2, 2]))
         judge(logits, lens=torch.tensor([2, 1, 2]))  # the row is beyond the drafts of its request
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"temperature": math.nan}, "temperature must be >= 0 and finite"),
+        ({"min_p": 1.1}, "min_p must be in"),
+        ({"logit_bias": {3: math.nan}}, "logit_bias must be numbers below infinity"),
+        ({"logit_bias": {3: math.inf}}, "logit_bias must be numbers below infinity"),
+    ],
+)
+def test_values_out_of_range_are_refused_in_one_line(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(OutriderError, match=message):
+        SamplingParams(**params)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ class SamplingParams:
             "repetition_penalty must be in [0.01, 100]": 0.01 <= self.repetition_penalty <= 100,
             "presence_penalty must be in [-2, 2]": -2 <= self.presence_penalty <= 2,
             "frequency_penalty must be in [-2, 2]": -2 <= self.frequency_penalty <= 2,
+            "the values of logit_bias must be numbers below infinity": all(v < float("inf") for v in self.logit_bias.values()),
             "allowed_token_ids must not be empty": self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
             "stop strings must not be empty": all(self.stop),
             "n must be at least 1": self.n >= 1,

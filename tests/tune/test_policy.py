@@ -138,6 +138,14 @@ def test_a_longest_draft_below_the_usual_lengths_is_kept_to():
     assert max(policy.asked) == 2
 
 
+def test_there_is_an_end_to_the_temperatures_that_are_kept():
+    passes = PassCosts()
+    policy = DraftLengthPolicy(4, passes)
+    for temperature in range(60):
+        simulate(policy, Cell(EMBEDDED, Text((0.5,)), lengths=(2,), temperature=temperature / 3), passes)
+    assert len(policy._shared) <= 8
+
+
 def test_the_same_rounds_lead_to_the_same_choices():
     cell = Cell(EMBEDDED, Text((0.3, 0.9), stretch=20), batch=4)
     assert recorded(cell).asked == recorded(cell).asked

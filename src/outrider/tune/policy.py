@@ -30,6 +30,7 @@ MEMORY = 0.93  # of a request's counts, per round: about 14 rounds
 SHARED_MEMORY = 0.99  # of the counts that new requests begin with
 PROBE_MEMORY = 0.5  # of the counts when a probe adds to them: what was seen before the pause may be over
 FIRST_REACH = 1  # a draft may be twice as long as the longest so far, and one more
+HOTTEST = 2.0  # temperatures above it are one: nobody's texts are likely there, and there must be an end to what is kept
 HORIZON = 64  # tokens over which a proposer's reading of the prompt must have paid
 
 FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # rounds without drafts before the next probe
@@ -175,7 +176,7 @@ class DraftLengthPolicy:
     def _track(self, request: Request) -> Track:
         track = self._tracks.get(request.request_id)
         if track is None:
-            temperature = round(request.params.temperature, 1)
+            temperature = round(min(request.params.temperature, HOTTEST), 1)
             shared = self._shared.get(temperature)
             if shared is None:
                 nearest = min(self._shared, key=lambda other: abs(other - temperature), default=None)
