@@ -20,6 +20,7 @@ from toy import reference_probs
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider import LLM, SamplingParams
+from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.registry import PROPOSERS
 from outrider.types import Context, Proposal, Randomness, Verdict
@@ -96,8 +97,21 @@ def tokenizers(vocab_size: int, method: str) -> dict[str, Any]:
     }
 
 
+class Uneven(FixedLength):
+    """Another K for each request of a round, and for each round of a request: 0 to 4."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self._round = 0
+
+    def next_lengths(self, context: Context) -> list[int]:
+        self._round += 1
+        return [(3 * self._round + 2 * b) % (self.k + 1) for b in range(len(context.requests))]
+
+
 def sample(params: SamplingParams, **options: object) -> list[list[int]]:
-    llm = LLM(TARGET, max_batch=256, compile="never", num_draft_tokens=3, **{"method": "draft", "draft": DRAFT, **options})
+    options = {"method": "draft", "draft": DRAFT, "num_draft_tokens": 3, **options}
+    llm = LLM(TARGET, max_batch=256, compile="never", **options)
     completions = llm.generate([PROMPT], replace(params, n=SAMPLES, max_tokens=LENGTH, seed=7, ignore_eos=True))
     assert llm.stats.faults == 0
     return [completion.token_ids for completion in completions]
@@ -125,6 +139,15 @@ def test_point_mass_drafts_and_coupled_noise_follow_it_too() -> None:
     law = exact_law(SETTINGS["temperature 1"])
     assert excess(sample(SETTINGS["temperature 1"], method="ngram", draft=None), law) < 1
     assert excess(sample(SETTINGS["temperature 1"], same_text=True), law) < 1
+
+
+@pytest.mark.parametrize(
+    ("method", "verifier"),
+    [("draft", "rejection"), ("draft", "block"), ("early-exit", "rejection"), ("eagle", "rejection")],
+)
+def test_samples_follow_it_where_each_request_has_a_length_of_its_own(method: str, verifier: str) -> None:
+    options = {"method": method, "draft": draft_for(method, TARGET, DRAFT), "verifier": verifier, "num_draft_tokens": Uneven()}
+    assert excess(sample(SETTINGS["penalties"], **options), exact_law(SETTINGS["penalties"])) < 1
 
 
 @pytest.mark.parametrize("name", ["temperature 1", "temperature 0.7", "penalties"])
@@ -208,9 +231,9 @@ def test_coupled_noise_gives_the_same_text_with_every_method(method: str) -> Non
     target, draft = tiny_model(3, 40, 20.0), tiny_model(4, 40, 20.0, layers=1)
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [2, 7, 1, 8, 2, 8]]
 
-    def texts(name: str, batch: int) -> list[list[int]]:
+    def texts(name: str, batch: int, k: int | LengthPolicy = 3) -> list[list[int]]:
         options = {"method": name, "draft": draft_for(name, target, draft), "max_batch": batch, **tokenizers(40, name)}
-        llm = LLM(target, **options, num_draft_tokens=3, same_text=True, compile="never")
+        llm = LLM(target, **options, num_draft_tokens=k, same_text=True, compile="never")
         params = SamplingParams(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True)
         completions = llm.generate(prompts, params)
         assert llm.stats.faults == 0
@@ -219,6 +242,7 @@ def test_coupled_noise_gives_the_same_text_with_every_method(method: str) -> Non
     wanted = texts("plain", 1)
     assert texts(method, 1) == wanted
     assert texts(method, 3) == wanted
+    assert texts(method, 3, Uneven()) == wanted
 
 
 @pytest.mark.parametrize("method", TREES)

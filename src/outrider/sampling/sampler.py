@@ -148,7 +148,8 @@ class Sampler:
             raise ValueError(f"logits have {logits.shape[-1]} columns, the vocabulary has {self.vocab_size} tokens")
         scores = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         if self._bias is not None:
-            scores = scores + self._bias.to(scores.dtype)
+            self._bias = self._bias.to(scores.dtype)  # once: all scores are of one type
+            scores = scores + self._bias
         if not self._grammars.is_empty:
             scores = scores.clone() if scores is logits else scores
             self._grammars.apply_(scores, drafts, parents, start, counts)
