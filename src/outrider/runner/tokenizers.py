@@ -85,8 +85,8 @@ def byte_table(tokenizer: PreTrainedTokenizerBase) -> list[bytes] | None:
 
 def _names(tokenizer: PreTrainedTokenizerBase) -> list[str | None]:
     """The tokens of all ids up to the highest, which may lie beyond their number: None for an id that is not in use."""
-    names: list[str | None] = tokenizer.convert_ids_to_tokens(list(range(max(tokenizer.get_vocab().values(), default=-1) + 1)))
-    return names
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    return list(tokenizer.convert_ids_to_tokens(list(range(highest + 1))))
 
 
 @lru_cache(maxsize=1)
