@@ -110,7 +110,8 @@ def rows_from(values: Tensor, starts: Sequence[int], lens: Sequence[int], count:
     """values [T, ...] -> [B, count, ...]: the ``lens[b]`` rows from ``starts[b]`` on; those behind them are undefined."""
     if all([length == count for length in lens]) and len(lens) * count == values.shape[0]:
         return values.view(len(lens), count, *values.shape[1:])
-    rows = values.new_empty(len(lens), count, *values.shape[1:])
-    for own, start, length in zip(rows, starts, lens, strict=True):
-        own[:length] = values[start : start + length]
-    return rows
+    to = [b * count + i for b, length in enumerate(lens) for i in range(length)]
+    taken = [start + i for start, length in zip(starts, lens, strict=True) for i in range(length)]
+    rows = values.new_empty(len(lens) * count, *values.shape[1:])
+    rows[torch.tensor(to, device=values.device)] = values if len(taken) == len(values) else values[taken]
+    return rows.view(len(lens), count, *values.shape[1:])

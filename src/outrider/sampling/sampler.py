@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -225,11 +226,11 @@ def _max(scores: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
     rows = scores.detach().numpy()
     if min(counts) == rows.shape[1]:
         return torch.from_numpy(rows.max(axis=-1)), torch.from_numpy(rows.argmax(axis=-1))
-    best, token_ids = torch.zeros(rows.shape[:2], dtype=scores.dtype), torch.zeros(rows.shape[:2], dtype=torch.long)
+    highest, places = np.zeros(rows.shape[:2], rows.dtype), np.zeros(rows.shape[:2], np.int64)
     for b, count in enumerate(counts):
-        rows[b, :count].max(axis=-1, out=best[b, :count].numpy())
-        rows[b, :count].argmax(axis=-1, out=token_ids[b, :count].numpy())
-    return best, token_ids
+        rows[b, :count].max(axis=-1, out=highest[b, :count])
+        rows[b, :count].argmax(axis=-1, out=places[b, :count])
+    return torch.from_numpy(highest), torch.from_numpy(places)
 
 
 def _bias_of(requests: Sequence[Request], vocab_size: int, device: torch.device) -> Tensor | None:
