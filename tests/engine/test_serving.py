@@ -345,6 +345,16 @@ def test_a_cache_that_cannot_change_its_size_stays_as_it_is(change, monkeypatch)
     assert (kv.keys is before[0]) and (kv.values is before[1]) and kv.cached_len("a") == 40
 
 
+def test_a_cache_beyond_its_budget_does_not_move_with_every_token():
+    kv, sizes = cache(rows=4, budget=4 * (100 + SLACK) * 16), set()
+    for name in "abcd":
+        kv.row(name)
+    for slots in range(1, 380):
+        kv.reserve(slots)
+        sizes.add(kv.capacity)
+    assert max(sizes) >= 379 and len(sizes) <= 5
+
+
 def test_a_text_is_no_longer_than_the_memory():
     assert cache(budget=(100 + SLACK) * 16).max_len == 100
     with pytest.raises(OutriderError, match="kv_memory"):

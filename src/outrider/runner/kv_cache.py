@@ -208,7 +208,8 @@ class KVCache(Cache):
         wanted = min(self.max_len + SLACK, max(2 * self.capacity, 256))
         if self._budget is not None:
             wanted = min(wanted, self._budget // max(len(self.cached_lens), 1))
-        self._resize(self.keys.shape[1], max(slots, wanted))
+        # Beyond the budget (that of a draft, for which nothing is set apart) it grows by little, but not with every token.
+        self._resize(self.keys.shape[1], wanted if wanted >= slots else slots + SLACK)
 
     def _grow_rows(self) -> bool:
         """Makes more rows. False where all that there may be are there."""
