@@ -8,6 +8,7 @@ from transformers import AutoConfig, DynamicCache
 
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.kv_cache import CacheShape, KVCache, cache_shape
+from outrider.runner.model_runner import shared_chunk
 from outrider.types import Context, OutriderError
 
 from .rounds import Rounds, make_model, make_text, proposal_of, untouched, verdict_of
@@ -143,6 +144,32 @@ def test_a_score_done_again_reports_the_hidden_states_of_what_was_read_before():
     for request, tokens in zip(rounds.requests, ([5, 7], [8]), strict=True):
         request.token_ids += tokens
     assert [past.shape[0] for past in runner.score(context, proposal_of([[], []])).past_hidden[1]] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("unread", "counts"),
+    [
+        ([1000], [256]),
+        ([1000, 50], [206, 50]),
+        ([0, 1000, 300], [0, 128, 128]),
+        ([300, 300, 300], [256, 0, 0]),
+        ([100, 300, 40], [100, 116, 40]),
+        ([20, 30], [20, 30]),
+        ([0, 0], [0, 0]),
+    ],
+)
+def test_a_chunk_is_shared_by_those_who_wait_to_be_read(unread, counts):
+    assert shared_chunk(unread, 256) == counts
+    assert sum(shared_chunk(unread, 1)) == min(1, sum(unread))
+
+
+def test_a_short_prompt_is_read_beside_a_long_one():
+    rounds = start("llama", lengths=(60, 25))
+    texts = [request.token_ids for request in rounds.requests]
+    found = [rounds.runner.read(["r0", "r1"], texts) for _ in range(4)]
+    assert found == [[False, False], [False, True], [False, True], [True, True]]
+    rounds.step([[5, 6], [7]], [[0], []], [1, 2])
+    assert_cache_holds_the_text(rounds)
 
 
 def test_keep_gathers_a_path_in_order():

@@ -165,16 +165,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def read(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> list[bool]:
-        """Reads on in texts that are too long to be scored, ``prefill_chunk`` tokens of all together, the first ones first.
+        """Reads on in texts that are too long to be scored, ``prefill_chunk`` tokens of all together (see ``shared_chunk``).
 
         Says of each whether all of it that has to be read has been.
         """
         rows, lens = self._rows(request_ids, texts), self.cache.cached_lens
-        left, counts = self.config.prefill_chunk, []
-        for text, row in zip(texts, rows, strict=True):
-            unread = len(text) - 1 - lens[row]
-            counts.append(min(unread, left) if unread >= SHORT else 0)
-            left -= counts[-1]
+        unread = [len(text) - 1 - lens[row] for text, row in zip(texts, rows, strict=True)]
+        counts = shared_chunk([count if count >= SHORT else 0 for count in unread], self.config.prefill_chunk)
         self._read_on(request_ids, texts, rows, counts)
         return [len(text) - 1 - lens[row] < SHORT for text, row in zip(texts, rows, strict=True)]
 
@@ -352,3 +349,17 @@ class ModelRunner:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def shared_chunk(unread: Sequence[int], chunk: int) -> list[int]:
+    """How much is read of each text: half of a chunk for whoever came first, the rest for those with the least to read.
+
+    So nobody's first token waits for all of a long prompt, and no long prompt for an end of short ones.
+    """
+    counts = [0] * len(unread)
+    some = [b for b, count in enumerate(unread) if count]
+    if some:
+        counts[some[0]] = min(unread[some[0]], -(-chunk // 2))
+    for b in sorted(some, key=lambda b: unread[b] - counts[b]):
+        counts[b] += min(unread[b] - counts[b], chunk - sum(counts))
+    return counts
