@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from outrider.engine.policy import FixedLength
+from outrider.engine.stats import Round
 from outrider.runner.costs import PassCosts
 from outrider.tune import DraftLengthPolicy
+from outrider.types import Context, Request, SamplingParams
 from tests.tune import grid
 from tests.tune.simulation import MAX_K, Cell, Machine, Recorded, Text, automatic, best_fixed, plain, simulate, weigh
 
@@ -129,6 +132,30 @@ def test_requests_that_turn_predictable_are_found_among_others_that_draft():
     early, late = policy.lengths[20:60], policy.lengths[60:90]
     assert sum(not any(each[1:]) for each in early) > 0.6 * len(early)
     assert max(min(each[1:]) for each in late) >= 4
+
+
+@pytest.mark.parametrize("rates", [(1.0,), (0.0,), (0.0, 1.0)])
+def test_beside_a_request_with_a_length_of_its_own_another_gets_what_pays(rates):
+    """The first one drafts in every round, in vain: there is no plain round, and more is drafted than was decided on."""
+    passes = PassCosts()
+    policy = DraftLengthPolicy(MAX_K, passes)
+    requests = tuple(Request(f"r{b}", [0] * 50, 50, SamplingParams(), 0, torch.Generator()) for b in range(2))
+    requests[0].num_draft_tokens = 8
+    context, asked = Context(requests, (999, 999), None), []
+    for number in range(200):
+        lengths = [8, policy.next_lengths(context)[1]]
+        accepted = [0, int(rates[number // 100 % len(rates)] * lengths[1])]
+        times = LARGE.times(lengths, lengths, 2)
+        for request, count in zip(requests, accepted, strict=True):
+            request.token_ids.extend([0] * (count + 1))
+        passes.observe(passes.width(lengths), 2, 50, times.score)
+        policy.observe(context.limited(lengths), Round(8, lengths, lengths, accepted, times), False)
+        asked.append(lengths[1])
+    if rates[0]:
+        assert min(asked[20:]) >= 4
+    else:
+        assert 1 <= sum(k > 0 for k in asked[:100]) <= 20
+        assert (min(asked[-20:]) >= 4) == (rates[-1] > 0)
 
 
 def test_a_longest_draft_below_the_usual_lengths_is_kept_to():

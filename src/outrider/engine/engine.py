@@ -82,7 +82,7 @@ class Engine:
             Sampler, vocab_size=runner.vocab_size, device=runner.device, coupled=coupled
         )
         self._unbooked = 0.0  # seconds of the accounting itself: they go to the next round
-        self._decided = 0  # the largest K of this round, as the policy has it; -1: it is no round of the policy's
+        self._is_decided = True  # whether the policy chose the lengths of this round
         self._read_seconds = 0.0  # of prompts since the last round
         self._guarded = GuardedProposer(proposer, runner.vocab_size, self._make_sampler, self.stats)
         self.costs = runner.costs
@@ -218,13 +218,13 @@ class Engine:
             emitted += len(emission.token_ids)
             entry.stats.clock(round_, is_prefill, len(emission.token_ids), plain)
         self.stats.clock(round_, is_prefill, emitted / len(entries), plain)
-        if round_.k <= self._decided:  # a length that requests chose themselves was no decision to learn from
+        if self._is_decided:
             self.policy.observe(context, round_, is_prefill)
 
     def _lengths(self, context: Context) -> tuple[int, Context]:
         """The most drafts to ask for, and the limits that give each request its K: the policy's, or one of its own."""
         lengths = self.policy.next_lengths(context)
-        self._decided = max(lengths)
+        self._is_decided = True
         own = [request.num_draft_tokens for request in context.requests]
         if own.count(None) < len(own):
             pairs = zip(lengths, own, strict=True)
@@ -294,7 +294,7 @@ class Engine:
         """The target failed: runs each request alone, so that the error is only for those that cause it."""
         if len(entries) == 1:
             return [self._fail(entries[0], error)]
-        self._decided = -1  # what follows are other rounds than the one that the policy decided on
+        self._is_decided = False  # what follows are other rounds than the one that the policy decided on
         emissions = []
         for b, entry in enumerate(entries):
             requests = context.requests[b : b + 1]

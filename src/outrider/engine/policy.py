@@ -20,7 +20,10 @@ class LengthPolicy(Protocol):
         ...
 
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
-        """Learns from a round, its tokens committed. A prefill's seconds say nothing of decoding."""
+        """Learns from a round, its tokens committed. A prefill's seconds say nothing of decoding.
+
+        Requests with a K of their own (``num_draft_tokens``) were drafted for as they wish.
+        """
         ...
 
     def release(self, request_ids: Sequence[str]) -> None:

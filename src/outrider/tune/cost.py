@@ -105,7 +105,8 @@ class CostModel:
     def plain_round(self, batch: int, cache_len: int) -> float | None:
         """Seconds of a round without drafts; None until a round of this batch size was run."""
         seconds = self.passes.seconds(1, batch, cache_len)
-        return None if seconds is None or (batch, False) not in self._outside else seconds + self.outside(batch, False)
+        is_known = (batch, False) in self._outside or (batch, True) in self._outside
+        return seconds + self.outside(batch, False) if seconds is not None and is_known else None
 
     def prices(self, batch: int, cache_len: int) -> RoundPrices | None:
         """What rounds of this batch cost, by the drafts in them; None until a plain one was run."""

@@ -89,6 +89,7 @@ class DraftLengthPolicy:
         self._plain: float | None = None  # seconds of a round without drafts
         self._age = 0  # rounds since
         self._wait, self._pause = 0, FIRST_PAUSE
+        self._is_plain = True  # the round: nothing was asked for, though requests may have had drafts as they wished
         self._is_probe = False
         self._num_drafted = 0
         self._num_unchecked = 0  # drafted rounds since the last one without drafts
@@ -101,6 +102,7 @@ class DraftLengthPolicy:
     def next_lengths(self, context: Context) -> list[int]:
         """Drafts to ask for this round, of each request."""
         k, self._tried = self._next_k(context), []
+        self._is_plain = k == 0
         if k == 0 or self._is_probe:
             return [k] * len(self._batch)
         return self._with_tries()
@@ -130,13 +132,15 @@ class DraftLengthPolicy:
         """Learns from a round: what was accepted, what it cost, and whether drafting won or lost time."""
         batch, longest, times = len(round_.depths), max(round_.depths), round_.times
         drafted_for = [b for b in range(batch) if context.limits[b] > 0]
-        if round_.k == 0:
+        if round_.k == 0 or self._is_plain:
             if not is_prefill:
-                self.costs.observe(0, 0, batch, times, False, False)
                 self._num_unchecked = 0
             self._wait -= 1
             if self._plain is not None:
                 self._purse = min(self._purse + INCOME * times.total / self._plain, FULL_PURSE)
+        if round_.k == 0:
+            if not is_prefill:
+                self.costs.observe(0, 0, batch, times, False, False)
             return
         # Committed tokens that the proposer had not been asked about, before those of this round.
         num_unseen = sum([self._num_unseen(b) - round_.num_accepted[b] - 1 for b in drafted_for])
@@ -233,7 +237,8 @@ class DraftLengthPolicy:
         Where drafting was decided on, that is paid once and for all that follows.
         """
         plain, batch = self._plain, len(round_.depths)
-        if plain is None:
+        # What requests drafted because they wished to was no decision.
+        if plain is None or any([request.num_draft_tokens is not None for request in self._requests]):
             return
         cache_len = len(self._requests[0].token_ids)
         seconds = self.costs.round(round_.k, round_.lens, max(round_.depths), num_drafting, cache_len)
