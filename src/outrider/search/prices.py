@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -84,6 +84,12 @@ class Prices:
         return cls(**(found | {"rounds": rounds}))
 
 
+def _usual(seconds: Iterable[float]) -> float:
+    """Mean of all but the slowest, maybe a hiccup. Not the median: drafts of two methods in turn take very unlike times."""
+    quickest = sorted(seconds)
+    return fmean(quickest[: max(1, len(quickest) - 1)])
+
+
 def _paid_depth(depths: Sequence[int], is_padded: bool) -> float:
     """By how many drafts a request the pass of a round is dearer."""
     return max(depths) if is_padded else fmean(depths)
@@ -141,7 +147,7 @@ class _Watch:
             self.rounds.append((self.num_decoding - 1, seen.round))
 
     def priced(self) -> dict[int, Price]:
-        """Medians by the longest path drafted; 0 is of rounds that asked for nothing."""
+        """By the longest path drafted; 0 is of rounds that asked for nothing."""
         found: dict[int, list[Round]] = {}
         for number, round_ in self.rounds:
             longest = max(round_.depths)
@@ -149,7 +155,7 @@ class _Watch:
                 found.setdefault(longest, []).append(round_)
         return {
             longest: Price(
-                median(each.times.draft for each in rounds) if longest else 0.0,
+                _usual(each.times.draft for each in rounds) if longest else 0.0,
                 median(each.times.score for each in rounds),
                 median(each.times.verify + each.times.host for each in rounds),
                 fmean(_paid_depth(each.depths, self.is_padded) for each in rounds),
