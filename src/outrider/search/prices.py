@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -173,8 +173,9 @@ class _Watch:
 def measure(contenders: Contenders, method: str, texts: Sequence[Text], batch: int, longest: int) -> Prices:
     """Runs rounds of every measured length up to ``longest``, and prices those that came to drafts.
 
-    Where there never was a draft rounds are priced by passes of their width alone. Raises ``OutriderError`` where the proposer
-    fails and where no answer is long enough for a round to be measured.
+    Lengths that never came are priced by how much dearer passes of their width are: the price of two drafts, stretched, makes
+    ten look twice as dear as they are. Raises ``OutriderError`` where the proposer fails and where no answer is long enough for
+    a round to be measured.
     """
     # Plain rounds at both ends: every prediction is a ratio to them.
     blocks, is_padded = _Blocks([0, *(k for k in MEASURED if k < longest), longest, 0]), contenders.llm.runner.costs.is_padded
@@ -197,14 +198,26 @@ def measure(contenders: Contenders, method: str, texts: Sequence[Text], batch: i
         if 0 not in rounds:
             raise OutriderError("the answers of the traffic are too short to measure a round: raise --max-tokens")
         vain = watch.vain()
-        if len(rounds) == 1:
-            cache_len = int(fmean(len(text.prompt) for text in texts))
-            one = llm.runner.pass_cost(1, batch, cache_len)
-            for k in blocks.lengths[1:-1]:
-                wider = llm.runner.pass_cost(1 + llm.proposer.num_nodes(k), batch, cache_len)
-                rounds[k] = Price(vain, rounds[0].score * max(wider / one, 1.0), rounds[0].outside, k)
+
+        def pass_cost(k: int) -> float:
+            width = 1 + (llm.proposer.num_nodes(k) if k else 0)
+            return llm.runner.pass_cost(width, batch, int(fmean(len(text.prompt) for text in texts)))
+
+        rounds |= _unseen(rounds, vain, blocks.lengths, pass_cost)
     first_layer = max(round_.first_layer for _, round_ in watch.rounds)
     return Prices(rounds, vain, undrafted / num_tokens, sum(watch.prompts) / num_tokens, first_layer, is_padded)
+
+
+def _unseen(
+    rounds: dict[int, Price], vain: float, lengths: Sequence[int], pass_cost: Callable[[int], float]
+) -> dict[int, Price]:
+    """Prices of lengths beyond the longest that was seen, by how much dearer passes over so many drafts are."""
+    longest = max(rounds)
+    last, unseen = rounds[longest], [k for k in lengths if k > longest]
+    if not unseen:
+        return {}
+    known, draft = pass_cost(round(last.depth)), last.draft if longest else vain
+    return {k: Price(draft, last.score * max(pass_cost(k) / known, 1.0), last.outside, k) for k in unseen}
 
 
 def _groups(texts: Sequence[Text], batch: int) -> Iterator[list[Text]]:
