@@ -202,7 +202,7 @@ class KVCache(Cache):
         return 0 if row is None else self.cached_lens[row]
 
     def reserve(self, slots: int) -> None:
-        """Makes every row hold at least ``slots`` slots: beyond the window too, where a ragged pass's padding may reach."""
+        """Makes every row hold at least ``slots`` slots: beyond the window too, where drafts or padding may reach."""
         if slots <= self.capacity:
             return
         wanted = min(self.max_len + SLACK, max(2 * self.capacity, 256))

@@ -26,7 +26,7 @@ def tree_inputs(parents: Tensor, text_lens: Sequence[int], width: int) -> tuple[
     """Which of the pass's tokens each one sees, bool [B, W, W], and positions relative to the first, int64 [B, W].
 
     Row b holds ``text_lens[b]`` committed tokens (a causal chain that ends in the root), then as many nodes as there is room
-    for, then padding. Siblings share a position; padding counts on.
+    for. Siblings share a position; places behind the nodes, padding if anything, count on.
     """
     batch, nodes = parents.shape
     visible = torch.ones(width, width, dtype=torch.bool).tril().repeat(batch, 1, 1)
