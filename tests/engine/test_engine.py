@@ -1,15 +1,12 @@
-"""The loop: whatever is drafted and however it fails, the text is plain decoding's."""
+"""The loop: whatever is drafted, the text is plain decoding's."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from outrider.engine.guard import check
 from outrider.engine.policy import FixedLength
 from outrider.proposers.base import Proposer, ScriptedProposer, chain_proposal
-from outrider.runner.tree_mask import ancestor_matrix
-from outrider.sampling import InvalidLogits
 from outrider.types import OutriderError, Proposal
 from outrider.verifiers.block import BlockVerifier
 
@@ -124,161 +121,6 @@ def test_requests_that_join_later_change_nothing():
     assert first.token_ids[3:] == wanted["r0"][0] and second.token_ids[1:] == wanted["r1"][0]
 
 
-# --- proposers that misbehave -----------------------------------------------------------------------------------------------
-
-
-def good(context):
-    return chain_proposal([[1, 2, 3]] * len(context.requests))
-
-
-def with_row_0(proposal, **changes):
-    """A proposal of which row 0 alone is wrong."""
-    token_ids, lens = proposal.token_ids.clone(), proposal.lens.clone()
-    probs = torch.full((*token_ids.shape, VOCAB), 1 / VOCAB)
-    if "token" in changes:
-        token_ids[0, 1] = changes["token"]
-    if "len" in changes:
-        lens[0] = changes["len"]
-    if "prob" in changes:
-        probs[0, 1, 3] = changes["prob"]
-    return Proposal(token_ids, lens, probs)
-
-
-WHOLE = {
-    "raises": lambda c, k: 1 / 0,
-    "not a proposal": lambda c, k: None,
-    "no batch": lambda c, k: Proposal(torch.zeros(3, dtype=torch.long), torch.zeros(1, dtype=torch.long)),
-    "wrong batch": lambda c, k: Proposal.empty(len(c.requests) + 1),
-    "float ids": lambda c, k: Proposal(torch.zeros(len(c.requests), 2), torch.ones(len(c.requests), dtype=torch.long)),
-    "lens shape": lambda c, k: Proposal(good(c).token_ids, torch.ones(9, dtype=torch.long)),
-    "probs shape": lambda c, k: Proposal(good(c).token_ids, good(c).lens, torch.ones(len(c.requests), 3, VOCAB + 1)),
-    "parents shape": lambda c, k: Proposal(good(c).token_ids, good(c).lens, None, torch.zeros(9, 9, dtype=torch.long)),
-}
-ONE_ROW = {
-    "id too high": lambda c, k: with_row_0(good(c), token=VOCAB),
-    "id negative": lambda c, k: with_row_0(good(c), token=-1),
-    "len too high": lambda c, k: with_row_0(good(c), len=4),
-    "len negative": lambda c, k: with_row_0(good(c), len=-1),
-    "nan": lambda c, k: with_row_0(good(c), prob=float("nan")),
-    "inf": lambda c, k: with_row_0(good(c), prob=float("inf")),
-    "negative prob": lambda c, k: with_row_0(good(c), prob=-1 / VOCAB),
-    "not normalised": lambda c, k: with_row_0(good(c), prob=0.5),
-    "parents": lambda c, k: Proposal(
-        good(c).token_ids, good(c).lens, None, torch.tensor([[-1, 1, 0]] + [[-1, 0, 1]] * (len(c.requests) - 1))
-    ),
-}
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("fault", WHOLE)
-def test_a_failing_proposer_costs_drafts_and_no_text(fault, batch, caplog):
-    engine = make_engine(ScriptedProposer(WHOLE[fault]), 3)
-    found = run(engine, requests(batch))
-    assert outputs(found) == plain(batch)
-    assert engine.stats.faults == batch
-    assert all(emissions[-1].stats.faults == 1 for emissions in found.values())
-    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("fault", ONE_ROW)
-def test_only_the_request_at_fault_loses_speculation(fault, batch, caplog):
-    faulty = {"left": 1}
-
-    def script(context, k):
-        if context.request_ids[0] == "r0" and len(context.requests[0].token_ids) > 6 and faulty["left"]:
-            faulty["left"] = 0
-            return ONE_ROW[fault](context, k)
-        return good(context)
-
-    engine = make_engine(ScriptedProposer(script), 3)
-    found = run(engine, requests(batch))
-    assert outputs(found) == plain(batch)
-    assert [found[f"r{b}"][-1].stats.faults for b in range(batch)] == [1, 0, 0][:batch]
-    assert found["r0"][-1].origins == ["plain"]
-    assert all("plain" not in emission.origins for b in range(1, batch) for emission in found[f"r{b}"][:-1])
-    assert len(caplog.records) == 1
-
-
-def invalid_for(name, context):
-    """What a draft model's sampler raises."""
-    return InvalidLogits([context.request_ids.index(name)], [name])
-
-
-def test_invalid_logits_of_a_draft_cost_the_others_one_round():
-    runner = TableRunner()
-    good, lens = oracle(runner), []
-
-    def script(context, k):
-        lens.append(len(context.requests))
-        if len(lens) == 2:
-            raise invalid_for("r1", context)
-        return good.propose(context, k)
-
-    found = run(make_engine(ScriptedProposer(script), 3, runner=runner), requests())
-    assert outputs(found) == plain()
-    assert lens[:4] == [3, 3, 2, 2]
-    assert [found[f"r{b}"][-1].stats.faults for b in range(3)] == [0, 1, 0]
-    assert [len(emission.token_ids) for emission in found["r0"][:4]] == [4, 1, 4, 4]
-
-
-def test_a_proposer_that_fails_later_loses_nothing(caplog):
-    class Late(Proposer):
-        num_calls = 0
-
-        def propose(self, context, k):
-            return good(context)
-
-        def commit(self, context, verdict):
-            self.num_calls += 1
-            if self.num_calls == 3:
-                raise RuntimeError("commit")
-
-        def release(self, request_ids):
-            raise RuntimeError("release")
-
-    engine = make_engine(Late(), 3)
-    assert outputs(run(engine, requests(3))) == plain(3)
-    assert engine.stats.faults == 3
-
-
-def test_ids_in_the_padding_are_no_fault():
-    def script(context, k):
-        batch = len(context.requests)
-        return Proposal(torch.tensor([[1, -7, 999]] * batch), torch.ones(batch, dtype=torch.long))
-
-    engine = make_engine(ScriptedProposer(script), 3)
-    assert outputs(run(engine, requests(3))) == plain(3)
-    assert engine.stats.faults == 0 and engine.stats.num_drafts > 0
-
-
-def test_parents_in_the_padding_are_no_fault_either():
-    parents = torch.tensor([[-1, 0, 1], [-1, 99, -7]])
-    checked = check(Proposal(torch.ones(2, 3, dtype=torch.long), torch.tensor([3, 1]), None, parents), [9, 9], 3, VOCAB)
-    assert checked.faults == {} and checked.lens == [3, 1]
-    assert ancestor_matrix(checked.proposal.parents)[0, 2].tolist() == [True] * 3
-    assert checked.proposal.parents.tolist() == [[-1, 0, 1], [-1, -1, -1]]
-
-
-def test_the_proposer_hears_of_a_verdict_only_for_what_it_drafted():
-    heard = []
-
-    class Listener(Proposer):
-        def propose(self, context, k):
-            return good(context)
-
-        def commit(self, context, verdict):
-            heard.append((len(context.requests), len(verdict.num_accepted), len(context.requests[0].token_ids)))
-
-    class EveryOther(FixedLength):
-        def next_lengths(self, context):
-            self.k = 3 - self.k
-            return super().next_lengths(context)
-
-    run(make_engine(Listener(), policy=EveryOther(0)), requests(1, max_tokens=9))
-    assert len(heard) < 9 and all(rows == 1 and verdicts == 1 for rows, verdicts, _ in heard)
-
-
 # --- trees ------------------------------------------------------------------------------------------------------------------
 
 
@@ -313,72 +155,6 @@ def test_a_tree_for_a_verifier_of_chains_is_refused():
     proposer.drafts_trees = True
     with pytest.raises(OutriderError, match="handles trees"):
         make_engine(proposer, 2, runner=runner, verifier=BlockVerifier())
-
-
-# --- a target that misbehaves -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["fails_for", "nan_for"])
-def test_a_failing_target_is_an_error_for_that_request_alone(kind):
-    runner = TableRunner()
-    engine = make_engine(oracle(runner, 1), 3, runner=runner)
-    for request in requests(3):
-        engine.add(request)
-    engine.step()
-    getattr(runner, kind).add("r1")
-    last, tokens = {}, {}
-    while engine.has_work:
-        for emission in engine.step():
-            last[emission.request_id] = emission
-            tokens.setdefault(emission.request_id, []).extend(emission.token_ids)
-    assert [last[f"r{b}"].finish_reason for b in range(3)] == ["length", "error", "length"]
-    assert ("out of memory" if kind == "fails_for" else "NaN") in last["r1"].error
-    wanted = plain(3)
-    assert all(wanted[name][0][-len(tokens[name]) :] == tokens[name] for name in ("r0", "r2"))
-    assert runner.cached == {}
-
-
-def test_the_policy_hears_of_the_rounds_that_it_decided_on_and_of_no_others():
-    """After a failure each request runs alone: to a policy that would be another batch than its own."""
-
-    class Strict(FixedLength):
-        num_heard = 0
-
-        def next_lengths(self, context):
-            self.decided_for = context.request_ids
-            return super().next_lengths(context)
-
-        def observe(self, context, round_, is_prefill):
-            assert context.request_ids == self.decided_for
-            self.num_heard += 1
-
-    runner, policy = TableRunner(), Strict(3)
-    engine = make_engine(oracle(runner, 1), policy=policy, runner=runner)
-    for request in requests(3):
-        engine.add(request)
-    engine.step()
-    runner.nan_for.add("r1")
-    ends = {emission.request_id: emission.finish_reason for emission in engine.step()}
-    assert ends == {"r0": None, "r1": "error", "r2": None} and policy.num_heard == 1
-    engine.step()
-    assert policy.num_heard == 2
-
-
-def test_an_interrupt_leaves_every_request_resumable():
-    runner = TableRunner()
-    engine = make_engine(oracle(runner, 1), 3, runner=runner)
-    mine = requests(3)
-    for request in mine:
-        engine.add(request)
-    engine.step()
-    commit, runner.commit = runner.commit, lambda context, verdict: (_ for _ in ()).throw(KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    runner.commit = commit
-    while engine.has_work:
-        engine.step()
-    wanted = plain(3)
-    assert all(request.token_ids[request.num_prompt_tokens :] == wanted[request.request_id][0] for request in mine)
 
 
 # --- sampling, logprobs, features -------------------------------------------------------------------------------------------
@@ -491,24 +267,6 @@ def test_features_begin_again_when_a_round_is_interrupted():
         emissions += engine.step()
     assert outputs({"r0": emissions}) == outputs(run(make_engine(), [make_request("r0", PROMPTS[2], max_tokens=12)]))
     assert engine.stats.faults == 0
-
-
-def test_features_go_on_where_another_requests_draft_was_invalid():
-    runner = TableRunner()
-
-    class Invalid(Features):
-        num_calls = 0
-
-        def propose(self, context, k):
-            proposal = super().propose(context, k)
-            self.num_calls += 1
-            if self.num_calls == 3:
-                raise invalid_for("r1", context)
-            return proposal
-
-    engine = make_engine(Invalid(runner), 3, runner=runner)
-    assert outputs(run(engine, requests())) == plain()
-    assert engine.stats.faults == 1
 
 
 def test_a_proposer_that_failed_is_kept_no_features_for():
