@@ -106,6 +106,20 @@ def test_same_text_compares_every_cell_and_goes_on_where_it_ended(
     assert document["kind"] == "same-text" and document["differing"] == 0 and document["certified"]
     assert len(document["cells"]) == 2 * (1 + 2 * 2)  # plain at the second batch, and the grid, at two temperatures
     assert all((cell["cost"] is not None) == (cell["batch"] == 1) for cell in document["cells"])
+    interrupted = same_text.SameText.run
+    calls: list[object] = []
+
+    def once(self: same_text.SameText, *args: Any) -> object:
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return interrupted(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(same_text.SameText, "run", once)
+        part = tmp_path / "part.json"
+        code, _, err = outrider("audit", "--same-text", *models, *options, "--out", part)
+    assert code == 130 and "2 of 10 comparisons are in" in err and "--resume" in err and len(read(part)["cells"]) == 2
     document["cells"] = document["cells"][:4]
     document["cells"][0]["differing"] = 1
     out.write_text(json.dumps(document))

@@ -207,6 +207,7 @@ class Run:
         from outrider.audit import tables
         from outrider.audit.same_text import Grid, SameText
         from outrider.bench.documents import write_whole
+        from outrider.cli.console import err
 
         temperatures = tuple(sorted({0.0, self.params.temperature}))
         grid = Grid(tuple(self.proposers), self.lengths, self.batches, temperatures, self.prompts, self.params)
@@ -237,6 +238,11 @@ class Run:
                     say("", 1, len(left))
                     if self.output.out is not None:
                         write_whole(self.output.out, json.dumps(result(), indent=1) + "\n")
+        except KeyboardInterrupt:
+            if self.output.out is not None and comparison.results:
+                told = f"{len(comparison.results)} of {total} comparisons are in {self.output.out}"
+                err.print(f"{told}; the same command with --resume goes on there", markup=False, soft_wrap=True)
+            raise
         finally:
             if comparison.results:
                 self._write(result(), tables.grid_table(result()))
