@@ -4,7 +4,7 @@
     python bench/tune_check.py --target ./my-model --draft ./my-draft --num-prompts 8
 
 For each traffic the search runs, then the exhaustive one: every method at every length, each in turn with plain decoding on
-every prompt, as often as the search's last run. What each has found runs against the other once more, in turn. It holds if
+every prompt, twice. What each has found runs against the other once more, in turn. It holds if
 every plan is within 5% of the exhaustive best in at most a fifth of its time, if the plans differ, and if the useless draft is
 answered with plain decoding. Exit code 1 where any of that does not hold. The last line of output is the result as JSON.
 Passes that have not been compiled on this machine before are compiled on the search's time: run it twice.
@@ -48,7 +48,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--num-prompts", type=count, default=16)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--batch", type=count, default=1)
-    parser.add_argument("--repeat", type=count, default=2)
+    parser.add_argument("--repeat", type=count, default=2, help="of the exhaustive search")
     parser.add_argument("--compile", default="always")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
@@ -64,7 +64,7 @@ class Check:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.llm = LLM(args.target, method=PLAIN, max_batch=max(args.batch, 8), compile=args.compile)
-        self.question = Question(batches=(args.batch,), repeat=args.repeat)
+        self.question = Question(batches=(args.batch,))
 
     def search(self, texts: list[Text], methods: str, draft: str | None) -> tuple[Search, Choice, float]:
         """The search as the command runs it, and its seconds, loading of drafts included."""

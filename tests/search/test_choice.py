@@ -49,6 +49,15 @@ def test_within_noise_the_simpler_is_chosen() -> None:
     assert "no faster" in chosen.others["draft k=4"]
 
 
+def test_a_hiccup_in_one_repeat_of_three_chooses_nothing() -> None:
+    found = measured({"plain": 100, "draft k=4": 150, "ngram k=4": 140})
+    for label, times in found.items():
+        times["tokens"].append(times["tokens"][0])
+        times["seconds"].append([second * (3 if label.startswith("draft") else 1) for second in times["seconds"][0]])
+    chosen = choice.choose([DRAFT, NGRAM], [found], PROPOSERS)
+    assert chosen.chosen == DRAFT and chosen.speedup is not None and chosen.speedup.value == pytest.approx(1.5, rel=0.02)
+
+
 def test_of_the_lengths_of_a_method_the_fastest_is_chosen_whatever_is_simpler() -> None:
     found = measured({"plain": 100, "ngram k=auto": 150, "ngram k=12": 152}, noise=0.2)
     twelve = Contender("ngram", 12)

@@ -207,6 +207,19 @@ def test_a_method_that_never_drafts_is_priced_by_width_alone(llm: LLM) -> None:
     assert set(priced.rounds) == {0, 1, 2, 4, 8, 15} and priced.rounds[8].score >= priced.rounds[0].score
 
 
+def test_lengths_that_never_came_are_priced_by_the_width_of_their_passes() -> None:
+    seen = {0: prices.Price(0.0, 1.0, 0.5, 0), 2: prices.Price(0.1, 3.0, 0.6, 2)}
+    found = prices._unseen(seen, 0.1, [0, 1, 2, 4, 15, 0], {2: 10.0, 4: 11.0, 15: 9.0}.__getitem__)
+    assert found == {4: prices.Price(0.1, pytest.approx(3.3), 0.6, 4), 15: prices.Price(0.1, 3.0, 0.6, 15)}
+
+
+def test_drafts_that_are_cheap_or_dear_are_priced_at_what_they_cost_on_average() -> None:
+    watch = prices._Watch(1, is_padded=False)
+    for number, draft in enumerate([9.0, 1.0, 1.0, 1.0, 9.0, 9.0], start=1):
+        watch.rounds.append((number, Round(4, [4], [4], [4], PhaseTimes(draft=draft))))
+    assert watch.priced()[4].draft == pytest.approx((1 + 1 + 1 + 9) / 4)
+
+
 def test_a_block_s_first_round_and_a_hiccup_of_one_are_no_price() -> None:
     watch = prices._Watch(1, is_padded=False)
     for number, (depth, seconds) in enumerate([(0, 1.0)] * 5 + [(2, 50.0), (2, 2.0), (2, 2.1), (2, 2.2), (3, 90.0)], start=1):

@@ -71,7 +71,7 @@ class SearchOptions:
         typer.Option("--k", help="Drafts a round to try beside auto (default: 1,2,3,4,5,6,8,12,15).", rich_help_panel=SEARCH),
     ] = None
     batch: Annotated[str, typer.Option(help="Texts at a time that the plan is for.", rich_help_panel=SEARCH)] = "1"
-    repeat: Annotated[int, typer.Option(min=1, help="Repeats of the last confirming run.", rich_help_panel=SEARCH)] = 2
+    repeat: Annotated[int, typer.Option(min=1, help="Repeats of the last confirming run.", rich_help_panel=SEARCH)] = 3
 
 
 @dataclass(frozen=True)

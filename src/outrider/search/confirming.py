@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from math import ceil
 from statistics import geometric_mean
 
+import numpy as np
+
 from outrider.bench.contenders import Contender, Contenders
 from outrider.bench.grid import PLAIN_CONTENDER, warm_up
 from outrider.bench.measure import generate
@@ -83,7 +85,11 @@ def added(repeats: Sequence[Measured]) -> Measured:
 
 
 def timings(measured: Measured, label: str) -> Timings:
-    return Timings.of(measured[label]["tokens"], measured[label]["seconds"])
+    """One repeat: of each batch of prompts the median over all of them, which a hiccup does not move. One batch: as it is."""
+    every = Timings.of(measured[label]["tokens"], measured[label]["seconds"])
+    if every.seconds.shape[1] == 1:
+        return every
+    return Timings(np.median(every.tokens, axis=0, keepdims=True), np.median(every.seconds, axis=0, keepdims=True))
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ class Ratio:
     """One contender's speed over another's, over all batch sizes: geometric means."""
 
     value: float
-    interval: Interval | None  # 95%, bootstrap over repeats and prompts; None where there is one repeat of one prompt
+    interval: Interval | None  # 95%, bootstrap over prompts; None where there is one repeat of one prompt
 
 
 def ratio(measured: Sequence[Measured], label: str, base: str) -> Ratio:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -84,6 +84,12 @@ class Prices:
         return cls(**(found | {"rounds": rounds}))
 
 
+def _usual(seconds: Iterable[float]) -> float:
+    """Mean of all but the slowest, maybe a hiccup. Not the median: drafts of two methods in turn take very unlike times."""
+    quickest = sorted(seconds)
+    return fmean(quickest[: max(1, len(quickest) - 1)])
+
+
 def _paid_depth(depths: Sequence[int], is_padded: bool) -> float:
     """By how many drafts a request the pass of a round is dearer."""
     return max(depths) if is_padded else fmean(depths)
@@ -141,7 +147,7 @@ class _Watch:
             self.rounds.append((self.num_decoding - 1, seen.round))
 
     def priced(self) -> dict[int, Price]:
-        """Medians by the longest path drafted; 0 is of rounds that asked for nothing."""
+        """By the longest path drafted; 0 is of rounds that asked for nothing."""
         found: dict[int, list[Round]] = {}
         for number, round_ in self.rounds:
             longest = max(round_.depths)
@@ -149,7 +155,7 @@ class _Watch:
                 found.setdefault(longest, []).append(round_)
         return {
             longest: Price(
-                median(each.times.draft for each in rounds) if longest else 0.0,
+                _usual(each.times.draft for each in rounds) if longest else 0.0,
                 median(each.times.score for each in rounds),
                 median(each.times.verify + each.times.host for each in rounds),
                 fmean(_paid_depth(each.depths, self.is_padded) for each in rounds),
@@ -167,8 +173,9 @@ class _Watch:
 def measure(contenders: Contenders, method: str, texts: Sequence[Text], batch: int, longest: int) -> Prices:
     """Runs rounds of every measured length up to ``longest``, and prices those that came to drafts.
 
-    Where there never was a draft rounds are priced by passes of their width alone. Raises ``OutriderError`` where the proposer
-    fails and where no answer is long enough for a round to be measured.
+    Lengths that never came are priced by how much dearer passes of their width are: the price of two drafts, stretched, makes
+    ten look twice as dear as they are. Raises ``OutriderError`` where the proposer fails and where no answer is long enough for
+    a round to be measured.
     """
     # Plain rounds at both ends: every prediction is a ratio to them.
     blocks, is_padded = _Blocks([0, *(k for k in MEASURED if k < longest), longest, 0]), contenders.llm.runner.costs.is_padded
@@ -191,14 +198,26 @@ def measure(contenders: Contenders, method: str, texts: Sequence[Text], batch: i
         if 0 not in rounds:
             raise OutriderError("the answers of the traffic are too short to measure a round: raise --max-tokens")
         vain = watch.vain()
-        if len(rounds) == 1:
-            cache_len = int(fmean(len(text.prompt) for text in texts))
-            one = llm.runner.pass_cost(1, batch, cache_len)
-            for k in blocks.lengths[1:-1]:
-                wider = llm.runner.pass_cost(1 + llm.proposer.num_nodes(k), batch, cache_len)
-                rounds[k] = Price(vain, rounds[0].score * max(wider / one, 1.0), rounds[0].outside, k)
+
+        def pass_cost(k: int) -> float:
+            width = 1 + (llm.proposer.num_nodes(k) if k else 0)
+            return llm.runner.pass_cost(width, batch, int(fmean(len(text.prompt) for text in texts)))
+
+        rounds |= _unseen(rounds, vain, blocks.lengths, pass_cost)
     first_layer = max(round_.first_layer for _, round_ in watch.rounds)
     return Prices(rounds, vain, undrafted / num_tokens, sum(watch.prompts) / num_tokens, first_layer, is_padded)
+
+
+def _unseen(
+    rounds: dict[int, Price], vain: float, lengths: Sequence[int], pass_cost: Callable[[int], float]
+) -> dict[int, Price]:
+    """Prices of lengths beyond the longest that was seen, by how much dearer passes over so many drafts are."""
+    longest = max(rounds)
+    last, unseen = rounds[longest], [k for k in lengths if k > longest]
+    if not unseen:
+        return {}
+    known, draft = pass_cost(round(last.depth)), last.draft if longest else vain
+    return {k: Price(draft, last.score * max(pass_cost(k) / known, 1.0), last.outside, k) for k in unseen}
 
 
 def _groups(texts: Sequence[Text], batch: int) -> Iterator[list[Text]]:

@@ -44,7 +44,7 @@ class Question:
 
     lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 12, 15)  # numbers of drafts; the length that adapts is always tried too
     batches: tuple[int, ...] = (1,)  # texts at a time that the plan is for
-    repeat: int = 2  # of the last confirming run
+    repeat: int = 3  # of the last confirming run
 
     def lengths_of(self, proposer: Proposer) -> list[int | str]:
         """Those that the proposer can draft, and the one that adapts."""
