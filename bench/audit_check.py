@@ -18,7 +18,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from outcome import told
+from outcome import check_out, count, told
+
+from outrider.bench.provenance import command
 
 ALARMS = 0.05  # of the audits, at most
 WHERE = ("version", "commit", "device", "dtype", "threads", "date", "versions", "target")
@@ -26,11 +28,12 @@ WHERE = ("version", "commit", "device", "dtype", "threads", "date", "versions", 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--audits", type=int, default=20)
+    parser.add_argument("--audits", type=count, default=20)
     parser.add_argument("--methods", default="draft")
     parser.add_argument("--tv", type=float, default=0.2)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    check_out(args.out)
     started, audits, where = perf_counter(), list[dict[str, Any]](), dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(1, args.audits + 1):
@@ -41,6 +44,7 @@ def main() -> int:
     alarms = sum(not audit["certified"] for audit in audits)
     caught = all(control["caught"] for audit in audits for control in audit["controls"])
     result = where | {
+        "command": command(),
         "methods": args.methods,
         "tv": args.tv,
         "audits": audits,
@@ -57,7 +61,8 @@ def audited(args: argparse.Namespace, seed: int, out: Path) -> tuple[dict[str, A
     words = ["audit", "--methods", args.methods, "--tv", str(args.tv), "--seed", str(seed), "--out", str(out)]
     run = subprocess.run([sys.executable, "-m", "outrider", *words], capture_output=True, text=True)
     if not out.exists():
-        raise SystemExit(f"the audit with seed {seed} ended without a result: {run.stderr.strip().splitlines()[-1:]}")
+        said = run.stderr.strip().splitlines()[-1:] or [f"exit code {run.returncode}"]
+        raise SystemExit(f"error: the audit with seed {seed} ended without a result: {said[0].removeprefix('error: ')}")
     found = json.loads(out.read_text())
     out.unlink()
     return {key: found[key] for key in WHERE}, {

@@ -3,8 +3,8 @@
     python bench/grammar_check.py --answers 500 --out results/grammar.json
 
 One engine after the other drafts for the embedded target, or for ``--target``. Methods that the target cannot have are named
-with the reason. Exit code 1 where an answer does not validate or such a draft was scored. The last line of output is the result
-as JSON.
+with the reason. Exit code 1 where an answer does not validate, such a draft was scored, or no method was left. The last line of
+output is the result as JSON.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-from outcome import told
+from outcome import check_out, count, told
 
 from outrider import LLM, SamplingParams
+from outrider.bench.provenance import command
 from outrider.engine.config import eos_token_ids
 from outrider.registry import PROPOSERS
 from outrider.sampling.grammar_masks import path_to
@@ -108,13 +109,14 @@ def check(method: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--answers", type=int, default=500, help="of each method")
+    parser.add_argument("--answers", type=count, default=500, help="of each method")
     parser.add_argument("--methods", help="separated by commas (default: every one that there is)")
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--target", help="folder or hub id; left out: the embedded family")
     parser.add_argument("--draft")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    check_out(args.out)
     found: dict[str, Any] = {}
     for method in args.methods.split(",") if args.methods else PROPOSERS:
         try:
@@ -122,9 +124,13 @@ def main() -> int:
         except OutriderError as error:
             found[method] = {"skipped": str(error)}
         print(f"{method}: {json.dumps(found[method])}", file=sys.stderr, flush=True)
-    holds = not any(each.get("invalid") or each.get("forbidden_drafts") for each in found.values())
-    result = {"command": sys.argv, "methods": found, "holds": holds}
-    return told(result, args.out)
+    return told({"command": command(), "methods": found, "holds": holds(found)}, args.out)
+
+
+def holds(found: dict[str, Any]) -> bool:
+    """Whether something was checked, and nothing was wrong with it."""
+    checked = [each for each in found.values() if "skipped" not in each]
+    return bool(checked) and not any(each["invalid"] or each["forbidden_drafts"] for each in checked)
 
 
 if __name__ == "__main__":

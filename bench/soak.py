@@ -17,6 +17,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from outcome import told
+from outcome import check_out, count, told
+
+from outrider.bench.provenance import command
 
 PROMPTS = [
     "def quicksort(",
@@ -43,7 +46,7 @@ MAX_GROWTH = 0.05
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--clients", type=count, default=32)
     parser.add_argument("--target", help="folder or hub id; left out: the embedded family")
     parser.add_argument("--draft")
     parser.add_argument("--method")
@@ -159,9 +162,8 @@ class Soak:
         self._compare(key, text)
 
     async def _cancel(self, http: httpx.AsyncClient, choose: random.Random) -> None:
-        _, body = self._asked(choose)
         """Goes away in the middle of a stream, or while a whole answer is waited for."""
-        body |= {"max_tokens": 400}
+        body = self._asked(choose)[1] | {"max_tokens": 400}
         if choose.random() < 0.5:
             async with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
                 lines = answer.aiter_lines()
@@ -206,15 +208,23 @@ def expected(args: argparse.Namespace) -> dict[tuple[str, int], str]:
     return {(prompt, count): llm.generate(prompt, SamplingParams(max_tokens=count))[0].text for prompt, count in pairs}
 
 
+def check_port(port: int) -> None:
+    """Ends the script where another server has the port: it would be the one that is asked."""
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        raise SystemExit(f"error: cannot listen on port {port} ({error.strerror}): choose another --port") from None
+
+
 def ready_seconds(server: subprocess.Popen[bytes], url: str, log: Path) -> float:
     """Waits until the server is ready. Says how long that took."""
     started = time.monotonic()
     while True:
+        if server.poll() is not None or time.monotonic() - started > STUCK_SECONDS:
+            raise SystemExit(f"error: the server did not start: see {log}")
         with contextlib.suppress(httpx.HTTPError):
             httpx.get(f"{url}/ready", timeout=1).raise_for_status()
             return time.monotonic() - started
-        if server.poll() is not None or time.monotonic() - started > STUCK_SECONDS:
-            raise SystemExit(f"the server did not start: see {log}")
         time.sleep(0.1)
 
 
@@ -257,6 +267,8 @@ def main() -> int:
     if args.serve:
         serve(args)
         return 0
+    check_out(args.out)
+    check_port(args.port)
     wanted, url = expected(args), f"http://127.0.0.1:{args.port}"
     log = Path("soak-server.log")
     with log.open("w") as errors:
@@ -273,7 +285,7 @@ def main() -> int:
     grown, faults = growth(soak.rss, args.minutes), metric(page, "outrider:proposer_faults_total")
     holds = not wrong and grown < MAX_GROWTH and faults > 0
     result = {
-        "command": sys.argv,
+        "command": command(),
         "minutes": args.minutes,
         "clients": args.clients,
         "seconds_to_ready": round(seconds, 2),

@@ -20,7 +20,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from outcome import told
+from outcome import check_out, count, told
 
 from outrider import LLM, SamplingParams
 from outrider.bench.contenders import PLAIN, Contender
@@ -45,10 +45,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--methods", default=ALL)
     parser.add_argument("--traffics", default="code,chat,edit", help="built-in workloads")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--num-prompts", type=int, default=16)
+    parser.add_argument("--num-prompts", type=count, default=16)
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--repeat", type=int, default=2, help="of the exhaustive search")
+    parser.add_argument("--batch", type=count, default=1)
+    parser.add_argument("--repeat", type=count, default=2, help="of the exhaustive search")
     parser.add_argument("--compile", default="always")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
@@ -132,6 +132,7 @@ class Check:
 
 def main() -> int:
     args = arguments()
+    check_out(args.out)
     check = Check(args)
     found = [check.compare(traffic) for traffic in args.traffics.split(",")]
     useless = check.useless(args.traffics.split(",")[0])

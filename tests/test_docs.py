@@ -91,6 +91,29 @@ def test_links_and_files_named_in_the_documentation_exist() -> None:
     assert not missing
 
 
+def test_anchors_and_options_named_in_the_documentation_exist() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    pages.remove(ROOT / "docs" / "log.md")  # history
+    anchors = {page.resolve(): {anchor(line) for line in re.findall(r"^#+ (.*)$", page.read_text(), re.M)} for page in pages}
+    options = set(re.findall(r"--[a-z][\w-]*", (ROOT / "docs" / "cli.md").read_text())) | {"--help"}
+    missing = []
+    for page in pages:
+        text = page.read_text()
+        for link, name in re.findall(r"\]\(([^)#\s:]*)#([^)]+)\)", text):
+            target = (page.parent / link).resolve() if link else page.resolve()
+            if name not in anchors.get(target, set()):
+                missing.append(f"{page.name}: {link}#{name}")
+        for command in re.findall(r"(?:^|`|\$ )outrider ([^`#\n]*)", text, re.M):
+            own = re.findall(r"(?<!\S)--[a-z][\w-]*", command.split(" -- ")[0])  # what stands behind goes to another engine
+            missing += [f"{page.name}: {option}" for option in own if option not in options]
+    assert not missing
+
+
+def anchor(heading: str) -> str:
+    """The name under which a heading is linked to."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
 def test_defaults_told_in_the_help_are_those_of_the_code() -> None:
     from dataclasses import fields
     from typing import get_type_hints

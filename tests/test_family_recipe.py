@@ -195,3 +195,24 @@ def test_what_counts_as_python(continuation: str, valid: bool) -> None:
 def test_there_are_fifty_signatures_and_ten_openings() -> None:
     assert len(set(samples.SIGNATURES)) == 50
     assert len(set(samples.ENGLISH)) == 10
+
+
+def test_an_export_replaces_model_folders_only(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from recipes.family.__main__ import app
+
+    work, mine = tmp_path / "work", tmp_path / "mine"
+    (work / "target").mkdir(parents=True)
+    (work / "target" / "checkpoint.pt").write_text("x")
+    mine.mkdir()
+    (mine / "notes.txt").write_text("not to be lost")
+    options = ["--preset", "tiny", "--work", str(work)]
+    for words, why in (
+        (["target", str(mine)], "no model folder"),
+        (["head", "x"], "unknown model"),
+        (["draft", "x"], "no checkpoint"),
+    ):
+        done = CliRunner().invoke(app, ["export", *words, *options], env={"COLUMNS": "300"})
+        assert done.exit_code == 2 and why in done.output
+    assert (mine / "notes.txt").read_text() == "not to be lost"

@@ -29,10 +29,15 @@ PACKAGE = HERE.parents[1] / "src" / "outrider" / "family"
 CORPUS, WORK = Path("../shared/corpus"), Path("build/family")
 
 
-def workshop(preset: str, corpus: Path, work: Path) -> Workshop:
-    """The workshop the options describe, or a one-line error."""
+def check_preset(preset: str) -> None:
+    """Refuses a name that is none."""
     if preset not in PRESETS:
         raise typer.BadParameter(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
+
+
+def workshop(preset: str, corpus: Path, work: Path) -> Workshop:
+    """The workshop the options describe, or a one-line error."""
+    check_preset(preset)
     if not corpus.is_dir():
         raise typer.BadParameter(f"no such corpus folder: {corpus}")
     work.mkdir(parents=True, exist_ok=True)
@@ -80,6 +85,13 @@ def draft(
 @app.command()
 def export(name: str, out: Path, preset: PresetName = "cpu", work: Work = WORK) -> None:
     """Write the last checkpoint of `target` or `draft` as a Hugging Face folder, while it trains if need be."""
+    check_preset(preset)
+    if name not in ("target", "draft"):
+        raise typer.BadParameter(f"unknown model {name!r}: target or draft")
+    if not (work / name / "checkpoint.pt").is_file():
+        raise typer.BadParameter(f"there is no checkpoint in {work / name}: run `python -m recipes.family {name}` first")
+    if out.exists() and not (out / "config.json").is_file():  # what is there is deleted first
+        raise typer.BadParameter(f"{out} is there and no model folder: name a new one")
     stages.export_model(Workshop(preset, CORPUS, work), name, out)
 
 
@@ -104,6 +116,7 @@ def card(
     note: Annotated[str, typer.Option("--note", help="a paragraph on this very run")] = "",
 ) -> None:
     """Write the model card from the last measurements."""
+    check_preset(preset)
     stages.write_card(PRESETS[preset], package, curves, hardware or stages.hardware(), note)
 
 

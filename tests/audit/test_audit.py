@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from dataclasses import replace
 
@@ -210,7 +211,7 @@ def test_wrong_verifiers_are_wrong_in_the_way_they_say(parents: list[list[int]] 
 
 
 def test_a_gap_within_rounding_is_a_tie_and_a_larger_one_a_defect() -> None:
-    result = GreedyResult(4, 100, rounding=0.01, resolution=1e-6)
+    result = GreedyResult(4, 100, rounding=0.01, resolution=1e-4)
     assert result.threshold == pytest.approx(0.02)
     assert GreedyResult(4, 100, rounding=0.0, resolution=1e-6).threshold == pytest.approx(2e-6)
     result.differences = [Difference(0, 3, 1, 2, (-1.0, -1.01), None, 0.01, is_tie=True)]
@@ -218,3 +219,20 @@ def test_a_gap_within_rounding_is_a_tie_and_a_larger_one_a_defect() -> None:
     assert found.verdict == "certified"
     result.differences.append(Difference(1, 3, 1, 2, (-1.0, -1.5), None, 0.5, is_tie=False))
     assert found.verdict == "not certified" and "1 prompt" in found.findings[0]
+
+
+@pytest.mark.parametrize(("rounding", "resolution"), [(0.5, 1e-6), (1.5, 0.2)])
+def test_runs_further_apart_than_rounding_explains_are_no_ties(rounding: float, resolution: float) -> None:
+    """A cache that is wrong moves every score: with that for a measure any difference would be a tie."""
+    result = GreedyResult(4, 100, rounding, resolution, [Difference(0, 3, 1, 2, (-1.0, -1.2), None, 0.2, is_tie=True)])
+    found = Certificate("m", "v", True, replace(QUESTION, params=SamplingParams()), result)
+    assert found.verdict == "void" and "more than rounding explains" in document(found)["doubts"][0]
+    result.rounding = 0.9 * min(1000 * resolution, 1.0)
+    assert found.verdict == "certified"
+
+
+def test_the_score_of_a_token_that_cannot_be_is_none_in_json() -> None:
+    result = GreedyResult(1, 9, 0.0, 1e-6, [Difference(0, 3, 1, 2, (-0.5, -math.inf), None, math.inf, is_tie=False)])
+    told = document(Certificate("m", "v", True, replace(QUESTION, params=SamplingParams()), result))
+    assert told["greedy"]["differences"][0]["plain_logprobs"] == [-0.5, None]
+    assert "Infinity" not in json.dumps(told)

@@ -161,3 +161,14 @@ def test_what_cannot_be_inflated_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="Llama-shaped"):
         inflate(source, tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+def test_files_cut_short_are_told_in_one_line(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "small")
+    weights = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(OutriderError, match="safetensors cannot be read"):
+        inflate(source, tmp_path / "large", "1b", progress=False)
+    (source / "config.json").write_text("{")
+    with pytest.raises(OutriderError, match="is no JSON"):
+        inflate(source, tmp_path / "large", "1b", progress=False)

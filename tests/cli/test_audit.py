@@ -106,6 +106,20 @@ def test_same_text_compares_every_cell_and_goes_on_where_it_ended(
     assert document["kind"] == "same-text" and document["differing"] == 0 and document["certified"]
     assert len(document["cells"]) == 2 * (1 + 2 * 2)  # plain at the second batch, and the grid, at two temperatures
     assert all((cell["cost"] is not None) == (cell["batch"] == 1) for cell in document["cells"])
+    interrupted = same_text.SameText.run
+    calls: list[object] = []
+
+    def once(self: same_text.SameText, *args: Any) -> object:
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return interrupted(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(same_text.SameText, "run", once)
+        part = tmp_path / "part.json"
+        code, _, err = outrider("audit", "--same-text", *models, *options, "--out", part)
+    assert code == 130 and "2 of 10 comparisons are in" in err and "--resume" in err and len(read(part)["cells"]) == 2
     document["cells"] = document["cells"][:4]
     document["cells"][0]["differing"] = 1
     out.write_text(json.dumps(document))
@@ -114,3 +128,34 @@ def test_same_text_compares_every_cell_and_goes_on_where_it_ended(
     assert len(read(out)["cells"]) == 10
     code, _, err = outrider("audit", "--same-text", *models, *options, "--seed", 1, "--max-tokens", 9, "--out", out, "--resume")
     assert code == 2 and "another comparison" in err
+    other = ["--target", models[1], "--draft", models[1]]
+    code, _, err = outrider("audit", "--same-text", *other, *options, "--out", out, "--resume")
+    assert code == 2 and "with other models" in err
+
+
+def test_methods_that_all_ask_for_too_much_are_told(outrider: Run, models: list[object], tmp_path: Path) -> None:
+    out, html = tmp_path / "audit.json", tmp_path / "audit.html"
+    options = [*QUICK, "--methods", "draft,suffix", "--max-samples", 1, "--out", out, "--html", html]
+    code, shown, _ = outrider("audit", *models, *options)
+    assert code == 3 and "draft: what is asked would take" in shown and "suffix: " in shown
+    assert set(read(out)["not_possible"]) == {"draft", "suffix"} and "not possible" in html.read_text()
+
+
+def test_brackets_are_no_markup_and_failing_drafts_are_told(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    from outrider.audit import page, tables
+
+    cell = {"method": "eagle:draft=./a[/b]", "k": 2, "batch": 1, "temperature": 0.0, "prompts": 3, "differing": 0, "cost": 1.0}
+    result = {
+        "kind": "same-text", "target": "./my[/model]", "certified": False, "differing": 0, "faults": 4,
+        "cells": [cell | {"faults": 4}], "grid": {"max_tokens": 8}, "not_possible": {},
+        **dict.fromkeys(("command", "date", "version", "commit", "device", "dtype", "threads", "seconds"), "x"),
+    }  # fmt: skip
+    with (tmp_path / "screen").open("w+") as screen:
+        Console(file=screen, width=200).print(tables.grid_table(result))
+        Console(file=screen, width=200).print(tables.certificates(result | {"methods": [], "not_possible": {"a[/b]": "c[/d]"}}))
+        screen.seek(0)
+        shown = screen.read()
+    assert "./a[/b]" in shown and "./my[/model]" in shown and "a[/b]: c[/d]" in shown
+    assert "in 4 rounds the proposer failed" in shown and "in 4 rounds the proposer failed" in page.page(result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -83,3 +84,48 @@ def test_a_report_can_be_made_of_a_document(outrider: Run, tmp_path: Path) -> No
     file.write_text(json.dumps(old))
     code, _, err = outrider("bench", "report", file, "--html", page)
     assert code == 2 and "measure again" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"cells": [{"method": "draft", "k": 4, "temperature": "hot"}]}, "is no benchmark document"),
+        ({"kind": "serve"}, "bench serve"),
+    ],
+)
+def test_documents_of_another_kind_or_with_wrong_types_are_refused(
+    outrider: Run, tmp_path: Path, change: dict[str, object], why: str
+) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps(grid() | change))
+    code, _, err = outrider("bench", "compare", file, file)
+    assert code == 2 and why in err and len(err.splitlines()) == 1
+    wrong = grid()
+    wrong["cells"][0]["tok_s"] = "fast"
+    file.write_text(json.dumps(wrong))
+    code, _, err = outrider("bench", "report", file, "--html", tmp_path / "x.html")
+    assert code == 2 and "is no benchmark document" in err
+
+
+def test_a_link_stays_a_link_and_a_device_a_device(tmp_path: Path) -> None:
+    from outrider.bench.documents import write_whole
+
+    file, link, pipe = tmp_path / "file", tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(file)
+    for path, text in ((file, "one"), (link, "two")):
+        write_whole(path, text)
+    assert link.is_symlink() and file.read_text() == "two"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(pipe, "three")
+        assert pipe.is_fifo() and os.read(reader, 10) == b"three"
+    finally:
+        os.close(reader)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "link", "pipe"]
+
+
+@pytest.mark.parametrize("command", ["bench", "audit"])
+def test_two_results_in_one_file_are_refused(outrider: Run, command: str, target: Path, tmp_path: Path) -> None:
+    code, _, err = outrider(command, "--target", target, "--out", tmp_path / "x", "--html", tmp_path / "." / "x")
+    assert code == 2 and "--out and --html are both" in err and not (tmp_path / "x").exists()

@@ -176,6 +176,40 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(
     assert 0 < len(out.strip()) < len(full) and full.startswith(out.rstrip("\n"))
 
 
+def test_ctrl_c_loses_nothing_of_a_json_document(
+    outrider: Run, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outrider.engine import Engine
+
+    step, calls = Engine.step, []
+
+    def interrupted(self: Engine) -> object:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    code, out, _ = outrider("generate", *models(target, draft), "--k", 2, "--max-tokens", 60, "--json", PROMPT)
+    found = json.loads(out)
+    assert code == 0 and found["finish_reason"] == "abort" and 0 < len(found["token_ids"]) < 60
+    monkeypatch.undo()
+    assert plain_text(outrider, target, "--max-tokens", 60).startswith(found["text"])
+
+
+def test_what_stands_behind_two_dashes_is_another_engine_s(outrider: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.cli import serve
+
+    seen: list[list[str]] = []
+
+    def elsewhere(plan: object, passed: list[str], *rest: object) -> None:
+        seen.append(passed)
+
+    monkeypatch.setattr(serve, "serve_elsewhere", elsewhere)
+    outrider("serve", "--debug", "--engine", "vllm", "--", "--debug", "--seed", "3")
+    assert seen == [["--debug", "--seed", "3"]]
+
+
 def test_compare_shows_both_and_says_that_the_words_are_the_same(outrider: Run, target: Path, draft: Path) -> None:
     code, out, err = outrider("compare", *models(target, draft), "--k", 3, "--max-tokens", 24, PROMPT)
     assert code == 0
@@ -258,6 +292,39 @@ def test_bench_keeps_what_is_done_when_interrupted(
     assert [(cell["workload"], cell["repeats"]) for cell in result["cells"]] == [("math", 2), ("math", 2)]
 
 
+def test_bench_keeps_what_is_done_when_the_target_fails_and_no_document_where_nothing_is(
+    outrider: Run, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outrider.bench import grid
+    from outrider.types import OutriderError
+
+    generate, calls = grid.generate, []
+
+    def failing(last: int) -> Callable[..., object]:
+        def run(*args: object) -> object:
+            calls.append(args)
+            if len(calls) > last:
+                raise OutriderError("the target failed")
+            return generate(*args)  # type: ignore[arg-type]
+
+        return run
+
+    out_file = tmp_path / "x.json"
+    command = [
+        "bench", "--target", target, "--compile", "never", "--methods", "ngram", "--k", 2, "--workloads", "math,story",
+        "--num-prompts", 1, "--max-tokens", 4, "--repeat", 1, "--out", out_file,
+    ]  # fmt: skip
+    monkeypatch.setattr(grid, "generate", failing(5))  # two to warm up, two measured of one workload, one of the next
+    code, out, err = outrider(*command)
+    assert code == 2 and err.splitlines()[-1] == "error: the target failed"
+    kept = json.loads(out)
+    assert kept == json.loads(out_file.read_text()) and {cell["workload"] for cell in kept["cells"]} == {"math"}
+    calls.clear()
+    monkeypatch.setattr(grid, "generate", failing(0))
+    code, out, _ = outrider(*command)
+    assert code == 2 and not out and json.loads(out_file.read_text()) == kept  # what was there is not replaced by nothing
+
+
 def test_bench_inflates(outrider: Run, target: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from outrider.bench.shapes import SIZES, Shape
 
@@ -269,9 +336,11 @@ def test_bench_inflates(outrider: Run, target: Path, draft: Path, tmp_path: Path
     )  # fmt: skip
     assert code == 0, err
     result = json.loads(out)
+    assert result["target"].startswith("target-1b-")  # and not where the cache lies
     assert result["inflated"]["size"] == "1b" and result["inflated"]["parameters"] > 1_000_000
     assert result["cells"][1]["mean_acceptance_length"] > 2.5  # the draft is the source's twin: the function is the same
 
 
-def test_broken_pipe_is_no_error(outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert app.explain(MemoryError("x"))[1] == app.EXIT_INTERNAL
+def test_out_of_memory_is_no_mistake_of_the_user() -> None:
+    message, code = app.explain(MemoryError("x"))
+    assert code == app.EXIT_INTERNAL and "--max-len" in message

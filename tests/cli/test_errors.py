@@ -16,7 +16,8 @@ Run = Callable[..., "tuple[int, str, str]"]
 
 def assert_one_line(outcome: tuple[int, str, str], *words: str, code: int = 2) -> None:
     exit_code, out, err = outcome
-    lines = [line for line in err.splitlines() if line.strip() and not line.endswith("...")]  # waits announce themselves
+    waits = ("...", "(once a machine, some 20 s)")  # announce themselves
+    lines = [line for line in err.splitlines() if line.strip() and not line.endswith(waits)]
     assert exit_code == code, err
     assert len(lines) == 1 and lines[0].startswith("error: "), err
     assert "Traceback" not in out + err
@@ -147,6 +148,36 @@ def test_an_output_file_that_cannot_be_written(outrider: Run, target: Path, tmp_
 )
 def test_bench_axes_out_of_range(outrider: Run, target: Path, options: list[str]) -> None:
     assert_one_line(outrider("bench", "--target", target, *options))
+
+
+def test_values_out_of_range_are_found_before_anything_is_loaded(
+    outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outrider.cli import bench, session
+
+    def never(*args: object, **more: object) -> None:
+        raise AssertionError("it was loaded")
+
+    monkeypatch.setattr(session, "load", never)
+    monkeypatch.setattr(bench, "inflate_target", never)
+    for options in (["--batch", "4,0"], ["--temperature", "0,-1"]):
+        assert_one_line(outrider("bench", "--target", target, "--inflate", "8b", *options), options[0].removeprefix("--"))
+    for command in ("audit", "doctor"):
+        assert_one_line(outrider(command, "--target", target, "--max-tokens", 0), "max_tokens")
+
+
+def test_a_method_that_does_not_fit_is_found_before_the_others_are_warmed_up(
+    outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outrider.bench import grid
+
+    def never(*args: object) -> None:
+        raise AssertionError("it was warmed up")
+
+    monkeypatch.setattr(grid, "warm_up", never)
+    command = ["bench", "--target", target, "--compile", "never", "--workloads", "math", "--methods", "suffix,ngram:max_n=x"]
+    assert_one_line(outrider(*command), "ngram:max_n=x: ", "wrong type")
+    assert_one_line(outrider("audit", "--target", target, "--compile", "never", "--k", 900), "--k ask for", "context of 512")
 
 
 def test_bench_prompts_longer_than_the_context(outrider: Run, target: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -50,7 +51,13 @@ class Certificate:
     @property
     def doubts(self) -> list[str]:
         """Why nothing would follow from the tests."""
-        return [] if self.sampling is None else self.sampling.reasons_void()
+        doubts = [] if self.sampling is None else self.sampling.reasons_void()
+        if not self.greedy.is_rounding:
+            doubts.append(
+                f"log-probabilities after equal texts are up to {self.greedy.rounding:.2g} apart with and without drafts: more"
+                " than rounding explains"
+            )
+        return doubts
 
     @property
     def verdict(self) -> Verdict:
@@ -154,7 +161,9 @@ def _test(test: Test, adjusted: float, question: Question) -> dict[str, Any]:
 
 
 def _difference(each: Difference) -> dict[str, Any]:
-    return asdict(each)
+    """None for what is infinite, which JSON does not know: the score of a token that cannot be, and the gap to it."""
+    scores = [score if math.isfinite(score) else None for score in each.plain_logprobs]
+    return asdict(each) | {"plain_logprobs": scores, "gap": each.gap if math.isfinite(each.gap) else None}
 
 
 def _at(test: Test) -> str:

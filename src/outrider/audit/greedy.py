@@ -10,6 +10,7 @@ import torch
 from outrider.audit.rig import Rig, Text, Way
 from outrider.types import SamplingParams
 
+EXPLAINED = 1000  # steps of the arithmetic's type: more, or more than one nat, is no rounding
 NUM_TOP = 16  # likeliest tokens of each place that are compared between the two runs
 
 
@@ -41,6 +42,12 @@ class GreedyResult:
     def threshold(self) -> float:
         """A gap up to this is a tie: each of two logits may have moved by the rounding, one up and one down."""
         return 2 * max(self.rounding, self.resolution)
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether rounding explains how far the two runs are apart after equal texts. A cache gone wrong is apart, too, and
+        would make a tie of every difference."""
+        return self.rounding <= min(EXPLAINED * self.resolution, 1.0)
 
     @property
     def num_defects(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from outrider.audit.certificate import VERDICTS
 from outrider.audit.sampling import AS_IS
+from outrider.audit.tables import grid_verdict
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8886; --good: #1a7f37; --bad: #cf222e; --doubt: #9a6700; }
@@ -133,10 +134,8 @@ def _sampling(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _grid(document: Mapping[str, Any]) -> Iterator[str]:
-    differing, certified = document["differing"], document["certified"]
-    verdict = f"{differing:,} texts differ" if differing else "the same text everywhere" if certified else "not finished"
-    mark = "good" if certified else "bad"
-    yield f'<p>Same-text mode against plain decoding: <strong class="{mark}">{verdict}</strong>.</p>'
+    mark = "good" if document["certified"] else "bad"
+    yield f'<p>The same text as plain decoding? <strong class="{mark}">{escape(grid_verdict(document))}</strong>.</p>'
     yield table(f"Texts of {document['grid']['max_tokens']} tokens", CELL, document["cells"])
     if document["not_possible"]:
         rows = [{"method": name, "reason": reason} for name, reason in document["not_possible"].items()]

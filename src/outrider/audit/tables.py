@@ -20,7 +20,8 @@ MARKS = {
 
 def certificates(result: Mapping[str, Any]) -> Group:
     """One line a method, and below the table what speaks against each, or is not said of it."""
-    view = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1), title=f"audit of {result['target']}", title_justify="left")
+    title = escape(f"audit of {result['target']}")
+    view = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1), title=title, title_justify="left")
     for name in ("method", "verdict", "greedy", "samples", "least p", "controls"):
         view.add_column(name, no_wrap=name in ("method", "verdict"))
     for each in result["methods"]:
@@ -28,32 +29,39 @@ def certificates(result: Mapping[str, Any]) -> Group:
         same = greedy["prompts"] - greedy["ties"] - greedy["defects"]
         told = f"{same}/{greedy['prompts']} equal" + (f", {greedy['ties']} ties" if greedy["ties"] else "")
         if found is None:
-            view.add_row(each["method"], MARKS[each["verdict"]], told, "", "", "")
+            view.add_row(escape(each["method"]), MARKS[each["verdict"]], told, "", "", "")
         else:
             values = [test["holm_p_value"] for part in found["parts"].values() for test in part["tests"]]
             caught = sum(control["caught"] for control in found["controls"])
             samples = sum(part["samples"] for part in found["parts"].values())
             controls = f"{caught} of {len(found['controls'])} caught"
-            view.add_row(
-                each["method"], MARKS[each["verdict"]], told, f"{samples:,}", f"{min(values, default=1.0):.2g}", controls
-            )
+            least = f"{min(values, default=1.0):.2g}"
+            view.add_row(escape(each["method"]), MARKS[each["verdict"]], told, f"{samples:,}", least, controls)
     said = [
         (each["method"], text) for each in result["methods"] for text in [*each["findings"], *each["doubts"], *each["remarks"]]
     ]
-    lines = [f"{name}: {escape(text)}" for name, text in [*said, *result["not_possible"].items()]]
+    lines = [escape(f"{name}: {text}") for name, text in [*said, *result["not_possible"].items()]]
     return Group(view, *lines)
 
 
 def grid_table(result: Mapping[str, Any]) -> Table:
     """One line a method and draft length."""
-    title = f"same text as plain decoding, {result['target']}: " + (
-        "yes, everywhere" if result["certified"] else f"{result['differing']} texts differ, {len(result['cells'])} cells done"
-    )
+    title = escape(f"same text as plain decoding, {result['target']}: {grid_verdict(result)}")
     view = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1), title=title, title_justify="left")
     for name in ("method", "K", "batch", "t", "differing", "cost"):
         view.add_column(name, justify="left" if name == "method" else "right")
     for cell in result["cells"]:
         told = f"{cell['differing']} of {cell['prompts']}"
         cost = "" if cell["cost"] is None else f"{cell['cost']:.2f}"
-        view.add_row(cell["method"], str(cell["k"]), str(cell["batch"]), f"{cell['temperature']:g}", told, cost)
+        view.add_row(escape(cell["method"]), str(cell["k"]), str(cell["batch"]), f"{cell['temperature']:g}", told, cost)
     return view
+
+
+def grid_verdict(result: Mapping[str, Any]) -> str:
+    """Whether the texts are the same, and if that cannot be said, why."""
+    if result["certified"]:
+        return "yes, everywhere"
+    said = [f"{result['differing']:,} texts differ, {len(result['cells'])} cells done"]
+    if result["faults"]:
+        said.append(f"in {result['faults']} rounds the proposer failed, so that these texts were plain decoding's anyway")
+    return "; ".join(said)

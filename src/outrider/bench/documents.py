@@ -1,4 +1,4 @@
-"""Benchmark documents as they are read again: what a cell is called, which cells belong together. Knows JSON only."""
+"""Benchmark documents as they are read again: what a cell is called, which cells belong together. Knows JSON and files."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from outrider.types import OutriderError
 
 Cell = Mapping[str, Any]
 KEY = ("method", "k", "temperature", "batch", "workload")
+NUMBERS = ("temperature", "batch", "tok_s", "speedup", "mean_acceptance_length")
 REPORTED = {"difference", "conditional_acceptance", "time_to_first_token_ms", "prediction_error_percent"}
 
 
@@ -43,11 +44,26 @@ def read(path: Path, for_report: bool = False) -> dict[str, Any]:
     except ValueError:
         raise OutriderError(f"{path} is not JSON: give a file that `outrider bench --out` wrote") from None
     cells = document.get("cells") if isinstance(document, dict) else None
-    needed = {*KEY, "tok_s", "speedup", "mean_acceptance_length"}
-    if not isinstance(cells, list) or not all(isinstance(cell, dict) and needed <= cell.keys() for cell in cells):
+    if isinstance(document, dict) and document.get("kind") == "serve":
+        raise OutriderError(f"{path} is of `outrider bench serve`: give files that `outrider bench --out` wrote")
+    if not isinstance(cells, list) or not all(isinstance(cell, dict) and _is_cell(cell) for cell in cells):
         raise OutriderError(f"{path} is no benchmark document: give a file that `outrider bench --out` wrote")
     if not cells:
         raise OutriderError(f"{path} holds no measurement")
     if for_report and not all(cell.keys() >= REPORTED for cell in cells):
         raise OutriderError(f"{path} was written by a version without reports: measure again with --html")
     return dict(document)
+
+
+def _is_cell(cell: Cell) -> bool:
+    return cell.keys() >= {*KEY, *NUMBERS} and all(isinstance(cell[name], (int, float)) for name in NUMBERS)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """All of it or nothing: what was there stays until the new text is complete. A link or a device is written to as it is."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):  # a file in the place of /dev/null would be the last one
+        path.write_text(text, encoding="utf-8")
+        return
+    partly = path.with_name(path.name + ".part")
+    partly.write_text(text, encoding="utf-8")
+    partly.replace(path)

@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -42,7 +42,10 @@ def _read_source(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config_file = source / "config.json"
     if not config_file.is_file():
         raise OutriderError(f"{source} is not a model folder: it has no config.json")
-    config = json.loads(config_file.read_text())
+    try:
+        config = json.loads(config_file.read_text())
+    except ValueError as error:
+        raise OutriderError(f"{config_file} is no JSON: {error}") from None
     if config.get("model_type") not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
         raise OutriderError(f"cannot inflate a {config.get('model_type')} model; Llama-shaped ones only: {known}")
@@ -51,8 +54,11 @@ def _read_source(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise OutriderError(f"{source} has no .safetensors file")
     weights: dict[str, Tensor] = {}
     for file in files:
-        with safe_open(file, framework="pt") as opened:
-            weights.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+        try:
+            with safe_open(file, framework="pt") as opened:
+                weights.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+        except SafetensorError as error:
+            raise OutriderError(f"{file} cannot be read: {error}") from None
     if config.get("tie_word_embeddings"):
         weights.pop("lm_head.weight", None)
     return config, weights

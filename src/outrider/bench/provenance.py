@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from datetime import datetime, timezone
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from outrider.runner import ModelRunner
 
 
+SECRET, HIDDEN = "--api-key", "hidden"  # an option whose value is not for files that are shown around
+
+
 def provenance(runner: ModelRunner) -> dict[str, Any]:
     """Versions, machine, command and date, JSON-ready."""
     import torch
@@ -27,10 +31,25 @@ def provenance(runner: ModelRunner) -> dict[str, Any]:
         "device": device_name(runner.device),
         "dtype": str(runner.model.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
-        "command": " ".join(["outrider", *sys.argv[1:]]),
+        "command": command(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in ("torch", "transformers")},
     }
+
+
+def command() -> str:
+    """What was typed: ``outrider bench --k 4``, ``python bench/soak.py``; a script by its path from here, no key in it."""
+    program, words = Path(sys.argv[0]), sys.argv[1:]
+    name = ["outrider"]
+    if program.suffix == ".py" and program.parent.name != "outrider":  # python -m outrider runs outrider/__main__.py
+        script, here = program.resolve(), Path.cwd()
+        name = ["python", str(script.relative_to(here)) if script.is_relative_to(here) else script.name]
+    for place, word in enumerate(words):
+        if word.startswith(f"{SECRET}="):
+            words[place] = f"{SECRET}={HIDDEN}"
+        elif place and words[place - 1] == SECRET:
+            words[place] = HIDDEN
+    return shlex.join([*name, *words])
 
 
 def _version(package: str) -> str | None:

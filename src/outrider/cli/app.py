@@ -1,7 +1,8 @@
 """The command table and the one place where an error becomes a line on stderr and an exit code.
 
-Exit codes: 0 done; 1 an error inside Outrider or the machine (memory, disk); 2 a mistake in what was asked; 3 a check found
-something: ``doctor`` what does not fit, ``bench compare`` what became worse, ``audit`` no reason to certify; 130 Ctrl-C.
+Exit codes: 0 done; 1 an error inside Outrider or the machine (memory, disk), or nobody reads standard output any more;
+2 a mistake in what was asked; 3 a check found something: ``doctor`` what does not fit, ``bench compare`` what became
+worse, ``audit`` no reason to certify; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -69,9 +70,10 @@ def _print_version(wanted: bool) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit code; an error is one line on stderr, with its traceback under ``--debug``."""
     args = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in args
+    own = args[: args.index("--")] if "--" in args else args  # what stands behind goes to another engine
+    debug = "--debug" in own
     if debug:  # accepted before and after the command's name
-        args = [argument for argument in args if argument != "--debug"]
+        args = [argument for argument in own if argument != "--debug"] + args[len(own) :]
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     gc.disable()  # half a second of looking for garbage among modules, until what they hold is frozen: session.load
     try:
@@ -82,9 +84,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader went away, as in `outrider generate ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except Exception as error:
         if debug:
             import traceback

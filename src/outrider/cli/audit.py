@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
@@ -39,6 +39,7 @@ outrider audit --same-text --methods all --k 1,3,5,8 --batch 1,4 --prompts Human
 """
 EXIT_NOT_CERTIFIED = 3
 MOST_TEXTS = 256  # at a time, where nothing else was asked for
+NO_PART = ("max_tokens", "logit_bias", "stop", "ignore_eos")  # of settings: said elsewhere, no option, or without effect
 MEMORY = 1 << 30  # bytes of the cache that they may fill
 
 
@@ -105,15 +106,14 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     Wrong verifiers run in the same way and must be caught, else the certificate is void. With --same-text: every method, draft
     length and batch says the same tokens.
     """
-    from outrider.cli.bench_documents import check_writable
+    from outrider.cli.bench_documents import check_outputs
     from outrider.cli.session import load, resolve
     from outrider.engine.config import build_verifiers, default_method
     from outrider.engine.methods import ALL, chosen_methods, fitting_proposers
     from outrider.registry import split_methods
     from outrider.types import OutriderError
 
-    check_writable("--out", output.out)
-    check_writable("--html", output.html)
+    check_outputs({"--out": output.out, "--html": output.html})
     lengths = parse_list("--k", asked.k or ("1,3,5,8" if models.same_text else "4"), _parse_length)
     batches = parse_list("--batch", asked.batch or ("1,4" if models.same_text else str(MOST_TEXTS)), int)
     if min(batches) < 1:
@@ -121,7 +121,7 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     if not models.same_text and (len(lengths) > 1 or len(batches) > 1 or output.resume):
         raise OutriderError("several values of --k or --batch, and --resume, are for --same-text")
     params = sampling.params(
-        max_tokens=sampling.max_tokens or 64,
+        max_tokens=64 if sampling.max_tokens is None else sampling.max_tokens,
         seed=sampling.seed or 0,
         temperature=(0.8 if models.same_text else 1.0) if sampling.temperature is None else sampling.temperature,
     )
@@ -144,7 +144,7 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
         raise OutriderError(f"{missing[0]}: {reasons[missing[0]]}")
     if asked.batch is None and not models.same_text:
         batches = (min(MOST_TEXTS, texts_in_memory(llm, max(map(len, prompts)) + params.max_tokens)),)
-    run = Run(llm, asked, output, lengths, batches, prompts, params, models.target or "embedded", verifier, proposers, reasons)
+    run = Run(llm, asked, output, lengths, batches, prompts, params, models, verifier, proposers, reasons)
     return run.same_text() if models.same_text else run.certificates()
 
 
@@ -159,7 +159,7 @@ class Run:
     batches: tuple[int, ...]
     prompts: list[list[int]]
     params: SamplingParams
-    target: str
+    models: ModelOptions
     verifier: Verifier
     proposers: dict[str, Proposer]
     reasons: dict[str, str]  # method -> why this target cannot have it
@@ -175,6 +175,7 @@ class Run:
         asked, seed, started = self.asked, self.params.seed, perf_counter()
         alpha = asked.alpha / max(len(self.proposers), 1)  # one false alarm in all, whatever the number of methods
         found: list[dict[str, Any]] = []
+        is_over = False
         rig = Rig(self.llm.runner, self.batches[0])
         try:
             with progress() as report:
@@ -189,6 +190,7 @@ class Run:
                         if len(self.proposers) == 1:
                             raise
                         self.reasons[name] = str(error)
+            is_over = True
         finally:
             is_whole = len(found) == len(self.proposers)
             certified = is_whole and bool(found) and all(each["verdict"] == "certified" for each in found)
@@ -196,7 +198,7 @@ class Run:
                 "settings": settings_of(self.params),
                 "methods": found,
             }
-            if found:
+            if found or is_over:
                 self._write(result, tables.certificates(result))
         return 0 if certified else EXIT_NOT_CERTIFIED
 
@@ -204,6 +206,8 @@ class Run:
         """The grid cell by cell; ``--out`` holds all that is done after each of them."""
         from outrider.audit import tables
         from outrider.audit.same_text import Grid, SameText
+        from outrider.bench.documents import write_whole
+        from outrider.cli.console import err
 
         temperatures = tuple(sorted({0.0, self.params.temperature}))
         grid = Grid(tuple(self.proposers), self.lengths, self.batches, temperatures, self.prompts, self.params)
@@ -211,9 +215,11 @@ class Run:
             "methods": list(grid.methods), "k": list(grid.lengths), "batches": list(grid.batches),
             "temperatures": list(grid.temperatures), "prompts": len(self.prompts), "max_tokens": self.params.max_tokens,
             "settings": settings_of(self.params), "digest": sha256(json.dumps(self.prompts).encode()).hexdigest()[:16],
+            "models": {name: value for name, value in asdict(self.models).items() if value is not None},
         }  # fmt: skip
-        started = perf_counter()
-        comparison = SameText(self.llm, grid, self.proposers, self._earlier(plan))
+        earlier = self._earlier(plan)
+        started = perf_counter() - earlier["seconds"]
+        comparison = SameText(self.llm, grid, self.proposers, earlier["cells"])
         left, total = comparison.left, len(grid.cells())
 
         def result() -> dict[str, Any]:
@@ -222,7 +228,7 @@ class Run:
             faults = sum(cell["faults"] for cell in cells)
             certified = len(cells) == total and not differing and not faults
             found = self._document("same-text", perf_counter() - started, certified=certified)
-            return found | {"grid": plan, "differing": differing, "cells": cells}
+            return found | {"grid": plan, "differing": differing, "faults": faults, "cells": cells}
 
         try:
             with progress() as report:
@@ -231,26 +237,37 @@ class Run:
                     comparison.run(cell, lambda what: say(what, 0, len(left)))
                     say("", 1, len(left))
                     if self.output.out is not None:
-                        write(self.output.out, json.dumps(result(), indent=1) + "\n")
+                        write_whole(self.output.out, json.dumps(result(), indent=1) + "\n")
+        except KeyboardInterrupt:
+            if self.output.out is not None and comparison.results:
+                told = f"{len(comparison.results)} of {total} comparisons are in {self.output.out}"
+                err.print(f"{told}; the same command with --resume goes on there", markup=False, soft_wrap=True)
+            raise
         finally:
-            self._write(result(), tables.grid_table(result()))
+            if comparison.results:
+                self._write(result(), tables.grid_table(result()))
         return 0 if result()["certified"] else EXIT_NOT_CERTIFIED
 
-    def _earlier(self, plan: dict[str, Any]) -> list[dict[str, Any]]:
-        """Cells that ``--out`` holds already."""
+    def _earlier(self, plan: dict[str, Any]) -> dict[str, Any]:
+        """What ``--out`` holds already: its cells, and the seconds that they took."""
         from outrider.types import OutriderError
 
         if not self.output.resume:
-            return []
+            return {"cells": [], "seconds": 0.0}
         if self.output.out is None or not self.output.out.exists():
             raise OutriderError("--resume goes on with the file that --out names, and there is none")
         try:
-            earlier = json.loads(self.output.out.read_text())
-            if earlier["grid"] == json.loads(json.dumps(plan)) and earlier["target"] == self.target:
-                return list(earlier["cells"])
-        except (OSError, ValueError, KeyError, TypeError):
+            earlier = json.loads(self.output.out.read_text(encoding="utf-8"))
+            differing = [name for name, value in json.loads(json.dumps(plan)).items() if earlier["grid"].get(name) != value]
+            found = {"cells": list(earlier["cells"]), "seconds": float(earlier["seconds"])}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise OutriderError(f"{self.output.out} is no document of outrider audit --same-text") from None
-        raise OutriderError(f"{self.output.out} is of another comparison: give the same options, or another --out")
+        if differing:
+            raise OutriderError(
+                f"{self.output.out} is of another comparison, with other {', '.join(differing)}: give the same options, or"
+                " another --out"
+            )
+        return found
 
     def _document(self, kind: str, seconds: float, certified: bool) -> dict[str, Any]:
         from outrider.bench.provenance import provenance
@@ -259,29 +276,22 @@ class Run:
             "schema": "outrider-audit/1",
             "kind": kind,
             "certified": certified,
-            "target": self.target,
+            "target": self.models.target or "embedded",
             **provenance(self.llm.runner),
             "seconds": round(seconds, 1),
             "not_possible": self.reasons,
         }
 
     def _write(self, result: dict[str, Any], view: RenderableType) -> None:
+        """Files before the screen, whose reader may go away."""
         from rich.console import Console
 
         from outrider.audit.page import page
+        from outrider.cli.bench_documents import write_or_say
 
+        write_or_say(self.output.out, lambda: json.dumps(result, indent=1) + "\n")
+        write_or_say(self.output.html, lambda: page(result))
         Console(soft_wrap=True).print(view)
-        if self.output.out is not None:
-            write(self.output.out, json.dumps(result, indent=1) + "\n")
-        if self.output.html is not None:
-            write(self.output.html, page(result))
-
-
-def write(path: Path, text: str) -> None:
-    """All of it or nothing: what was there stays until the new text is complete."""
-    partly = path.with_name(path.name + ".part")
-    partly.write_text(text, encoding="utf-8")
-    partly.replace(path)
 
 
 def read_prompts(asked: AuditOptions, is_grid: bool) -> list[Any]:
@@ -303,11 +313,12 @@ def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: i
     if llm.tokenizer is None:
         raise OutriderError("there is no tokenizer with the target, so no prompt can be read")
     found = [encode(llm.tokenizer, prompt) for prompt in prompts]
+    more = max(max_tokens, 2 * longest + 4)
     for number, prompt in enumerate(found, start=1):
-        if not prompt or len(prompt) + max(max_tokens, 2 * longest + 4) > llm.runner.max_len:
+        if not prompt or len(prompt) + more > llm.runner.max_len:
             raise OutriderError(
-                f"prompt {number} has {len(prompt)} tokens; with {max_tokens} more it must fit the context of"
-                f" {llm.runner.max_len}"
+                f"prompt {number} has {len(prompt)} tokens; with the {more} that --max-tokens and --k ask for it must fit the"
+                f" context of {llm.runner.max_len}"
             )
     return found
 
@@ -319,12 +330,12 @@ def texts_in_memory(llm: LLM, num_tokens: int) -> int:
 
 
 def settings_of(params: SamplingParams) -> dict[str, Any]:
-    """The sampler settings that are not the default ones, and the temperature."""
+    """The sampler settings that are not the default ones, and the temperature. What ends a text plays no part in an audit."""
     from dataclasses import fields
 
     told = {each.name: getattr(params, each.name) for each in fields(params)}
     default = {each.name: each.default for each in fields(params)}
-    kept = {name: value for name, value in told.items() if value != default[name] and name not in ("max_tokens", "logit_bias")}
+    kept = {name: value for name, value in told.items() if value != default[name] and name not in NO_PART}
     return {"temperature": params.temperature} | kept
 
 
@@ -335,7 +346,12 @@ def progress() -> Iterator[Callable[[str], Callable[[str, int, float], None]]]:
 
     from outrider.cli.console import err
 
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
 
         def of(name: str) -> Callable[[str, int, float], None]:

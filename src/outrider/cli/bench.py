@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli import bench_documents, bench_serve
-from outrider.cli.bench_documents import check_writable, write_page
+from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.options import MethodOptions, ModelOptions, parse_k, parse_list, with_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from outrider.bench.contenders import Contender
+    from outrider.bench.contenders import Contender, Contenders
     from outrider.bench.grid import Group, Plan
     from outrider.bench.progress import Progress as State
     from outrider.engine import LLM
@@ -79,8 +79,7 @@ class OutputOptions:
 
     def check(self) -> None:
         """Refuses now what would lose the results of minutes later."""
-        check_writable("--out", self.out)
-        check_writable("--html", self.html)
+        check_outputs({"--out": self.out, "--html": self.html})
         if self.html is not None:
             from outrider.bench.html import check_installed
 
@@ -107,6 +106,7 @@ def command(
     chosen = parse_contenders(grid, given.get("draft"), given.get("drafts", {}))
     temperatures = parse_list("--temperature", grid.temperature, float)
     batches = parse_list("--batch", grid.batch, int)
+    check_axes(temperatures, batches)
     prompts = read_workloads(grid)
     models, extra = inflate_target(models, grid.inflate)
     given |= inflate_heads(chosen, given, models.target, grid.inflate)
@@ -114,44 +114,53 @@ def command(
     llm = load(
         replace(models, draft=None),
         MethodOptions(method=PLAIN, k=str(width)),
-        max_batch=max(batches, default=1),
+        max_batch=max(batches),
         compile=models.compile or "always",
         drafts=given.get("drafts", {}),
     )
     plan = Plan(chosen, encode_workloads(llm, prompts), temperatures, batches, grid.max_tokens, grid.repeat, grid.seed)
     check_plan(plan, llm)
+    extra |= {"same_text_mode": models.same_text, "name": name_of(models.target, grid.inflate)}
+    contenders = Contenders(llm, given.get("draft"))
+    prepare(contenders, chosen)
     groups: list[Group] = []
-    interrupted = False
     try:
         with progress() as report:
-            for group in run_grid(Contenders(llm, given.get("draft")), plan, report):
+            for group in run_grid(contenders, plan, report):
                 groups.append(group)
-    except KeyboardInterrupt:
-        interrupted = True
-    extra |= {"interrupted": interrupted} if interrupted else {}
-    finish(plan, groups, llm, extra | {"same_text_mode": models.same_text, "name": models.target or "embedded"}, outputs)
-    if interrupted:
-        raise KeyboardInterrupt
+    except BaseException:  # Ctrl-C, or a target that failed: what was measured before stays
+        if groups:
+            finish(plan, groups, llm, extra | {"interrupted": True}, outputs)
+        raise
+    finish(plan, groups, llm, extra, outputs)
+
+
+def prepare(contenders: Contenders, chosen: Sequence[Contender]) -> None:
+    """Loads what every method needs. Raises ``OutriderError`` for one that does not fit: before the others are warmed up."""
+    from outrider.cli.console import waiting
+    from outrider.types import OutriderError
+
+    with waiting("preparing the methods"):
+        for contender in chosen:
+            try:
+                contenders.prepare(contender)
+            except OutriderError as error:
+                raise OutriderError(f"{contender.method}: {error}") from error
 
 
 def finish(plan: Plan, groups: Sequence[Group], llm: LLM, extra: dict[str, Any], outputs: OutputOptions) -> None:
     """The document to its file before all else, the tables to stderr, the document to stdout on one line, the report."""
+    from outrider.bench.html import page
     from outrider.bench.report import document
     from outrider.bench.tables import tables
-    from outrider.cli.console import err, say_error
+    from outrider.cli.console import err
 
     result = document(plan, groups, llm.runner, extra.pop("name"), extra)
-    if outputs.out is not None:
-        try:
-            outputs.out.write_text(json.dumps(result, indent=1) + "\n")
-        except OSError as error:
-            say_error(f"cannot write {outputs.out}: {error.strerror}; the document follows on standard output")
-    if result["cells"]:
-        for table in tables(result):
-            err.print(table)
+    write_or_say(outputs.out, lambda: json.dumps(result, indent=1) + "\n", "; the document follows on standard output")
+    for table in tables(result):
+        err.print(table)
     print(json.dumps(result), flush=True)
-    if outputs.html is not None and result["cells"]:
-        write_page(outputs.html, result)
+    write_or_say(outputs.html, lambda: page(result))
 
 
 def parse_contenders(grid: GridOptions, draft: object, drafts: Mapping[str, object]) -> tuple[Contender, ...]:
@@ -197,14 +206,20 @@ def encode_workloads(llm: LLM, prompts: Mapping[str, Sequence[Any]]) -> dict[str
     return {name: [encode(llm.tokenizer, prompt) for prompt in group] for name, group in prompts.items()}
 
 
+def check_axes(temperatures: Sequence[float], batches: Sequence[int]) -> None:
+    """Refuses values out of range before a model is loaded, or a large one built."""
+    from outrider.types import OutriderError, SamplingParams
+
+    for temperature in temperatures:
+        SamplingParams(temperature=temperature)
+    if min(batches) < 1:
+        raise OutriderError("--batch must be at least 1")
+
+
 def check_plan(plan: Plan, llm: LLM) -> None:
-    """Refuses what could only fail after minutes: values out of range, prompts that leave no room in the context."""
+    """Refuses what could only fail after minutes: prompts that leave no room in the context."""
     from outrider.types import OutriderError
 
-    for temperature in plan.temperatures:
-        plan.params(temperature, 0)
-    if any(batch < 1 for batch in plan.batches):
-        raise OutriderError("--batch must be at least 1")
     for name, prompts in plan.workloads.items():
         for number, prompt in enumerate(prompts, start=1):
             if len(prompt) + plan.max_tokens > llm.runner.max_len:
@@ -253,6 +268,11 @@ def inflate_heads(
     shipped = {name: large.get(str(source), source) for name, source in drafts.items()}
     found = {"drafts": large | shipped}
     return found if draft is None else found | {"draft": large.get(str(draft), draft)}
+
+
+def name_of(target: str | None, inflated: str | None) -> str:
+    """The target's name in results: as it was given; of an inflated one its folder's, not where the cache lies."""
+    return Path(target).name if target and inflated else target or "embedded"
 
 
 @contextmanager

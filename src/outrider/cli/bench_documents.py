@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -44,22 +45,35 @@ def report(
     pages.check_installed()
     result = documents.read(document, for_report=True)
     check_writable("--html", html)
-    write_page(html, result)
+    write_or_say(html, lambda: pages.page(result))
 
 
-def write_page(path: Path, result: dict[str, Any]) -> None:
-    """The HTML report. A page that cannot be written is said and ends nothing: the document is what must not be lost."""
-    from outrider.bench.html import page
+def write_or_say(path: Path | None, text: Callable[[], str], more: str = "") -> None:
+    """A result to its file, if there is to be one. One that cannot be written is told, then ``more``, and ends nothing."""
+    from outrider.bench.documents import write_whole
     from outrider.cli.console import say_error
 
+    if path is None:
+        return
     try:
-        path.write_text(page(result), encoding="utf-8")
+        write_whole(path, text())
     except OSError as error:
-        say_error(f"cannot write {path}: {error.strerror}")
+        say_error(f"cannot write {path}: {error.strerror}{more}")
+
+
+def check_outputs(paths: Mapping[str, Path | None]) -> None:
+    """Refuses now what would lose the results of minutes later: {option: file}."""
+    from outrider.types import OutriderError
+
+    seen: dict[Path, str] = {}
+    for option, path in paths.items():
+        check_writable(option, path)
+        if path is not None and (other := seen.setdefault(path.resolve(), option)) != option:
+            raise OutriderError(f"{other} and {option} are both {path}: name two files")
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Refuses now what would lose the results of minutes later."""
+    """Refuses a file that cannot be written. Makes its folder."""
     from outrider.types import OutriderError
 
     if path is None:

@@ -91,9 +91,9 @@ def command(
         from outrider.bench.load.sweep import Sweep
     except ModuleNotFoundError as error:
         raise OutriderError(f"load needs {error.name}: pip install 'outrider[serve]'") from error
-    from outrider.cli.bench_documents import check_writable
+    from outrider.cli.bench_documents import check_outputs
 
-    check_writable("--out", result.out)
+    check_outputs({"--out": result.out})
     traffic, loads = read_traffic(load), read_loads(load)
     with address(server, plan, models, methods) as url:
         headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
@@ -180,22 +180,29 @@ def embedded_draft(plan: Any) -> dict[str, Any]:
 
 def modes(url: str, plain_url: str | None, headers: dict[str, str]) -> list[Mode]:
     """Plain and speculative. A server of Outrider's is asked for both; another's is what it is. Raises ``OutriderError``."""
+    from outrider.bench.load.sweep import PLAIN, SPECULATIVE, Mode
+
+    owner = owner_of(url, headers)
+    if plain_url is not None:
+        owner_of(root(plain_url), headers)
+        return [Mode(PLAIN, root(plain_url)), Mode(SPECULATIVE, url)]
+    if owner == "outrider":
+        return [Mode(PLAIN, url, {"speculative": {"k": 0}}), Mode(SPECULATIVE, url)]
+    return [Mode("as served", url)]
+
+
+def owner_of(url: str, headers: dict[str, str]) -> object:
+    """Whose server that is, as its list of models says. Raises ``OutriderError`` where it does not speak OpenAI's language."""
     import httpx
 
-    from outrider.bench.load.sweep import PLAIN, SPECULATIVE, Mode
     from outrider.types import OutriderError
 
     try:
         answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=30)
         answer.raise_for_status()
-        owner = answer.json()["data"][0].get("owned_by")
-    except (httpx.HTTPError, ValueError, LookupError) as error:
+        return answer.json()["data"][0].get("owned_by")
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, AttributeError) as error:
         raise OutriderError(f"{url} does not answer as an OpenAI-compatible server: {error}") from error
-    if plain_url is not None:
-        return [Mode(PLAIN, root(plain_url)), Mode(SPECULATIVE, url)]
-    if owner == "outrider":
-        return [Mode(PLAIN, url, {"speculative": {"k": 0}}), Mode(SPECULATIVE, url)]
-    return [Mode("as served", url)]
 
 
 def measure(sweep: Sweep) -> bool:
@@ -211,28 +218,24 @@ def measure(sweep: Sweep) -> bool:
     except KeyboardInterrupt:
         return True
     except httpx.HTTPError as error:
-        if not sweep.groups:
-            raise OutriderError(f"the server does not answer: {type(error).__name__} {error}") from error
-        return True
+        raise OutriderError(f"the server does not answer: {type(error).__name__} {error}") from error
     return False
 
 
 def finish(sweep: Sweep, options: ResultOptions, extra: dict[str, Any]) -> None:
-    """The table to stderr, the document to its file and, as the last line, to stdout."""
+    """The document to its file, the table to stderr, the document to stdout as the last line; nothing where nothing is."""
     from outrider.bench.load.cells import Objective
     from outrider.bench.load.report import document, table, verdict
+    from outrider.cli.bench_documents import write_or_say
     from outrider.cli.console import err
 
+    if not sweep.groups:
+        return
     result = document(sweep, Objective(options.slo_first_token / 1000, options.slo_token / 1000), extra)
-    if result["cells"]:
-        err.print(table(result))
-        err.print(verdict(result))
-        for cell in result["cells"]:
-            if cell["failed"]:
-                err.print(f"{cell['load']}, {cell['mode']}: {cell['failed']} failed: {'; '.join(cell['errors'])}", markup=False)
-    if options.out is not None:
-        try:
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
-        except OSError as error:
-            err.print(f"[red]error:[/] cannot write {options.out}: {error.strerror}; the document follows on standard output")
+    write_or_say(options.out, lambda: json.dumps(result, indent=1) + "\n", "; the document follows on standard output")
+    err.print(table(result))
+    err.print(verdict(result))
+    for cell in result["cells"]:
+        if cell["failed"]:
+            err.print(f"{cell['load']}, {cell['mode']}: {cell['failed']} failed: {'; '.join(cell['errors'])}", markup=False)
     print(json.dumps(result), flush=True)

@@ -37,6 +37,8 @@ def command(
     models: ModelOptions,
 ) -> None:
     """Show a page on which plain and speculative decoding race, token by token."""
+    from rich.text import Text
+
     from outrider.cli.console import err, waiting
     from outrider.types import OutriderError
 
@@ -52,7 +54,7 @@ def command(
             speed = track.warm_up()
         demo = Demo(track, {"target": models.target or "embedded", "draft": models.draft, "plain_tok_s": speed})
         url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/"
-        err.print(f"[bold]{url}[/]  [dim](Ctrl-C ends it)[/]")
+        err.print(Text.assemble((url, "bold"), ("  (Ctrl-C ends it)", "dim")), soft_wrap=True)
         if open_page:
             import webbrowser
 

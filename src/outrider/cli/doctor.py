@@ -50,7 +50,7 @@ def command(
         from outrider.family import TARGET
 
         target = TARGET
-    params = sampling.params(max_tokens=sampling.max_tokens or 48)
+    params = sampling.params(max_tokens=48 if sampling.max_tokens is None else sampling.max_tokens)
     with loading("looking") as status:
         tell = status.update if status is not None else lambda _: None
         checkup = check_up(Patient(target, method, options, params), tell)

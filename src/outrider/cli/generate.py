@@ -80,11 +80,15 @@ def stream_to_screen(llm: LLM, prompt: str | list[int], params: SamplingParams, 
 
 
 def _document(llm: LLM, prompt: str, params: SamplingParams) -> dict[str, Any]:
-    """Everything about one completion, for programs."""
+    """Everything about one completion, for programs; after Ctrl-C as far as it has come, its ``finish_reason`` "abort"."""
     from outrider.cli.console import waiting
+    from outrider.engine import GenerationInterrupted
 
     with waiting("generating"):
-        completion = llm.generate(prompt, params)[0]
+        try:
+            completion = llm.generate(prompt, params)[0]
+        except GenerationInterrupted as interrupt:
+            completion = interrupt.completions[0]
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.bench import progress
-from outrider.cli.bench_documents import check_writable
+from outrider.cli.bench_documents import check_outputs
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, parse_list, with_groups
 
 if TYPE_CHECKING:
@@ -104,11 +104,7 @@ class OutputOptions:
             raise OutriderError(f"{self.plan} is there already: give --out {self.plan} to replace it, or another name")
         if self.report is not None and self.report.suffix.lower() not in (".html", ".htm"):
             raise OutriderError(f"--report {self.report}: it is an HTML file, so name it .html")
-        if self.journal.resolve() == self.plan.resolve():
-            raise OutriderError(f"the plan and all that was found would both go to {self.plan}: name another --out or --json")
-        check_writable("--out", self.plan)
-        check_writable("--json", self.journal)
-        check_writable("--report", self.report)
+        check_outputs({"--out": self.plan, "--json": self.journal, "--report": self.report})
         if self.report is not None:
             from outrider.bench.html import check_installed
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
+from outrider.bench.documents import write_whole
 from outrider.types import OutriderError
 
 SCHEMA = "outrider-tune/1"
@@ -45,11 +46,9 @@ class Journal:
         return name in self.document["found"].get(stage, {})
 
     def write(self) -> None:
-        """All of it or nothing: what was there stays until the new text is complete."""
+        """All of it or nothing."""
         if self.path is not None:
-            partly = self.path.with_name(self.path.name + ".part")
-            partly.write_text(json.dumps(self.document) + "\n", encoding="utf-8")
-            partly.replace(self.path)
+            write_whole(self.path, json.dumps(self.document) + "\n")
 
     def _earlier(self, question: dict[str, Any]) -> dict[str, Any]:
         if self.path is None:

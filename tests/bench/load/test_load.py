@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 from statistics import fmean
 from typing import Any
 
+import httpx
 import pytest
 from rich.console import Console
 
+from outrider.bench.load import own_server
 from outrider.bench.load.arrivals import Load
 from outrider.bench.load.cells import Objective, cells, worst
 from outrider.bench.load.counters import parse
 from outrider.bench.load.report import document, table, verdict
 from outrider.bench.load.sweep import PLAIN, SPECULATIVE, Mode, Sweep, Traffic
 from outrider.bench.progress import Progress
-from outrider.cli import main
+from outrider.cli import bench_serve, main
 from outrider.types import OutriderError
 
 from .virtual import FakeServer, VirtualTime, run
@@ -215,3 +218,65 @@ def test_virtual_time_is_nobodys_time() -> None:
 def test_an_option_that_would_do_nothing_is_refused(options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", *options]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_server_that_never_counts_tokens_is_no_server_of_speed_0() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "fake", "owned_by": "another"}]})
+        return httpx.Response(200, text='data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n')
+
+    sweep = Sweep(BOTH[1:], [Load(concurrency=1)], Traffic(["one"], repeat=1), transport=httpx.MockTransport(answer))
+    run(sweep.run())
+    (cell,) = cells(sweep.groups, Objective())
+    assert cell["failed"] == cell["requests"] and "include_usage" in cell["errors"][0]
+
+
+@pytest.mark.parametrize("number", [0.0, -1.0, math.inf, math.nan])
+def test_a_rate_is_a_number_above_0(number: float) -> None:
+    with pytest.raises(OutriderError, match="rate above 0"):
+        Load(rate=number)
+
+
+@pytest.mark.parametrize("answers", [{"data": []}, [1], {"data": [3]}])
+def test_what_is_no_openai_server_is_told_in_one_line(answers: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(url: str, **more: object) -> httpx.Response:
+        good = {"data": [{"id": "m", "owned_by": "vllm"}]}
+        return httpx.Response(200, json=answers if "plain" in url else good, request=httpx.Request("GET", url))
+
+    monkeypatch.setattr(httpx, "get", get)
+    assert [mode.name for mode in bench_serve.modes("http://a", None, {})] == ["as served"]
+    with pytest.raises(OutriderError, match="http://plain does not answer as an OpenAI-compatible server"):
+        bench_serve.modes("http://a", "http://plain", {})
+
+
+def test_an_address_that_is_none_is_told_in_one_line() -> None:
+    for url in ("http://[", "localhost:8000", ""):
+        with pytest.raises(OutriderError, match="does not answer as an OpenAI-compatible server"):
+            bench_serve.modes(url, None, {})
+
+
+def test_a_server_of_its_own_is_asked_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.server.config import KEYS_VARIABLE
+
+    seen: dict[str, str] = {}
+
+    class Ended:
+        returncode = 1
+
+        def __init__(self, words: list[str], env: dict[str, str], **more: object) -> None:
+            seen.update(env)
+
+        def poll(self) -> int:
+            return 1
+
+        def send_signal(self, sig: int) -> None: ...
+
+        def wait(self, seconds: float | None = None) -> int:
+            return 1
+
+    monkeypatch.setenv(KEYS_VARIABLE, "secret")
+    monkeypatch.setattr(own_server.subprocess, "Popen", Ended)
+    with pytest.raises(OutriderError, match="did not start"), own_server.own_server([]):
+        pass
+    assert seen and KEYS_VARIABLE not in seen

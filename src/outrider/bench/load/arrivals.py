@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import TypeVar
 
 from outrider.types import OutriderError
@@ -25,8 +26,8 @@ class Load:
     def __post_init__(self) -> None:
         if (self.concurrency is None) == (self.rate is None):
             raise OutriderError("a load has either a number of clients or a rate")
-        if (self.concurrency is not None and self.concurrency < 1) or (self.rate is not None and self.rate <= 0):
-            raise OutriderError("a number of clients must be at least 1, and a rate above 0")
+        if (self.concurrency is not None and self.concurrency < 1) or (self.rate is not None and not 0 < self.rate < inf):
+            raise OutriderError("a number of clients must be at least 1, and a rate above 0 and finite")
 
     @property
     def label(self) -> str:

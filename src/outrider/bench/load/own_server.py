@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from time import sleep
 
 from outrider.types import OutriderError
 
+KEYS = "OUTRIDER_API_KEYS"
 GRACE = 20.0  # seconds that it gets to end
 
 
@@ -29,6 +31,7 @@ def own_server(arguments: Sequence[str]) -> Iterator[str]:
             process = subprocess.Popen(
                 [sys.executable, "-m", "outrider", "serve", *arguments, "--port", "0"],
                 stderr=errors,
+                env={name: value for name, value in os.environ.items() if name != KEYS},  # it is asked without a key
                 start_new_session=True,  # Ctrl-C is for who measures; the server is ended below
             )
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import sys
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ DEFINITIONS = (
 
 def document(sweep: Sweep, objective: Objective, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that was measured, and what is needed to repeat it."""
-    from outrider.bench.provenance import commit
+    from outrider.bench.provenance import command, commit
 
     traffic, found = sweep.traffic, cells(sweep.groups, objective)
     return {
@@ -36,7 +35,7 @@ def document(sweep: Sweep, objective: Objective, extra: Mapping[str, Any]) -> di
         "machine": platform.processor() or platform.machine(),
         "python": platform.python_version(),
         **extra,
-        "command": " ".join(["outrider", *sys.argv[1:]]),
+        "command": command(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "modes": [{"mode": mode.name, "url": mode.url, "more": dict(mode.more)} for mode in sweep.modes],
         "servers": sweep.servers,

@@ -1,0 +1,64 @@
+"""The scripts under bench/: bad input ends them at once, and nothing that was measured is lost."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "bench"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> object:
+    """``script("soak")``: that file as a module."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("audit_check", ["--audits", "0"], "'0' is no number from 1 on"),
+        ("grammar_check", ["--answers", "none"], "'none' is no number from 1 on"),
+        ("audit_check", ["--out", "file/x.json"], "cannot write --out"),
+        ("tune_check", ["--out", "file/x.json"], "cannot write --out"),
+    ],
+)
+def test_bad_input_ends_a_check_before_it_runs(
+    script, name: str, options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])
+    with pytest.raises(SystemExit) as ended:
+        script(name).main()
+    assert ended.value.code and message in f"{ended.value.code} {capsys.readouterr().err}"
+
+
+def test_a_result_that_cannot_be_written_is_printed_all_the_same(script, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    assert script("outcome").told({"holds": False, "seconds": 3600}, tmp_path) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1]) == {"holds": False, "seconds": 3600} and "cannot write" in err
+
+
+def test_nothing_holds_where_no_method_was_checked(script) -> None:  # type: ignore[no-untyped-def]
+    good, holds = {"invalid": 0, "forbidden_drafts": 0}, script("grammar_check").holds
+    assert holds({"plain": good, "medusa": {"skipped": "no heads"}})
+    assert not holds({"magic": {"skipped": "unknown method"}})
+    assert not holds({"plain": good | {"invalid": 1}}) and not holds({"ngram": good | {"forbidden_drafts": 1}})
+
+
+def test_a_port_that_another_server_has_ends_the_soak(script) -> None:  # type: ignore[no-untyped-def]
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="choose another --port"):
+        script("soak").check_port(taken.getsockname()[1])
