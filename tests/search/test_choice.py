@@ -90,14 +90,15 @@ def test_several_batch_sizes_are_weighed_together() -> None:
 
 
 def test_what_is_simpler() -> None:
-    ordered = [
-        Contender(PlainProposer.name, 0),
-        Contender("ngram", "auto"),
-        Contender("suffix", 4),
-        Contender("draft", 1),
-        Contender("suffix+draft", 1),
-    ]
+    ordered = [Contender(PlainProposer.name, 0), NGRAM, DRAFT, Contender("suffix+draft", 1)]
     assert sorted(reversed(ordered), key=lambda each: choice.simplicity(each, PROPOSERS)) == ordered
+
+
+@pytest.mark.parametrize(("ngram", "suffix"), [(150, 151), (151, 150)])
+def test_of_two_as_simple_the_faster_is_chosen_within_noise_too(ngram: float, suffix: float) -> None:
+    found = measured({"plain": 100, "ngram k=4": ngram, "suffix k=4": suffix}, noise=0.2)
+    chosen = choice.choose([NGRAM, Contender("suffix", 4)], [found], PROPOSERS).chosen
+    assert chosen.method == ("suffix" if suffix > ngram else "ngram")
 
 
 def prediction(method: str, k: int | str, speedup: float) -> Prediction:

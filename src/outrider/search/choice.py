@@ -47,14 +47,11 @@ class Choice:
 
 
 def simplicity(contender: Contender, proposers: Mapping[str, Proposer]) -> tuple[int, ...]:
-    """Sorts what is simpler to serve first: no drafts, one method, no second model, no model.
-
-    What is equal by that comes in the order of ``proposers``.
-    """
+    """Sorts what is simpler to serve first: no drafts, one method, no second model, no model."""
     if contender.is_plain:
         return (0,)
     proposer, (name, _) = proposers[contender.method], split_method(contender.method)
-    return 1, name.count("+"), proposer.takes_draft, not proposer.reads_text_only, [*proposers].index(contender.method)
+    return 1, name.count("+"), proposer.takes_draft, not proposer.reads_text_only
 
 
 def shortlist(predictions: Sequence[Prediction]) -> tuple[list[Contender], dict[str, str]]:
@@ -107,7 +104,7 @@ def choose(finalists: Sequence[Contender], measured: Sequence[Measured], propose
     best = winners[0]
     against = {each: ratio(measured, best.label, each.label) for each in leaders.values() if each != best}
     alike = [best, *(each for each, lead in against.items() if _is_alike(lead))]
-    chosen = min(alike, key=lambda each: simplicity(each, proposers))
+    chosen = min(alike, key=lambda each: (*simplicity(each, proposers), -speedups[each].value))
     others[PLAIN] = f"{chosen.label} is {_said(speedups[chosen])} its speed"
     for each in winners:
         if each != chosen:
