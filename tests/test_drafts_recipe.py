@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import lzma
+import sys
 from pathlib import Path
+from unittest.mock import patch
 
+import pytest
 import torch
+import typer
 from tiny_folder import TEXT
 
+import recipes
 from outrider import LLM, SamplingParams, family
 from outrider.train.shrink import shrink
+from outrider.types import OutriderError
 from recipes.drafts import foreign
 from recipes.family import corpus, model, tokenizer
 from recipes.family.config import PRESETS, Shape
@@ -62,3 +68,15 @@ def test_it_is_trained_from_the_familys_text_and_drafts_for_the_embedded_target(
     wanted = LLM(method="plain", compile="never").generate([prompt], params)[0]
     assert drafted.generate([prompt], params)[0].token_ids == wanted.token_ids
     assert drafted.stats.num_drafts > 0 and drafted.stats.faults == 0
+
+
+def test_a_mistake_in_a_recipe_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    app = typer.Typer()
+
+    @app.command()
+    def wrong() -> None:
+        raise OutriderError("no such folder: name another")
+
+    with pytest.raises(SystemExit, match="2"), patch.object(sys, "argv", ["recipe"]):
+        recipes.run(app)
+    assert capsys.readouterr().err == "error: no such folder: name another\n"

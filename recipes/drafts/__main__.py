@@ -14,6 +14,7 @@ from outrider.train.distillation import DIVERGENCES, Distillation
 from outrider.train.draft_model import DraftShape
 from outrider.train.model_runs import DraftRun, train_draft
 from outrider.train.runs import Bench, HeadPlan
+from recipes import run
 from recipes.drafts import foreign as foreign_draft
 from recipes.family import model, report, tokenizer
 from recipes.family.config import PRESETS, SEED
@@ -105,4 +106,4 @@ def foreign(  # noqa: PLR0913 - one parameter an option
 
 
 if __name__ == "__main__":
-    app()
+    run(app)

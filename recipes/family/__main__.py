@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from recipes import run
+
 from . import stages
 from .config import PRESETS
 from .stages import Workshop
@@ -136,4 +138,4 @@ def everything(
 
 
 if __name__ == "__main__":
-    app()
+    run(app)

@@ -13,6 +13,7 @@ import typer
 from outrider.cli.options import with_groups
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train.runs import Bench, EagleRun, HeadPlan, train_eagle, train_medusa
+from recipes import run
 from recipes.family.config import SEED
 from recipes.heads.card import publish
 from recipes.heads.rows import SEQ_LEN, training_rows
@@ -92,4 +93,4 @@ def everything(*, how: Options) -> None:
 
 
 if __name__ == "__main__":
-    app()
+    run(app)

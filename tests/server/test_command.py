@@ -82,6 +82,7 @@ def test_zero_is_a_value_that_was_given() -> None:
         (["nothing.toml"], "plan cannot be read"),
         (["--port", "0", "--max-batch", "0"], "max_batch"),
         (["--port", "0", "--kv-memory", "0"], "kv_memory"),
+        (["--port", "0", "--kv-memory", "nan"], "kv_memory"),
         (["--max-queue", "0"], "at least 1"),
         (["--api-keys", "none"], "keys cannot be read"),
     ],

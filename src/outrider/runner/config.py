@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from outrider.types import OutriderError
@@ -26,7 +27,7 @@ class RunnerConfig:
             raise OutriderError(f"compile must be auto, always or never, not {self.compile!r}")
         if self.max_batch < 1 or self.prefill_chunk < 1 or (self.max_len is not None and self.max_len < 1):
             raise OutriderError("max_batch, prefill_chunk and max_len must be at least 1")
-        if self.kv_memory is not None and self.kv_memory <= 0:
-            raise OutriderError("kv_memory must be above 0")
+        if self.kv_memory is not None and not 0 < self.kv_memory < math.inf:
+            raise OutriderError("kv_memory must be a number of GiB above 0")
         if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
             raise OutriderError(f"unknown dtype {self.dtype!r}; use auto, bfloat16, float16 or float32")
