@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from outrider.cli.bench_documents import check_writable
+from outrider.cli.bench_documents import check_writable, write_or_say
 from outrider.types import OutriderError
 
 
@@ -30,10 +29,6 @@ def count(text: str) -> int:
 
 def told(result: Mapping[str, Any], out: Path | None) -> int:
     """Writes a result to its file and, as the last line, to standard output. The exit code: 0 where it ``holds``, else 1."""
-    if out is not None:
-        try:
-            out.write_text(json.dumps(result, indent=1) + "\n")
-        except OSError as error:
-            print(f"error: cannot write {out}: {error.strerror}; the result follows", file=sys.stderr)
+    write_or_say(out, lambda: json.dumps(result, indent=1) + "\n", "; the result follows")
     print(json.dumps(result))
     return 0 if result["holds"] else 1

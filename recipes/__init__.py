@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from outrider.cli.app import explain
 from outrider.types import OutriderError
 
 
@@ -14,5 +15,6 @@ def run(app: typer.Typer) -> None:
     try:
         app()
     except OutriderError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        message, code = explain(error)
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(code)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outrider.cli import app, chat, console
-from outrider.engine import GenerationStats, PhaseTimes
+from outrider.engine import Engine, GenerationStats, PhaseTimes
 from outrider.engine.outputs import Chunk
 
 Run = Callable[..., "tuple[int, str, str]"]
@@ -26,6 +26,19 @@ def plain_text(outrider: Run, target: Path, *options: object) -> str:
     code, out, err = outrider("generate", "--target", target, "--method", "plain", "--compile", "never", *options, PROMPT)
     assert code == 0, err
     return out
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Ctrl-C in the engine's step of that number."""
+    step, calls = Engine.step, []
+
+    def interrupted(self: Engine) -> object:
+        calls.append(1)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
 
 
 def test_every_command_has_examples_in_its_help(outrider: Run) -> None:
@@ -158,17 +171,7 @@ def test_chat_keeps_the_conversation(outrider: Run, target: Path, draft: Path, m
 def test_ctrl_c_ends_the_answer_and_not_the_program(
     outrider: Run, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from outrider.engine import Engine
-
-    step, calls = Engine.step, []
-
-    def interrupted(self: Engine) -> object:
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return step(self)
-
-    monkeypatch.setattr(Engine, "step", interrupted)
+    interrupt(monkeypatch, 3)
     code, out, err = outrider("generate", *models(target, draft), "--k", 2, "--max-tokens", 60, PROMPT)
     assert code == 0 and "stopped" in err and "tok/s" in err
     monkeypatch.undo()
@@ -179,17 +182,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(
 def test_ctrl_c_loses_nothing_of_a_json_document(
     outrider: Run, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from outrider.engine import Engine
-
-    step, calls = Engine.step, []
-
-    def interrupted(self: Engine) -> object:
-        calls.append(1)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return step(self)
-
-    monkeypatch.setattr(Engine, "step", interrupted)
+    interrupt(monkeypatch, 4)
     code, out, _ = outrider("generate", *models(target, draft), "--k", 2, "--max-tokens", 60, "--json", PROMPT)
     found = json.loads(out)
     assert code == 0 and found["finish_reason"] == "abort" and 0 < len(found["token_ids"]) < 60

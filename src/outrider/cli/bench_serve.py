@@ -91,9 +91,9 @@ def command(
         from outrider.bench.load.sweep import Sweep
     except ModuleNotFoundError as error:
         raise OutriderError(f"load needs {error.name}: pip install 'outrider[serve]'") from error
-    from outrider.cli.bench_documents import check_outputs
+    from outrider.cli.bench_documents import check_writable
 
-    check_outputs({"--out": result.out})
+    check_writable("--out", result.out)
     traffic, loads = read_traffic(load), read_loads(load)
     with address(server, plan, models, methods) as url:
         headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}

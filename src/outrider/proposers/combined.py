@@ -37,7 +37,7 @@ class _Part:
 
     def __init__(self, proposer: Proposer) -> None:
         self.proposer = proposer
-        self.rows: list[int] = []  # that it was asked about this round
+        self.rows: set[int] = set()  # that it was asked about this round
         self._unseen: dict[str, dict[int, list[Tensor]]] = {}  # request -> layer -> features since it was last asked about it
 
     def hear(self, context: Context) -> None:
@@ -55,7 +55,7 @@ class _Part:
             hidden[layer] = [torch.cat(chunk) if chunk else torch.empty(0) for chunk in chunks]
         self._forget(view.request_ids)
         proposal = self.proposer.propose(replace(view, hidden=hidden), min(k, self.proposer.max_drafts))
-        self.rows = rows
+        self.rows = set(rows)
         return proposal
 
     def release(self, request_ids: Sequence[str]) -> None:
@@ -106,7 +106,7 @@ class CombinedProposer(Proposer):
         self._rows = {request_id: b for b, request_id in enumerate(context.request_ids)}
         for part in (self._first, self._second):
             part.hear(context)
-            part.rows = []
+            part.rows = set()
         first, second, batch = self._first.proposer, self._second.proposer, len(context.requests)
         early = self._ask_first(context, k)
         lens = early.lens.tolist()

@@ -79,7 +79,7 @@ class Sampler:
             return torch.stack([self.draw(probs[:, j], start + j) for j in range(probs.shape[1])], dim=1)
         counts = _counts(logits, lens)
         best, token_ids = _max(self._decisive(logits, drafts, parents, start, counts), counts)
-        self._check(best, lens)
+        self._check(best, counts)
         return token_ids
 
     def probs(
@@ -95,10 +95,10 @@ class Sampler:
         scores = self._scores(logits, drafts, parents, start, counts)
         if self._all_greedy:
             best, token_ids = _max(scores, counts)
-            self._check(best, lens)
+            self._check(best, counts)
             return torch.zeros_like(scores).scatter_(-1, token_ids.unsqueeze(-1), 1.0)
         probs, witness = self._shaping.probs(scores, counts)
-        self._check(witness, lens)
+        self._check(witness, counts)
         return probs
 
     def confidences(
@@ -159,13 +159,11 @@ class Sampler:
             self._penalties.apply_(scores, drafts, parents, start, counts)
         return scores
 
-    def _check(self, witness: Tensor, lens: Tensor | None) -> None:
-        """Raises ``InvalidLogits`` unless all of ``witness`` [B, M], within ``lens``, is finite."""
+    def _check(self, witness: Tensor, counts: list[int]) -> None:
+        """Raises ``InvalidLogits`` unless the first ``counts[b]`` of each row b of ``witness`` [B, M] are finite."""
         if math.isfinite(witness.sum().item()):
             return
-        invalid = ~witness.isfinite().cpu()
-        if lens is not None:
-            invalid &= torch.arange(witness.shape[1]) <= lens.cpu().unsqueeze(-1)
+        invalid = ~witness.isfinite().cpu() & (torch.arange(witness.shape[1]) < torch.tensor(counts).unsqueeze(-1))
         rows = invalid.any(dim=-1).nonzero().flatten().tolist()
         if rows:
             raise InvalidLogits(rows, [self.requests[b].request_id for b in rows])

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import sleep
 
+from outrider.server.config import KEYS_VARIABLE
 from outrider.types import OutriderError
 
-KEYS = "OUTRIDER_API_KEYS"
 GRACE = 20.0  # seconds that it gets to end
 
 
@@ -31,7 +31,7 @@ def own_server(arguments: Sequence[str]) -> Iterator[str]:
             process = subprocess.Popen(
                 [sys.executable, "-m", "outrider", "serve", *arguments, "--port", "0"],
                 stderr=errors,
-                env={name: value for name, value in os.environ.items() if name != KEYS},  # it is asked without a key
+                env={name: value for name, value in os.environ.items() if name != KEYS_VARIABLE},  # it is asked without a key
                 start_new_session=True,  # Ctrl-C is for who measures; the server is ended below
             )
         try:
