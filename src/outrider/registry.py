@@ -64,6 +64,26 @@ def join_method(name: str, options: Mapping[str, object]) -> str:
     return ":".join([name, *(f"{option}={value}" for option, value in options.items())])
 
 
+def in_turn(first: str, second: str) -> str:
+    """Two methods as one that takes turns: ``first+second``, each option behind the name of the method that it is for."""
+    parts = [split_method(method) for method in (first, second)]
+    options = {f"{name}.{option}": value for name, given in parts for option, value in given.items()}
+    return join_method("+".join(name for name, _ in parts), options)
+
+
+def parts_of(method: str) -> list[str]:
+    """The inverse of ``in_turn``; of a method that takes no turns: itself. Options for the two together are left out."""
+    joined, options = split_method(method)
+    names = joined.split("+")
+    if len(names) == 1:
+        return [method]
+    by_name: dict[str, dict[str, str]] = {name: {} for name in names}
+    for key, value in options.items():
+        name, _, option = key.rpartition(".")
+        by_name.get(name, {})[option] = value
+    return [join_method(name, given) for name, given in by_name.items()]
+
+
 def with_drafts(method: str, find: Callable[[str], str]) -> str:
     """A method whose options name drafts, each where ``find`` says that it is."""
     name, options = split_method(method)

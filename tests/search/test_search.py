@@ -16,8 +16,9 @@ from outrider.bench.contenders import PLAIN, Contender
 from outrider.engine import PhaseTimes, Round
 from outrider.engine.methods import chosen_methods, fitting_proposers
 from outrider.proposers.base import Proposer
+from outrider.proposers.combined import CombinedProposer
 from outrider.proposers.degraded import Degraded
-from outrider.proposers.ngram import NgramProposer
+from outrider.proposers.ngram import NgramConfig, NgramProposer
 from outrider.registry import PROPOSERS
 from outrider.search import Question, Search, choice, confirming, prices, search
 from outrider.search.journal import Journal
@@ -109,8 +110,25 @@ def test_the_best_of_both_kinds_are_joined(llm: LLM, twin: Proposer, clockless: 
     proposers = fitting_proposers(llm.speculation, llm.runner, llm.tokenizer, ["ngram:max_n=3"])[0]
     found = started(llm, proposers | {"draft": twin})
     assert found.run().chosen.method == "ngram+draft:ngram.max_n=3"
+    assert "+" not in "".join(found.journal.document["found"]["prices"])  # played from its parts
     monkeypatch.setattr(search, "JOINED_FROM", 100.0)
     assert "+" not in started(llm, proposers | {"draft": twin}).run().chosen.method
+
+
+def test_a_pair_that_the_user_names_is_studied_by_its_parts(llm: LLM, twin: Proposer, clockless: Any) -> None:
+    clockless(0.05, lambda each: 1.0 if each.is_plain else 2.0)
+    pair = CombinedProposer(NgramProposer(NgramConfig(max_n=3)), twin)
+    found = started(llm, {"ngram+draft:ngram.max_n=3:min_first=8": pair})
+    assert found.run().chosen.method == "ngram+draft:ngram.max_n=3:min_first=8"
+    assert {each.method for each in found.predictions} == {"ngram+draft:ngram.max_n=3:min_first=8"}
+    assert list(found.journal.document["found"]["replays"]) == ["ngram:max_n=3", "draft"]
+    for each in found.predictions:
+        if isinstance(each.k, int):
+            with found.contenders.active(each.contender) as record:
+                for text in found.texts:
+                    llm.generate([text.prompt], text.again)
+            num_rounds = len(found.texts) + len(record.rounds)  # those that read the prompts are not recorded
+            assert each.tau == pytest.approx(sum(len(text.output) for text in found.texts) / num_rounds)
 
 
 def test_a_method_that_fails_on_the_way_is_left_out_with_the_reason(llm: LLM, twin: Proposer, clockless: Any) -> None:

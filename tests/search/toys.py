@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outrider.proposers.base import ScriptedProposer
+from outrider.search.prediction import Studied
 from outrider.search.prices import Price, Prices
 from outrider.search.traces import Drafted, Replay, Trace
 from outrider.search.traffic import Text
@@ -49,3 +50,8 @@ def prices(draft: float = 0.0, row: float = 0.0, longest: int = 8) -> Prices:
     """A plain round takes a second, a draft's step ``draft`` and each further row of a pass ``row``; prompts nothing."""
     rounds = {0: Price(0.0, 1.0, 0.0, 0)} | {k: Price(draft * k, 1.0 + row * k, 0.0, k) for k in (1, longest)}
     return Prices(rounds, draft, 0.0, 0.0)
+
+
+def alone(replay: Replay, prices: Prices) -> list[Studied]:
+    """Of a proposer that takes no turns."""
+    return [Studied(replay, prices)]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.proposers.base import Proposer, Setting, merged, rows_of
+from outrider.proposers.base import Proposer, Setting, Turn, merged, rows_of
 from outrider.proposers.portable import Pair, Portable, TextDrafts
 from outrider.sampling import Sampler
 from outrider.types import Context, Finding, OutriderError, Proposal, Request, Verdict
@@ -93,6 +93,12 @@ class CombinedProposer(Proposer):
         self._samplers: dict[tuple[str, ...], Sampler] = {}
 
     @property
+    def turns(self) -> tuple[Turn, Turn]:
+        """The first where it has enough drafts, else the second where it has any."""
+        first, second = self._first.proposer, self._second.proposer
+        return Turn(first, first.max_drafts, min(self._config.min_first, first.max_drafts)), Turn(second, second.auto_drafts)
+
+    @property
     def memory(self) -> tuple[object, object]:
         """Of both."""
         return self._first.proposer.memory, self._second.proposer.memory
@@ -107,14 +113,13 @@ class CombinedProposer(Proposer):
         for part in (self._first, self._second):
             part.hear(context)
             part.rows = set()
-        first, second, batch = self._first.proposer, self._second.proposer, len(context.requests)
+        (first, second), batch = self.turns, len(context.requests)
         early = self._ask_first(context, k)
         lens = early.lens.tolist()
-        enough = min(self._config.min_first, first.max_drafts)
-        rows = [b for b, limit in enumerate(context.limits) if limit > 0 and lens[b] < enough]
+        rows = [b for b, limit in enumerate(context.limits) if limit > 0 and lens[b] < first.enough]
         late = Proposal.empty(0)
         if rows:
-            late = self._second.propose(self._view(context, rows), rows, min(k, second.auto_drafts))
+            late = self._second.propose(self._view(context, rows), rows, min(k, second.most))
         taken = {b: i for i, b in enumerate(rows) if late.lens[i] > 0}
         self._owners = [self._second if b in taken else self._first for b in range(batch)]
         if len(taken) == batch:

@@ -53,6 +53,16 @@ class Prices:
         """Seconds of a round without drafts."""
         return self.rounds[0].total
 
+    def at_pace(self, plain: float) -> Prices:
+        """Of a machine on which a round without drafts takes ``plain`` seconds: between two pricings it may slow down."""
+        pace = plain / self.plain
+        rounds = {
+            longest: Price(price.draft * pace, price.score * pace, price.outside * pace, price.depth)
+            for longest, price in self.rounds.items()
+        }
+        seconds = (self.vain * pace, self.prompt * pace, self.drafted_prompt * pace)
+        return Prices(rounds, *seconds, self.first_layer, self.is_padded)
+
     def round(self, k: int, depths: Sequence[int]) -> Price:
         """Of a round that asked for k drafts and got longest paths of ``depths``."""
         longest = max(depths)

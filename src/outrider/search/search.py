@@ -16,13 +16,13 @@ from outrider.bench.grid import PLAIN_CONTENDER
 from outrider.bench.progress import Progress
 from outrider.engine.methods import in_one_line
 from outrider.proposers.base import Proposer
-from outrider.registry import PROPOSERS, join_method, split_method
+from outrider.registry import PROPOSERS, in_turn, parts_of, split_method
 from outrider.search import choice, confirming, prices
 from outrider.search.choice import Choice, Prediction
 from outrider.search.confirming import Heat, Measured
 from outrider.search.journal import Journal
 from outrider.search.leading import lead
-from outrider.search.prediction import Played, predict
+from outrider.search.prediction import Played, Studied, predict
 from outrider.search.prices import Prices
 from outrider.search.traces import Replay, Trace, replay_text
 from outrider.search.traffic import Text, spread
@@ -68,9 +68,11 @@ class Search:
     reasons: dict[str, str] = field(default_factory=dict)  # method -> why it is not among the candidates
 
     def __post_init__(self) -> None:
-        self.contenders = Contenders(self.llm, proposers=self.proposers)
+        self._made = dict(self.proposers)  # and the parts of those that take turns, which are no candidates
+        self.contenders = Contenders(self.llm, proposers=self._made)
         self.measured: dict[str, list[Measured]] = {}  # label -> the last heat it ran in, at each batch size
         self._predicted: dict[str, list[Prediction]] = {}  # by method
+        self._studied: dict[str, tuple[Replay, dict[int, Prices]]] = {}  # by method that takes no turns
         self._warm: set[tuple[Contender, int]] = set()  # contenders that ran at that batch size
         self._stage, self._done, self._total, self._started = "", 0, 0, 0.0
 
@@ -107,19 +109,25 @@ class Search:
         return texts
 
     def study(self, method: str) -> None:
-        """Replay, prices and predictions of one method. One that fails on the way is no candidate, and the reason is kept."""
+        """Replay, prices and predictions of one method; of one that takes turns those of its parts. One that fails on the way
+        is no candidate, and the reason is kept."""
+        turns = self.proposers[method].turns
+        parts = [method] if len(turns) == 1 else parts_of(method)
         try:
-            replay, priced = self.replay(method), self.price(method)
+            for part, turn in zip(parts, turns, strict=True):
+                self._made.setdefault(part, turn.proposer)
+                if part not in self._studied:
+                    self._studied[part] = self.replay(part), self.price(part)
         except Exception as failure:
             self.reasons[method] = in_one_line(failure)
         else:
-            self._predicted[method] = self.predict(method, replay, priced)
+            self._predicted[method] = self.predict(method, parts)
 
     def replay(self, method: str) -> Replay:
         """How good its drafts are along the recorded answers."""
-        proposer = self.proposers[method]
+        proposer = self._made[method]
         led = led_lengths(proposer, self.question.longest(proposer))
-        texts = self.texts if proposer.reads_text_only else some_of(self.texts, LED_TOKENS)
+        texts = [self.texts[index] for index in self._replayed(method)]
         self._begin(f"2/5 replaying {method}", len(led) * sum(len(text.output) for text in texts))
 
         def found() -> Any:
@@ -130,7 +138,7 @@ class Search:
 
     def price(self, method: str) -> dict[int, Prices]:
         """What its rounds take, at each batch size."""
-        proposer = self.proposers[method]
+        proposer = self._made[method]
         longest = self.question.longest(proposer)
         self._begin(f"3/5 pricing {method}", len(self.question.batches))
         found = {}
@@ -147,15 +155,20 @@ class Search:
             self._tick(f"batch {batch}", 1)
         return found
 
-    def predict(self, method: str, replay: Replay, priced: dict[int, Prices]) -> list[Prediction]:
-        """Every length of one method."""
+    def predict(self, method: str, parts: Sequence[str]) -> list[Prediction]:
+        """Every length of one method. ``parts``: those that it takes turns between, which were studied."""
         proposer = self.proposers[method]
         lengths = self.question.lengths_of(proposer)
         self._begin(f"4/5 predicting {method}", len(lengths))
-        plain = {b: predict(proposer, 0, replay, each, b) for b, each in priced.items()}
+        replays = [self._along_the_same(part, parts) for part in parts]
+        studied = {
+            batch: [Studied(replay, self._studied[part][1][batch]) for part, replay in zip(parts, replays, strict=True)]
+            for batch in self.question.batches
+        }
+        plain = {batch: predict(proposer, 0, known, batch) for batch, known in studied.items()}
         found = []
         for k in lengths:
-            played = {b: predict(proposer, k, replay, each, b) for b, each in priced.items()}
+            played = {batch: predict(proposer, k, known, batch) for batch, known in studied.items()}
             found.append(_prediction(method, k, plain, played))
             self._tick(f"k={k}", 1)
         return found
@@ -202,6 +215,19 @@ class Search:
             self._tick(f"{k} drafts a round", sum(len(text.output) for text in group))
         return traces
 
+    def _replayed(self, method: str) -> list[int]:
+        """The texts along which a method is replayed: all where that is free, else some."""
+        every = range(len(self.texts))
+        if self._made[method].reads_text_only:
+            return list(every)
+        return spread(every, share_of(self.texts, LED_TOKENS))
+
+    def _along_the_same(self, part: str, parts: Sequence[str]) -> Replay:
+        """A part's replay along those texts that all parts were replayed along."""
+        common = min((self._replayed(each) for each in parts), key=len)
+        mine = self._replayed(part)
+        return self._studied[part][0].only([mine.index(index) for index in common])
+
     def _join(self) -> None:
         """The best method that reads the text alone before the best that runs a model, where each promises a gain."""
         best: dict[bool, Prediction] = {}
@@ -214,11 +240,10 @@ class Search:
                 best[kind] = top
         if len(best) < 2 or min(each.speedup for each in best.values()) < JOINED_FROM:
             return
-        parts = [split_method(best[reads_text_only].method) for reads_text_only in (True, False)]
-        name = "+".join(name for name, _ in parts)
-        method = join_method(name, {f"{part}.{option}": value for part, given in parts for option, value in given.items()})
-        pair = self.proposers[best[True].method], self.proposers[best[False].method]
-        self.proposers[method] = PROPOSERS.get(name).join(*pair)
+        parts = best[True].method, best[False].method
+        method = in_turn(*parts)
+        pair = PROPOSERS.get(split_method(method)[0]).join(*[self.proposers[part] for part in parts])
+        self.proposers[method] = self._made[method] = pair
         self.study(method)
 
     def _heat(self, candidates: Sequence[Contender], each: tuple[int, int, int]) -> Heat:
@@ -255,10 +280,10 @@ def led_lengths(proposer: Proposer, longest: int) -> list[int]:
     return sorted({longest, max(1, longest // 2)})
 
 
-def some_of(texts: Sequence[Text], num_tokens: int) -> list[Text]:
-    """Texts spread evenly over all of them, as many as come to so many tokens."""
+def share_of(texts: Sequence[Text], num_tokens: int) -> int:
+    """How many of the texts come to about so many tokens of output: at least one."""
     total = sum(len(text.output) for text in texts)
-    return spread(texts, max(1, round(len(texts) * num_tokens / max(total, 1))))
+    return max(1, round(len(texts) * num_tokens / max(total, 1)))
 
 
 def _prediction(method: str, k: int | str, plain: dict[int, Played], played: dict[int, Played]) -> Prediction:

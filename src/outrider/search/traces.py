@@ -75,6 +75,10 @@ class Replay:
             chances.append(trace.by_position.get(place + len(chances), self._means[asked]))
         return Drafted(depth, tuple(chances))
 
+    def only(self, indices: Sequence[int]) -> Replay:
+        """Of some of the texts."""
+        return Replay({asked: [traces[index] for index in indices] for asked, traces in self.traces.items()})
+
     @property
     def texts(self) -> list[Trace]:
         """One trace of each text."""
@@ -149,9 +153,9 @@ def replay_text(proposer: Proposer, text: Text, k: int, vocab_size: int) -> Trac
     try:
         for place, token in enumerate(text.output[:-1]):
             rest = text.output[place:-1]  # the round says one token beyond its drafts
-            context = Context((request,), (len(rest),), sampler)
+            context = Context((request,), (k,), sampler)  # all that it has, though the text may end before
             proposal = proposer.propose(context, k)
-            drafts = proposal.token_ids[0, : int(proposal.lens[0])].tolist()[: min(k, len(rest))]
+            drafts = proposal.token_ids[0, : int(proposal.lens[0])].tolist()[:k]
             trace.add(place, Drafted(len(drafts), _matches(drafts, rest)))
             none = torch.zeros(1, 0, dtype=torch.long)
             proposer.commit(context, Verdict(none, torch.zeros(1, dtype=torch.long), torch.tensor([token])))

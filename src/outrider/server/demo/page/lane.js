@@ -1,5 +1,7 @@
 // One lane: its text token by token, its clock, and a keyboard's way through it.
 
+// Half a character is a token without a text, and line ends or accents have no width of their own: these get a sliver to click on.
+const WIDTHLESS = /^[\p{C}\p{M}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}]*$/u;
 const WHITESPACE = { "\n": "↵", "\t": "⇥", " ": "␣" };
 const ORIGINS = {
   accepted: "accepted draft",
@@ -69,7 +71,7 @@ export class Lane {
       for (const text of failed) element.append(guess(text, false));
       if (isLast) for (const text of round.dropped) element.append(guess(text, true));
       const said = document.createElement("span");
-      said.className = "said";
+      said.className = WIDTHLESS.test(token.text) ? "said thin" : "said";
       said.textContent = token.text;
       element.append(said);
       const instead = failed.length ? `, instead of ${failed.map(visible).join(", ")}` : "";
