@@ -233,7 +233,7 @@ template <typename Weight, int rows>
 void run_panels(const float* x, const Weight* w, int64_t panel_stride, int64_t depth, const float* scales, float* out,
                 int64_t out_stride, bool first, int64_t panels) {
   // Few rows leave registers free: several panels at once hide the latency of the additions without changing their order.
-  constexpr int wide = kMaxRows < 12 ? 1 : rows <= 2 ? 4 : rows == 3 ? 3 : rows <= 6 ? 2 : 1;
+  constexpr int wide = kMaxRows < 12 ? 1 : rows <= 2 ? 4 : rows == 3 ? 3 : rows <= 7 ? 2 : 1;
   int64_t done = 0;
   for (; done + wide <= panels; done += wide)
     tile<Weight, rows, wide>(x, w + done * panel_stride, panel_stride, depth, scales + done * kPanel, out + done * kPanel,
