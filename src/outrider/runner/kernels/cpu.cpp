@@ -133,6 +133,17 @@ inline vec fused(vec a, vec b, vec c) {
 inline vec fused(vec a, vec b, vec c) { return a * b + c; }
 #endif
 
+// c += a * b[0] in every lane, as ``fused`` says it.
+#if defined(__AVX512F__)
+__attribute__((always_inline)) inline void fused_at(vec a, const float* b, vec& c) {
+  vec sum = c;
+  asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(a), "m"(*b));  // a compiler would broadcast first: one instruction more
+  c = sum;
+}
+#else
+inline void fused_at(vec a, const float* b, vec& c) { c = fused(a, splat(*b), c); }
+#endif
+
 // Lanes of two vectors by number, those of b from kLanes on.
 #if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
 template <int... lane>
@@ -197,13 +208,25 @@ inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t 
   for (int64_t begin = 0; begin < depth; begin += stretch) {
     const int64_t end = std::min(depth, begin + stretch);
     vec acc[rows][2 * panels];
-    for (int r = 0; r < rows; ++r) for (int j = 0; j < 2 * panels; ++j) acc[r][j] = vec{};
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 8
+      for (int j = 0; j < 2 * panels; ++j) acc[r][j] = vec{};
     const auto add = [&](int64_t k) {
       vec weights[2 * panels];
       for (int j = 0; j < panels; ++j) load_panel(w + j * panel_stride + k * width, weights[2 * j], weights[2 * j + 1]);
+#pragma GCC unroll 12
       for (int r = 0; r < rows; ++r) {
-        const vec value = splat(x[k * rows + r]);
-        for (int j = 0; j < 2 * panels; ++j) acc[r][j] += value * weights[j];
+        // Of many rows every second one is read by the additions themselves: reads and instructions then take about the same time,
+        // also where another's thread on the same core leaves half of the instructions that can be begun.
+        if (rows > 4 && r % 2) {
+#pragma GCC unroll 8
+          for (int j = 0; j < 2 * panels; ++j) fused_at(weights[j], x + k * rows + r, acc[r][j]);
+        } else {
+          const vec value = splat(x[k * rows + r]);
+#pragma GCC unroll 8
+          for (int j = 0; j < 2 * panels; ++j) acc[r][j] = fused(value, weights[j], acc[r][j]);
+        }
       }
     };
     int64_t k = begin;
@@ -213,8 +236,10 @@ inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t 
       for (int64_t i = 0; i < together; ++i) add(k + i);
     }
     for (; k < end; ++k) add(k);
+#pragma GCC unroll 8
     for (int j = 0; j < 2 * panels; ++j) {
       const vec scale = Form<Weight>::scaled ? load(scales + begin / kScaled * out_stride + j * kLanes) : vec{};
+#pragma GCC unroll 12
       for (int r = 0; r < rows; ++r) {
         float* to = out + r * out_stride + j * kLanes;
         const bool fresh = first && begin == 0;
