@@ -18,7 +18,7 @@ from outrider.bench.measure import generate
 from outrider.bench.statistics import Interval, Timings, speedup_interval
 from outrider.search.traffic import Text
 
-SHARES = (0.25, 0.5)  # of the traffic, in the first two rounds of elimination
+SHARES = (0.5, 1.0)  # of the traffic, in the first two rounds of elimination: a quarter lost the best to noise
 FINALISTS = 3
 Tick = Callable[[str, int], None]  # what is being done, and how many runs were since the last call
 Measured = dict[str, dict[str, list[list[float]]]]  # label -> "tokens" and "seconds": [repeats][batches of prompts]
