@@ -120,7 +120,7 @@ def test_a_useless_draft_is_not_even_confirmed() -> None:
 def test_each_heat_runs_fewer_on_more() -> None:
     texts = list(range(16))
     plan = confirming.heats([Contender("ngram", k) for k in range(1, 9)], texts, 2)  # type: ignore[arg-type]
-    assert plan == [(8, 4, 1), (4, 8, 1), (3, 16, 2)]
+    assert plan == [(8, 8, 1), (4, 16, 1), (3, 16, 2)]
     assert confirming.heats([NGRAM], texts[:1], 2) == [(1, 1, 2)]  # type: ignore[arg-type]
     found = measured({"plain": 100, "draft k=4": 150, "ngram k=4": 130})
     left, reasons = choice.survivors([NGRAM, DRAFT], [found], 1)

@@ -297,7 +297,7 @@ class DraftLengthPolicy:
         batch, longest = len(self._batch), min(MAX_PROBE, self.max_k)
         worths, nodes = np.tile(PROBE_RATE ** np.arange(1, longest + 1), (batch, 1)), self.costs.nodes(longest)
         shares = Shares(worths, np.ones(batch), np.array(nodes), np.zeros(batch), prices)
-        k = max(range(1, longest + 1), key=lambda k: shares.speed([k] * batch))
+        k = shares.best_together(range(1, longest + 1))[1][0]
         seconds = self.costs.round(k, [sum(nodes[:k])] * batch, k, batch, len(context.requests[0].token_ids))
         seconds += self.costs.catch_up(sum([self._num_unseen(b) for b in range(batch)]))
         lacking = seconds / prices.plain - 1 - self._purse

@@ -105,7 +105,8 @@ def test_a_clicked_token_shows_its_distributions(visitor: Visitor) -> None:
     page.locator("#k").fill("2")
     visitor.race(accuracy=50, temperature=1.0)
     widths = "[...document.querySelectorAll('.tok .said')].map(s => [s.textContent, s.getBoundingClientRect().width])"
-    assert not [text for text, width in page.evaluate(widths) if width <= 1]  # half a character, a line's end: each can be clicked
+    # Half a character, a line's end, an accent: each can be clicked.
+    assert not [text for text, width in page.evaluate(widths) if width <= 1]
     page.locator("#lane-speculative .tok.corrected .said").first.click()
     heads = page.locator(".odds thead th").all_inner_texts()
     assert [head.split()[0] for head in heads] == ["Token", "Draft", "Target", "Residual:"]
