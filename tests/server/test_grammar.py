@@ -30,6 +30,7 @@ SCHEMA: dict[str, Any] = {
     "required": ["name", "born", "kind", "tags"],
     "additionalProperties": False,
 }
+SCRIPTED = ("tree", "certain")  # proposals made by hand
 SMALL: dict[str, Any] = {"type": "array", "items": {"enum": ["ab", "a", 17]}, "minItems": 1, "maxItems": 2}
 
 
@@ -54,16 +55,26 @@ def tree_of(context: Any, k: int) -> Proposal:
     return Proposal(token_ids, torch.full((batch,), 6), None, parents)
 
 
-def trees(load: Callable[..., LLM], target: Any, **options: Any) -> LLM:
-    proposer = ScriptedProposer(tree_of)
-    proposer.drafts_trees = True
+def chains_of(context: Any, k: int) -> Proposal:
+    """The roots' tokens as chains that break the grammar or not, each with all of its probability, as beside drafts of a model."""
+    token_ids = tree_of(context, k).token_ids[:, [1, 0, 2]]
+    vocab_size = context.sampler.vocab_size
+    return Proposal(token_ids, torch.full((len(token_ids),), 3), torch.nn.functional.one_hot(token_ids, vocab_size).float())
+
+
+def scripted(method: str, target: Any, **options: Any) -> LLM:
+    proposer = ScriptedProposer(tree_of if method == "tree" else chains_of)
+    proposer.drafts_trees = method == "tree"
     return LLM(target, proposer=proposer, num_draft_tokens=2, max_batch=8, compile="never", **options)
 
 
 @pytest.mark.parametrize("same_text", [True, False])
-@pytest.mark.parametrize("method", ["plain", "ngram", "draft", "tree"])
+@pytest.mark.parametrize("method", ["plain", "ngram", "draft", *SCRIPTED])
 def test_every_answer_is_of_its_schema(method: str, same_text: bool, load: Callable[..., LLM], target: Any) -> None:
-    llm = trees(load, target, same_text=same_text) if method == "tree" else load(method, 3, max_batch=8, same_text=same_text)
+    if method in SCRIPTED:
+        llm = scripted(method, target, same_text=same_text)
+    else:
+        llm = load(method, 3, max_batch=8, same_text=same_text)
     score = llm.runner.score
 
     def watched(context: Any, proposal: Proposal) -> Any:
@@ -90,9 +101,9 @@ def test_every_answer_is_of_its_schema(method: str, same_text: bool, load: Calla
         assert llm.engine.stats.num_drafts > 0
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft", "tree"])
+@pytest.mark.parametrize("method", ["ngram", "draft", *SCRIPTED])
 def test_drafts_change_no_constrained_answer(method: str, load: Callable[..., LLM], target: Any, plain: LLM) -> None:
-    llm = trees(load, target, same_text=True) if method == "tree" else load(method, 3)
+    llm = scripted(method, target, same_text=True) if method in SCRIPTED else load(method, 3)
     for temperature in (0.0, 1.0):
         params = SamplingParams(max_tokens=80, temperature=temperature, seed=4, n=3, grammar=compiler(llm).json(SCHEMA))
         found = [completion.token_ids for completion in llm.generate("The ship", params)]

@@ -239,12 +239,17 @@ def _useful(checked: Checked, context: Context) -> Checked:
                 continue
             if has_grammar and request.matcher is not None:
                 allowed = request.matcher.allowed(output, path_to(parent, drafts, tree))
-                if allowed is None or (proposal.probs is None and not allowed[drafts[node]]):
+                if allowed is None or (not allowed[drafts[node]] and _is_point_mass(proposal, b, node)):
                     continue
             depths[node] = depths[parent] + 1
             nodes.append(node)
         kept.append(nodes)
     return pruned(checked, kept)
+
+
+def _is_point_mass(proposal: Proposal, b: int, node: int) -> bool:
+    """Whether nothing else could have been drafted: where others of the batch have probabilities, it has all of its own."""
+    return proposal.probs is None or float(proposal.probs[b, node, proposal.token_ids[b, node]]) == 1.0
 
 
 def _scattered(checked: Checked, rows: list[int], batch: int) -> Checked:
