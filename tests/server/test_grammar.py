@@ -56,7 +56,7 @@ def tree_of(context: Any, k: int) -> Proposal:
 
 
 def chains_of(context: Any, k: int) -> Proposal:
-    """The roots' tokens as chains that break the grammar or not, each with all of its probability, as beside drafts of a model."""
+    """Tokens of that tree as chains, each with all of its probability, as a point mass has it beside drafts of a model."""
     token_ids = tree_of(context, k).token_ids[:, [1, 0, 2]]
     vocab_size = context.sampler.vocab_size
     return Proposal(token_ids, torch.full((len(token_ids),), 3), torch.nn.functional.one_hot(token_ids, vocab_size).float())
