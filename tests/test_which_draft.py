@@ -15,7 +15,7 @@ from outrider.proposers.base import Setting, chosen_draft
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.eagle import EagleConfig, EagleProposer
 from outrider.proposers.medusa import MedusaConfig, MedusaProposer
-from outrider.registry import PROPOSERS, join_method, split_method, split_methods
+from outrider.registry import PROPOSERS, in_turn, join_method, parts_of, split_method, split_methods
 from outrider.types import OutriderError
 
 VOCAB, LAYERS = 320, 4
@@ -82,6 +82,13 @@ def test_a_list_of_methods_keeps_their_numbers():
     found = split_methods("draft,eagle:hidden_states=2,4,6:top_k=3, medusa:accuracies=0.5,.2/0.4,-1,suffix+draft")
     assert found == ["draft", "eagle:hidden_states=2,4,6:top_k=3", " medusa:accuracies=0.5,.2/0.4,-1", "suffix+draft"]
     assert join_method(*split_method(found[1])) == found[1]
+
+
+def test_two_methods_in_turn_come_apart_again():
+    parts = ["suffix:min_prob=0.2", "eagle:draft=./head.d:top_k=3"]
+    assert in_turn(*parts) == "suffix+eagle:suffix.min_prob=0.2:eagle.draft=./head.d:eagle.top_k=3"
+    assert parts_of(in_turn(*parts) + ":min_first=6") == parts
+    assert parts_of(parts[1]) == [parts[1]]
 
 
 def test_a_folder_says_what_it_holds(home):

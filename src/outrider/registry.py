@@ -77,11 +77,23 @@ def parts_of(method: str) -> list[str]:
     names = joined.split("+")
     if len(names) == 1:
         return [method]
-    by_name: dict[str, dict[str, str]] = {name: {} for name in names}
+    by_part = options_by_part(joined, options)
+    return [join_method(name, by_part[name]) for name in names]
+
+
+def options_by_part(joined: str, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Options of ``first+second`` by the name of the method that they are for; the empty name: of the two together.
+
+    Raises ``OutriderError`` for one that is for neither.
+    """
+    names = joined.split("+")
+    found: dict[str, dict[str, Any]] = {"": {}, **{name: {} for name in names}}
     for key, value in options.items():
-        name, _, option = key.rpartition(".")
-        by_name.get(name, {})[option] = value
-    return [join_method(name, given) for name, given in by_name.items()]
+        whose, _, option = key.rpartition(".")
+        if whose not in found:
+            raise OutriderError(f"{key}: options of {joined} begin with {' or '.join(names)}")
+        found[whose][option] = value
+    return found
 
 
 def with_drafts(method: str, find: Callable[[str], str]) -> str:

@@ -9,6 +9,7 @@ from outrider import LLM
 from outrider.engine import FixedLength
 from outrider.engine.methods import fitting_proposers
 from outrider.proposers.base import Proposer, ScriptedProposer
+from outrider.proposers.combined import CombinedProposer
 from outrider.proposers.degraded import Degraded
 from outrider.proposers.ngram import NgramProposer
 from outrider.search import Question, Search
@@ -47,11 +48,13 @@ def test_a_replay_finds_no_text_in_the_proposer_s_memory_but_those_before_it(llm
     proposers, _ = fitting_proposers(llm.speculation, llm.runner, llm.tokenizer, [method])
     said = [[50 + i for i in range(24)], [90 - i for i in range(24)]]
     texts = [Text([10 + i, 20], SamplingParams(max_tokens=24, seed=i), said[i]) for i in range(2)]
-    search = Search(llm, dict(proposers), texts, Question((4,)), Journal(None, {}))
+    pair = CombinedProposer(proposers[method], ScriptedProposer(lambda context, k: Proposal.empty(len(context.requests))))
+    search = Search(llm, {**proposers, "both": pair}, texts, Question((4,)), Journal(None, {}))
     first = search.replay(method)
     assert first.alpha == 0.0  # nothing repeats
     search.journal = Journal(None, {})
     assert search.replay(method) == first
+    assert search.replay("both").alpha == 0.0
 
 
 @pytest.mark.parametrize("k", [1, 3, 6])

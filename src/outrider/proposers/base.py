@@ -123,7 +123,7 @@ class Turn:
 
     proposer: Proposer
     most: int  # drafts that it is asked for
-    enough: int = 1  # drafts, unless fewer are wanted, with which the next one is not asked
+    enough: int = 1  # drafts with which the next one is not asked
 
 
 class Proposer(ABC):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outrider.proposers.base import Proposer, Setting, Turn, merged, rows_of
 from outrider.proposers.portable import Pair, Portable, TextDrafts
+from outrider.registry import options_by_part
 from outrider.sampling import Sampler
 from outrider.types import Context, Finding, OutriderError, Proposal, Request, Verdict
 
@@ -224,7 +225,7 @@ class Joint:
 
     def portable(self, setting: Setting) -> Portable:
         """Raises ``OutriderError`` for options that one of the two refuses."""
-        options = self._by_part(setting.options)
+        options = options_by_part(self.name, setting.options)
         replace(setting, options=options[""]).config(CombinedConfig)
         for part in self._parts:
             part.portable(replace(setting, options=options[part.name]))
@@ -232,19 +233,19 @@ class Joint:
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Of both."""
-        options = self._by_part(setting.options)
+        options = options_by_part(self.name, setting.options)
         for part in self._parts:
             yield from part.examine(replace(setting, options=options[part.name]))
 
     def alternatives(self, setting: Setting) -> list[str]:
         """Those of both."""
-        options = self._by_part(setting.options)
+        options = options_by_part(self.name, setting.options)
         found = [(part, part.alternatives(replace(setting, options=options[part.name]))) for part in self._parts]
         return [_options_of(part.name, alternative) for part, alternatives in found for alternative in alternatives]
 
     def build(self, setting: Setting) -> CombinedProposer:
         """Raises ``OutriderError`` where one of the two does not fit the target."""
-        options = self._by_part(setting.options)
+        options = options_by_part(self.name, setting.options)
         config = replace(setting, options=options[""]).config(CombinedConfig)
         first, second = [part.build(replace(setting, options=options[part.name])) for part in self._parts]
         return CombinedProposer(first, second, config)
@@ -255,20 +256,8 @@ class Joint:
 
     def drafts_in(self, options: Mapping[str, Any], general: object, drafts: Mapping[str, object]) -> list[object]:
         """Those of both."""
-        each = self._by_part(options)
+        each = options_by_part(self.name, options)
         return [draft for part in self._parts for draft in part.drafts_in(each[part.name], general, drafts)]
-
-    def _by_part(self, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Options by the name of the method that they are for; the empty name: of the two together."""
-        found: dict[str, dict[str, Any]] = {"": {}, **{part.name: {} for part in self._parts}}
-        for name, value in options.items():
-            whose, _, option = name.rpartition(".")
-            if whose not in found:
-                raise OutriderError(
-                    f"{name}: options of {self.name} begin with {' or '.join(part.name for part in self._parts)}"
-                )
-            found[whose][option] = value
-        return found
 
 
 def _options_of(name: str, text: str) -> str:

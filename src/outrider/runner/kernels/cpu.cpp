@@ -207,7 +207,7 @@ inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t 
   const int64_t stretch = Form<Weight>::scaled ? kScaled : depth;  // inputs that share a scale
   for (int64_t begin = 0; begin < depth; begin += stretch) {
     const int64_t end = std::min(depth, begin + stretch);
-    vec acc[rows][2 * panels];
+    vec acc[rows][2 * panels];  // in registers only where every loop over them is unrolled before the compiler looks
 #pragma GCC unroll 12
     for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 8
