@@ -24,8 +24,9 @@ def find_compiler() -> str | None:
 
 
 def library_path(source: Path, compiler: str, *versions: str) -> Path:
-    """Where the library stands, or will: under a name that changes with source, compiler, CPU and ``versions``."""
-    what = "|".join([source.read_text(), *versions, compiler, platform.machine(), _cpu_flags()])
+    """Where the library stands, or will: under a name that changes with source, headers, compiler, CPU and ``versions``."""
+    texts = [path.read_text() for path in [source, *sorted(source.parent.glob("*.h"))]]
+    what = "|".join([*texts, *versions, compiler, platform.machine(), _cpu_flags()])
     return cache_dir("kernels") / f"{source.stem}-{hashlib.sha256(what.encode()).hexdigest()[:16]}.so"
 
 

@@ -77,6 +77,63 @@ def test_a_rows_linear_is_the_same_bits_among_any_number_of_rows(dtype, outputs,
         assert torch.equal(torch.ops.outrider.linear(x[40 - rows :], packed, bias, outputs), alone[40 - rows :]), rows
 
 
+needs_matrix_units = pytest.mark.skipif(not kernels.has_matrix_units(), reason="no matrix units (AMX)")
+UNITS = pytest.param("cpu", marks=needs_matrix_units)
+PAIRS = [(32, 32), (97, 64), (40, 512), (200, 1056), (416, 96)]  # depths of 1, 2, 16, 33 and 3 tiles
+
+
+@pytest.mark.parametrize("outputs, inputs", PAIRS)
+def test_packing_in_pairs_loses_nothing(outputs, inputs):
+    weight = torch.randn(outputs, inputs).bfloat16()
+    packed = kernels.pack_weight(weight, in_pairs=True)
+    assert packed.shape == (math.ceil(outputs / 32), inputs // 2, 32, 2) and kernels.is_in_pairs(packed)
+    assert torch.equal(kernels.unpack_weight(packed, outputs), weight)
+    assert torch.equal(kernels.one_by_one(packed), kernels.pack_weight(weight))
+    assert kernels.packed_shape(packed) == kernels.packed_shape(kernels.pack_weight(weight))
+
+
+@pytest.mark.parametrize("which", [UNITS, "reference"])
+@pytest.mark.parametrize("outputs, inputs", PAIRS)
+def test_matrix_units_multiply_rounded_inputs_and_add_in_float32(which, outputs, inputs):
+    torch.manual_seed(outputs)
+    weight, x, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(2, 35, inputs), torch.randn(outputs)
+    packed = kernels.pack_weight(weight, in_pairs=True)
+    expected = x.bfloat16().double() @ weight.double().T + bias.double()
+    got = linear(which, x, packed, bias, outputs)
+    assert got.dtype == torch.float32 and (got - expected).abs().max() < 2e-6 * inputs**0.5 * 4
+    assert linear(which, x[:, :0], packed, bias, outputs).shape == (2, 0, outputs)
+
+
+@needs_matrix_units
+@pytest.mark.parametrize("outputs, inputs", PAIRS)
+def test_matrix_units_give_a_row_the_same_bits_among_any_number_of_rows(outputs, inputs):
+    torch.manual_seed(0)
+    packed = kernels.pack_weight(torch.randn(outputs, inputs).bfloat16(), in_pairs=True)
+    x, bias = torch.randn(100, inputs), torch.randn(outputs)
+    alone = torch.cat([torch.ops.outrider.linear(row[None], packed, bias, outputs) for row in x])
+    for rows in range(1, 101):
+        assert torch.equal(torch.ops.outrider.linear(x[:rows], packed, bias, outputs), alone[:rows]), rows
+        assert torch.equal(torch.ops.outrider.linear(x[100 - rows :], packed, bias, outputs), alone[100 - rows :]), rows
+
+
+@needs_matrix_units
+def test_layers_choose_matrix_units_where_they_fit():
+    assert kernels.suits_matrix_units(torch.zeros(40, 64).bfloat16())
+    assert not kernels.suits_matrix_units(torch.zeros(40, 48).bfloat16())  # tiles are 32 inputs deep
+    assert not kernels.suits_matrix_units(torch.zeros(40, 64).half())
+    with pytest.raises(RuntimeError, match="packed for matrix units"):
+        torch.ops.outrider.linear(torch.zeros(1, 64), kernels.pack_weight(torch.zeros(40, 64), in_pairs=True), None, 40)
+
+
+@pytest.mark.parametrize("which", [CPU, "reference"])
+@pytest.mark.parametrize("in_pairs", [False, True])
+def test_an_embedding_reads_the_rows_of_a_packed_weight(which, in_pairs):
+    weight, ids = torch.randn(70, 64).bfloat16(), torch.tensor([[3, 69, 0], [40, 3, 31]])
+    packed = kernels.pack_weight(weight, in_pairs)
+    got = (torch.ops.outrider.embed if which == "cpu" else kernels.reference_embed)(ids, packed)
+    assert torch.equal(got, weight[ids].float())
+
+
 def flat(tensor, lens):
     """[B, H, W, D] -> [1, H, T, D]: the first ``lens[b]`` tokens of each request, one behind the other."""
     return torch.cat([each[:, :length] for each, length in zip(tensor, lens, strict=True)], 1)[None]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_folder import make_folder
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BertConfig
 
-from outrider.runner import ModelRunner, RunnerConfig, loading
+from outrider.runner import ModelRunner, RunnerConfig, kernels, loading
 from outrider.runner.linear import PackedEmbedding
 from outrider.types import OutriderError
 
@@ -147,11 +147,16 @@ def test_cuda_where_there_is_none(folder):
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_16_bit_checkpoint_is_computed_in_float32(dtype, tied, tmp_path):
+def test_a_16_bit_checkpoint_is_computed_in_float32_but_on_matrix_units(dtype, tied, tmp_path):
     make_folder(tmp_path, dtype="bfloat16", tie_word_embeddings=tied)
     runner = ModelRunner.load(tmp_path, RunnerConfig(compile="never", dtype=dtype))
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype, "auto")).float()
     rounds = Rounds(runner, model, [make_text(5, 0), make_text(30, 1)])
+    if dtype in ("auto", "bfloat16") and kernels.has_matrix_units():
+        assert runner.dtype == torch.bfloat16
+        rounds.tolerance = 1e-2  # their inputs are rounded
+    else:
+        assert runner.dtype == torch.float32
     rounds.step([[5, 6], [7]], [[0], []], [1, 2])
     rounds.step([[5, 6], [7]], [[0], []], [1, 2])
 

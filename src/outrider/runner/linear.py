@@ -1,4 +1,8 @@
-"""Weights in the form that the CPU kernels read: 16 bit as in the checkpoint, packed once, float32 arithmetic."""
+"""Weights in the form that the CPU kernels read: 16 bit as in the checkpoint, packed once.
+
+Arithmetic is float32, but on matrix units (AMX), which multiply in bfloat16 and add in float32: there sixteen rows cost what
+one costs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ def apply(x: Tensor, packed: Tensor, scales: Tensor | None, bias: Tensor | None,
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight stands packed for ``outrider::linear``; the arithmetic and the output are float32."""
+    """A linear layer whose weight stands packed for ``outrider::linear``; sums and output are float32."""
 
     packed: Tensor
     scales: Tensor | None  # where the weight is of codes (see quantized.py)
@@ -35,7 +39,8 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.register_buffer("packed", kernels.pack_weight(weight.detach()), persistent=False)
+        weight = weight.detach()
+        self.register_buffer("packed", kernels.pack_weight(weight, kernels.suits_matrix_units(weight)), persistent=False)
         self.register_buffer("scales", None, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
 
@@ -166,6 +171,14 @@ def fuse_siblings(model: PreTrainedModel) -> None:
 def is_packed(model: nn.Module) -> bool:
     """Whether the model's layers run on the CPU kernels."""
     return any(isinstance(module, (PackedLinear, FusedLinears)) for module in model.modules())
+
+
+def arithmetic(model: nn.Module) -> torch.dtype:
+    """What the model's layers multiply in."""
+    layers = [module for module in model.modules() if isinstance(module, (PackedLinear, FusedLinears))]
+    if layers:
+        return torch.bfloat16 if any(kernels.is_in_pairs(layer.packed) for layer in layers) else torch.float32
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def pack_model(model: PreTrainedModel) -> None:

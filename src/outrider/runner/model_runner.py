@@ -51,7 +51,7 @@ class ModelRunner:
         window = int(getattr(text, "max_position_embeddings", None) or 1 << 20)
         self.max_len = loading.settle_rope(model, min(window, config.max_len or window), config.max_len is not None)
         self.max_batch = config.max_batch
-        self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self.dtype = linear.arithmetic(model)
         compute = torch.float32 if linear.is_packed(model) else model.dtype
         budget = None if config.kv_memory is None else int(config.kv_memory * 2**30)
         self.cache = KVCache(cache_shape(text), config.max_batch, self.max_len, compute, device, budget)

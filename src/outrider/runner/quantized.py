@@ -22,7 +22,7 @@ def quantized_bytes(model: PreTrainedModel, bits: int) -> int:
     """Memory that ``quantized_copy`` will take."""
     total = 0
     for layer, width in _layers(model, bits):
-        panels, inputs, lanes = layer.packed.shape
+        panels, inputs, lanes = kernels.packed_shape(layer.packed)
         total += panels * inputs * lanes * width // 8 + panels * lanes * -(-inputs // kernels.SCALED) * 4
     return total
 
@@ -45,26 +45,29 @@ def _layers(model: PreTrainedModel, bits: int) -> list[tuple[PackedLinear | Fuse
 
 
 def quantize(packed: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """[panels, inputs, 32] -> int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], and scales [groups, panels * 32]."""
-    panels, inputs, lanes = packed.shape
+    """A packed weight -> its codes (``kernels.pack_codes``; in pairs, where it is) and scales [groups, panels * 32]."""
+    panels, inputs, lanes = kernels.packed_shape(packed)
+    in_pairs = kernels.is_in_pairs(packed)
     groups = -(-inputs // kernels.SCALED)
-    codes = huge_pages.empty((panels, inputs, lanes * bits // 8), torch.int8 if bits == 8 else torch.uint8)
+    dtype = torch.int8 if bits == 8 else torch.uint8
+    shape = kernels.pack_codes(torch.empty(panels, inputs, lanes, dtype=dtype, device="meta"), bits, in_pairs).shape
+    codes = huge_pages.empty(shape, dtype)
     scales = torch.empty(groups, panels, lanes)
     table = _nearest_codes()
     step = max(1, CHUNK // (inputs * lanes))
     for at in range(0, panels, step):
-        part = packed[at : at + step].float()
+        part = kernels.one_by_one(packed[at : at + step]).float()
         part = torch.nn.functional.pad(part, (0, 0, 0, groups * kernels.SCALED - inputs)).view(
             -1, groups, kernels.SCALED, lanes
         )
         largest = part.abs().amax(2).clamp_(min=1e-30)  # [panels, groups, 32]
         part = part.div_(largest[:, :, None]).view(-1, groups * kernels.SCALED, lanes)[:, :inputs]
         if bits == 8:
-            codes[at : at + step] = (part * 127).round_()
+            nearest = (part * 127).round_().to(torch.int8)
             largest = largest / 127
         else:
             nearest = table[((part + 1) * ((len(table) - 1) / 2)).round_().int()]
-            codes[at : at + step] = nearest[..., : lanes // 2] | nearest[..., lanes // 2 :] << 4
+        codes[at : at + step] = kernels.pack_codes(nearest, bits, in_pairs)
         scales[:, at : at + step] = largest.transpose(0, 1)
     return codes, scales.view(groups, panels * lanes)
 

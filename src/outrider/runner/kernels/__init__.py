@@ -22,6 +22,7 @@ from outrider.runner import huge_pages
 logger = logging.getLogger(__name__)
 
 PANEL = 32  # outputs whose weights stand side by side in a packed weight
+DEEP = 32  # inputs that matrix units take at once
 
 _library = torch.library.Library("outrider", "DEF")
 _library.define("linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
@@ -33,57 +34,115 @@ _library.define(
 
 _library.define("embed(Tensor token_ids, Tensor packed) -> Tensor")
 _library.define("linear_scaled(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int outputs) -> Tensor")
+_library.define("has_matrix_units() -> bool")
 
 SCALED = 128  # inputs of an output that share a scale, where weights are codes of 8 or 4 bits
-# What the codes of 4 bits stand for: quantiles of the normal distribution (NF4: Dettmers et al. 2023, appendix E).
+# What the codes of 4 bits stand for: quantiles of the normal distribution (NF4: Dettmers et al. 2023, appendix E) in bfloat16.
 CODES = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
-    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    *(-1.0, -0.6953125, -0.5234375, -0.39453125, -0.28515625, -0.1845703125, -0.0908203125, 0.0),
+    *(0.07958984375, 0.1611328125, 0.24609375, 0.337890625, 0.44140625, 0.5625, 0.72265625, 1.0),
 )
 
 
-def pack_weight(weight: Tensor) -> Tensor:
-    """[outputs, inputs] -> [panels, inputs, 32]: for each input, the weights of 32 outputs side by side; zero-padded."""
+def has_matrix_units() -> bool:
+    """Whether this CPU has matrix units (AMX) and the system lets this process use them."""
+    return load_cpu_kernels() and bool(torch.ops.outrider.has_matrix_units())
+
+
+def suits_matrix_units(weight: Tensor) -> bool:
+    """Whether a layer of this weight [outputs, inputs] runs on the CPU's matrix units."""
+    return weight.is_cpu and weight.dtype == torch.bfloat16 and weight.shape[1] % DEEP == 0 and has_matrix_units()
+
+
+def pack_weight(weight: Tensor, in_pairs: bool = False) -> Tensor:
+    """[outputs, inputs] -> [panels, inputs, 32]: for each input, the weights of 32 outputs side by side; zero-padded.
+
+    ``in_pairs``: [panels, inputs / 2, 32, 2], for each two inputs, which is what matrix units read.
+    """
     outputs, inputs = weight.shape
     panels = -(-outputs // PANEL)
     padded = weight if outputs % PANEL == 0 else functional.pad(weight, (0, 0, 0, panels * PANEL - outputs))
-    turned = padded.view(panels, PANEL, inputs).transpose(1, 2)
+    turned = padded.view(panels, PANEL, inputs // 2, 2) if in_pairs else padded.view(panels, PANEL, inputs)
+    turned = turned.transpose(1, 2)
     return huge_pages.empty(turned.shape, weight.dtype).copy_(turned) if weight.is_cpu else turned.contiguous()
 
 
+def is_in_pairs(packed: Tensor) -> bool:
+    """Whether a packed weight is one for matrix units."""
+    return packed.dim() == 4
+
+
+def packed_shape(packed: Tensor) -> tuple[int, int, int]:
+    """Panels, inputs and 32, of a packed weight of numbers in either form."""
+    panels, inputs, lanes = packed.shape[:3]
+    return panels, inputs * 2 if is_in_pairs(packed) else inputs, lanes
+
+
+def one_by_one(packed: Tensor) -> Tensor:
+    """[panels, inputs, 32] of a packed weight in either form."""
+    return packed.transpose(2, 3).flatten(1, 2) if is_in_pairs(packed) else packed
+
+
 def unpack_weight(packed: Tensor, outputs: int) -> Tensor:
-    """The inverse of ``pack_weight``: [panels, inputs, 32] -> [outputs, inputs]."""
-    panels, inputs, _ = packed.shape
-    return packed.transpose(1, 2).reshape(panels * PANEL, inputs)[:outputs]
+    """The inverse of ``pack_weight``: [panels, inputs, 32] or [panels, inputs / 2, 32, 2] -> [outputs, inputs]."""
+    return packed.transpose(1, 2).reshape(packed.shape[0] * PANEL, -1)[:outputs]
 
 
 def reference_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    """x [..., inputs], packed [panels, inputs, 32] -> [..., outputs]: float32 arithmetic, the result in x's type."""
-    result = functional.linear(x.float(), unpack_weight(packed, outputs).float(), None if bias is None else bias.float())
+    """x [..., inputs], packed [panels, inputs, 32] -> [..., outputs]: float32 arithmetic, the result in x's type.
+
+    For a weight in pairs x is rounded to bfloat16 first: that is what matrix units multiply; sums are float32.
+    """
+    rows = x.bfloat16().float() if is_in_pairs(packed) else x.float()
+    result = functional.linear(rows, unpack_weight(packed, outputs).float(), None if bias is None else bias.float())
     return result.to(x.dtype)
 
 
+def pack_codes(codes: Tensor, bits: int, in_pairs: bool) -> Tensor:
+    """uint8 or int8 codes [panels, inputs, 32] as the kernels read them.
+
+    8 bits: int8, in the form of a packed weight. 4 bits: uint8 [panels, inputs, 16], output j + 16 in the high half of j's
+    byte; in pairs [panels, inputs / 4, 32, 2]: 16 bits hold, lowest first, the codes of one lane of four rows of tiles.
+    """
+    panels, inputs, lanes = codes.shape
+    if bits == 8:
+        return codes.view(panels, inputs // 2, 2, lanes).transpose(2, 3) if in_pairs else codes
+    if not in_pairs:
+        return codes[..., : lanes // 2] | codes[..., lanes // 2 :] << 4
+    halves = codes.view(panels, inputs // 4, 2, 2, 2, lanes // 2)  # pair, input of the pair, half of the outputs, output
+    four = halves.permute(0, 1, 5, 3, 2, 4).reshape(panels, inputs // 4, lanes, 2, 2)
+    return (four[..., 0] | four[..., 1] << 4).contiguous()
+
+
+def _codes_one_by_one(packed: Tensor) -> Tensor:
+    """The inverse of ``pack_codes``: [panels, inputs, 32]."""
+    if packed.dtype == torch.int8:
+        return one_by_one(packed)
+    each = torch.stack([packed & 15, packed >> 4], -1)
+    if not is_in_pairs(packed):
+        return each.transpose(2, 3).flatten(2)
+    panels, fours = packed.shape[:2]
+    return each.view(panels, fours, PANEL // 2, 2, 2, 2).permute(0, 1, 4, 3, 5, 2).reshape(panels, fours * 4, PANEL)
+
+
 def unpack_codes(packed: Tensor, scales: Tensor) -> Tensor:
-    """int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], scales [groups, panels * 32] -> float32 [panels, inputs, 32]."""
-    panels, inputs = packed.shape[:2]
-    if packed.dtype == torch.uint8:
-        codes = torch.tensor(CODES, device=packed.device)
-        values = codes[torch.cat([packed & 15, packed >> 4], -1).long()]
-    else:
-        values = packed.float()
+    """What ``pack_codes`` gives, scales [groups, panels * 32] -> float32 [panels, inputs, 32]."""
+    codes = _codes_one_by_one(packed)
+    values = torch.tensor(CODES, device=codes.device)[codes.long()] if codes.dtype == torch.uint8 else codes.float()
+    panels, inputs = codes.shape[:2]
     each = scales.view(-1, panels, PANEL).transpose(0, 1)  # [panels, groups, 32]
     return values * each.repeat_interleave(SCALED, 1)[:, :inputs]
 
 
 def reference_linear_scaled(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
     """``reference_linear`` for a weight of codes."""
-    return reference_linear(x, unpack_codes(packed, scales), bias, outputs)
+    rows = x.bfloat16().float() if is_in_pairs(packed) else x.float()
+    return reference_linear(rows, unpack_codes(packed, scales), bias, outputs).to(x.dtype)
 
 
 def reference_embed(token_ids: Tensor, packed: Tensor) -> Tensor:
     """token_ids [...] -> [..., inputs] float32: rows of a packed weight, for an embedding that is tied to the output head."""
-    return packed[token_ids // PANEL, :, token_ids % PANEL].float()
+    return packed[token_ids // PANEL, :, token_ids % PANEL].flatten(token_ids.dim()).float()
 
 
 def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C++
@@ -174,7 +233,7 @@ def _fake_linear_scaled(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor 
 
 
 def _fake_embed(token_ids: Tensor, packed: Tensor) -> Tensor:
-    return packed.new_empty(*token_ids.shape, packed.shape[1], dtype=torch.float32)
+    return packed.new_empty(*token_ids.shape, packed_shape(packed)[1], dtype=torch.float32)
 
 
 def _fake_attend(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:

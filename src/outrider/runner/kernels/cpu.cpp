@@ -2,7 +2,8 @@
 //
 // Why not a library's: on a CPU without matrix units (AMX), the GEMMs of MKL, oneDNN and FBGEMM take 2-7x the time of one row for
 // eight rows, which would make scoring drafts as dear as decoding them. These read each weight once, in its 16-bit form, and
-// compute in float32, so that up to a dozen rows cost about what one costs: the memory traffic of the weights.
+// compute in float32, so that up to a dozen rows cost about what one costs: the memory traffic of the weights. Where there are
+// matrix units, layers run on them (amx.h).
 //
 // Both are *batch-invariant*: the additions that make a row's result, and their order, do not depend on how many other rows the
 // pass holds. The text is therefore the same bits for any draft length, proposer and batch.
@@ -11,6 +12,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
+
+#include "amx.h"
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -83,11 +86,10 @@ struct Form<uint8_t> {  // two codes in a byte: of output j in the low half, of 
 };
 template <typename Weight>
 inline void load_panel(const Weight* from, vec& low, vec& high) { low = load(from), high = load(from + kLanes); }
-// Quantiles of the normal distribution: what the 16 codes stand for (NF4: Dettmers et al. 2023, appendix E).
+// What the 16 codes stand for: quantiles of the normal distribution (NF4: Dettmers et al. 2023, appendix E) in bfloat16.
 alignas(64) constexpr float kCodes[kLanes] = {
-    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f, -0.18477343022823334f,
-    -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
-    0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+    -1.0f, -0.6953125f, -0.5234375f, -0.39453125f, -0.28515625f, -0.1845703125f, -0.0908203125f, 0.0f,
+    0.07958984375f, 0.1611328125f, 0.24609375f, 0.337890625f, 0.44140625f, 0.5625f, 0.72265625f, 1.0f};
 #if defined(__AVX512F__)
 inline void load_panel(const int8_t* from, vec& low, vec& high) {
   const __m128i* codes = reinterpret_cast<const __m128i*>(from);
@@ -329,9 +331,41 @@ void linear_of(const float* x, int64_t rows, const at::Tensor& packed, const flo
   linear_rows(x, rows, packed.size(1), packed.const_data_ptr<Weight>(), scales, packed.size(0), out);
 }
 
+// Whether this process may use the CPU's matrix units.
+bool has_matrix_units() {
+#if defined(OUTRIDER_AMX)
+  return amx::allowed();
+#else
+  return false;
+#endif
+}
+
+// A weight for matrix units, [panels, inputs / 2, 32, 2]: the weights of two inputs side by side.
+inline bool in_pairs(const at::Tensor& packed) { return packed.dim() == 4; }
+
+// Inputs of a packed weight. A byte holds two codes of four bits.
+inline int64_t inputs_of(const at::Tensor& packed) {
+  return packed.size(1) * (!in_pairs(packed) ? 1 : packed.scalar_type() == at::kByte ? 4 : 2);
+}
+
+void linear_in_pairs(const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, const float* scales, float* out) {
+  const at::ScalarType type = packed.scalar_type();
+  TORCH_CHECK(has_matrix_units() && (type == at::kBFloat16 || scales != nullptr) && inputs % 32 == 0,
+              "linear: this weight is packed for matrix units (AMX), which this processor does not have or which do not take it");
+#if defined(OUTRIDER_AMX)
+  const void* weights = packed.const_data_ptr();
+  if (type == at::kChar)
+    amx::linear_scaled(x, rows, inputs, static_cast<const int8_t*>(weights), scales, packed.size(0), out);
+  else if (type == at::kByte)
+    amx::linear_scaled(x, rows, inputs, static_cast<const uint8_t*>(weights), scales, packed.size(0), out);
+  else
+    amx::linear(x, rows, inputs, static_cast<const uint16_t*>(weights), packed.size(0), out);
+#endif
+}
+
 at::Tensor apply(const at::Tensor& x, const at::Tensor& packed, const float* scales, const std::optional<at::Tensor>& bias,
                  int64_t outputs) {
-  const int64_t panels = packed.size(0), inputs = packed.size(1);
+  const int64_t panels = packed.size(0), inputs = inputs_of(packed);
   TORCH_CHECK(x.size(-1) == inputs, "linear: input of size ", x.size(-1), ", weight for ", inputs);
   const at::Tensor source = x.to(at::kFloat).contiguous();
   const int64_t rows = source.numel() / std::max<int64_t>(1, inputs);
@@ -340,7 +374,9 @@ at::Tensor apply(const at::Tensor& x, const at::Tensor& packed, const float* sca
   at::Tensor out = at::empty(shape, source.options());
   const float* from = source.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
-  switch (packed.scalar_type()) {
+  if (in_pairs(packed)) {
+    linear_in_pairs(from, rows, inputs, packed, scales, to);
+  } else switch (packed.scalar_type()) {
     case at::kBFloat16: linear_of<at::BFloat16>(from, rows, packed, scales, to); break;
     case at::kHalf: linear_of<at::Half>(from, rows, packed, scales, to); break;
     case at::kChar: linear_of<int8_t>(from, rows, packed, scales, to); break;
@@ -352,26 +388,28 @@ at::Tensor apply(const at::Tensor& x, const at::Tensor& packed, const float* sca
   return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
 }
 
-// x [..., inputs] float32 or bfloat16, packed [panels, inputs, 32] -> [..., outputs] in x's type; outputs <= panels * 32.
+// x [..., inputs] float32 or bfloat16, packed [panels, inputs, 32] or in pairs -> [..., outputs] in x's type; outputs <= panels * 32.
 at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs) {
   TORCH_CHECK(packed.is_floating_point(), "linear: weights that are codes need scales");
   return apply(x, packed, nullptr, bias, outputs);
 }
 
-// The same for codes: packed int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], scales [ceil(inputs / 128), panels * 32].
+// The same for codes: packed int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], or int8 [panels, inputs / 2, 32, 2] or uint8
+// [panels, inputs / 4, 32, 2]; scales [ceil(inputs / 128), panels * 32].
 at::Tensor linear_scaled(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,
                          const std::optional<at::Tensor>& bias, int64_t outputs) {
-  TORCH_CHECK(scales.is_contiguous() && scales.size(0) == (packed.size(1) + kScaled - 1) / kScaled &&
+  TORCH_CHECK(scales.is_contiguous() && scales.size(0) == (inputs_of(packed) + kScaled - 1) / kScaled &&
                   scales.size(1) == packed.size(0) * kPanel && !packed.is_floating_point(),
               "linear_scaled: scales ", scales.sizes(), " for weights ", packed.sizes());
   return apply(x, packed, scales.const_data_ptr<float>(), bias, outputs);
 }
 
 template <typename Weight>
-void embed_rows(const int64_t* ids, int64_t count, const Weight* w, int64_t inputs, float* out) {
-  for (int64_t i = 0; i < count; ++i) {
-    const Weight* row = w + ids[i] / kPanel * inputs * kPanel + ids[i] % kPanel;
-    for (int64_t k = 0; k < inputs; ++k) out[i * inputs + k] = static_cast<float>(row[k * kPanel]);
+void embed_rows(const int64_t* ids, int64_t count, const Weight* w, int64_t inputs, int64_t together, float* out) {
+  for (int64_t i = 0; i < count; ++i) {  // `together` inputs of an output stand side by side
+    const Weight* row = w + ids[i] / kPanel * inputs * kPanel + ids[i] % kPanel * together;
+    for (int64_t k = 0; k < inputs; ++k)
+      out[i * inputs + k] = static_cast<float>(row[k / together * together * kPanel + k % together]);
   }
 }
 
@@ -381,15 +419,16 @@ at::Tensor embed(const at::Tensor& token_ids, const at::Tensor& packed) {
   const int64_t *from = ids.const_data_ptr<int64_t>(), count = ids.numel(), rows = packed.size(0) * kPanel;
   for (int64_t i = 0; i < count; ++i) TORCH_CHECK_INDEX(from[i] >= 0 && from[i] < rows, "embed: no token ", from[i]);
   auto shape = ids.sizes().vec();
-  shape.push_back(packed.size(1));
+  const int64_t together = in_pairs(packed) ? 2 : 1, inputs = packed.size(1) * together;
+  shape.push_back(inputs);
   at::Tensor out = at::empty(shape, packed.options().dtype(at::kFloat));
   float* to = out.mutable_data_ptr<float>();
   if (packed.scalar_type() == at::kBFloat16)
-    embed_rows(from, count, packed.const_data_ptr<at::BFloat16>(), packed.size(1), to);
+    embed_rows(from, count, packed.const_data_ptr<at::BFloat16>(), inputs, together, to);
   else if (packed.scalar_type() == at::kHalf)
-    embed_rows(from, count, packed.const_data_ptr<at::Half>(), packed.size(1), to);
+    embed_rows(from, count, packed.const_data_ptr<at::Half>(), inputs, together, to);
   else
-    embed_rows(from, count, packed.const_data_ptr<float>(), packed.size(1), to);
+    embed_rows(from, count, packed.const_data_ptr<float>(), inputs, together, to);
   return out;
 }
 
@@ -721,3 +760,5 @@ TORCH_LIBRARY_IMPL(outrider, CPU, library) {
   library.impl("embed", embed);
   library.impl("attend", attend);
 }
+
+TORCH_LIBRARY_IMPL(outrider, CompositeExplicitAutograd, library) { library.impl("has_matrix_units", has_matrix_units); }

@@ -1,0 +1,238 @@
+// Linear layers on a CPU's matrix units (AMX): bfloat16 weights times inputs rounded to bfloat16, summed in float32.
+//
+// A tile instruction multiplies 16 rows x 32 inputs by 32 inputs x 16 outputs in 16 cycles, so that dozens of rows cost what one
+// costs: reading the weights. Batch-invariant as the rest: each sum is one chain of additions in the order of the inputs, and a
+// chain that is put down in memory and taken up again, as long ones of many rows are, goes on with the same bits.
+
+#pragma once
+
+#if defined(__linux__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#define OUTRIDER_AMX 1
+
+#include <ATen/Parallel.h>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+namespace amx {
+
+constexpr int64_t kSide = 16;                // rows, or outputs, of a tile
+constexpr int64_t kDeep = 32;                // inputs of a tile
+constexpr int64_t kTile = kSide * kDeep;     // numbers in a tile of bfloat16
+constexpr int64_t kPanel = 2 * kSide;        // outputs whose weights stand side by side
+constexpr int64_t kAhead = 1024;             // bytes that weights are fetched ahead of their use
+constexpr int64_t kSteps = 8;                // tiles of a panel's depth that stay in the L1 cache while many rows pass
+
+// Whether the system lets this process use the tiles: asked for once, before the first of them.
+inline bool allowed() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl
+  static const bool given = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return given;
+}
+
+// Shapes of the eight tile registers: 0 to 3 sums (of the first 16 rows, then of the others), 4 and 5 rows, 6 and 7 weights.
+struct __attribute__((packed, aligned(64))) Shapes {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// Takes the tiles for blocks of `first` + `second` rows. Said in assembly: GCC's intrinsic does not say what it reads.
+inline void shape(int64_t first, int64_t second) {
+  Shapes shapes;
+  const int64_t rows[8] = {first, first, second, second, first, second, kSide, kSide};
+  for (int i = 0; i < 8; ++i)
+    if (rows[i]) shapes.row_bytes[i] = 64, shapes.rows[i] = static_cast<uint8_t>(rows[i]);
+  asm volatile("ldtilecfg %0" ::"m"(shapes));
+}
+
+struct alignas(64) Line { uint16_t numbers[kDeep]; };
+
+// Rows in the order in which tiles read them: [ceil(rows / 16)][inputs / 32][16][32], so that no two evict each other.
+inline void to_tiles(const float* x, int64_t rows, int64_t inputs, uint16_t* tiles) {
+  at::parallel_for(0, rows, std::max<int64_t>(1, 65536 / inputs), [&](int64_t from, int64_t to) {
+    for (int64_t r = from; r < to; ++r) {
+      uint16_t* into = tiles + r / kSide * kSide * inputs + r % kSide * kDeep;
+      for (int64_t k = 0; k < inputs; k += kDeep, into += kTile) {
+        const float* at = x + r * inputs + k;
+        const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(at + kSide), _mm512_loadu_ps(at));
+        _mm512_store_si512(into, reinterpret_cast<__m512i>(both));
+      }
+    }
+  });
+}
+
+// Inputs in the order in which they are added: four streams, each through a quarter of a panel's depth, take turns tile by tile, and
+// what does not divide by four comes last. Memory gives a third more to four streams than to one.
+struct Order {
+  static constexpr int64_t kStreams = 4;
+  const int64_t apart;  // tiles from a stream to the next
+  explicit Order(int64_t tiles) : apart(tiles / kStreams) {}
+  // Of the step-th tile, where it stands.
+  int64_t operator()(int64_t step) const {
+    return step < kStreams * apart ? step % kStreams * apart + step / kStreams : step;
+  }
+};
+
+// sums[rows][32] = (its own where `go_on`) + x . w over the tiles from `step` to `end`; rows: 16 + up to 16 where `two`, else up to
+// 16. x and w at the first tile of these rows and this panel.
+template <bool two, bool fetch>
+inline void block(const uint16_t* x, int64_t second, const uint16_t* w, const Order order, int64_t step, int64_t end, float* sums,
+                  int64_t stride) {
+  const int64_t bytes = stride * static_cast<int64_t>(sizeof(float));
+  if (step > 0) {
+    _tile_loadd(0, sums, bytes);
+    _tile_loadd(1, sums + kSide, bytes);
+    if (two) _tile_loadd(2, sums + kSide * stride, bytes);
+    if (two) _tile_loadd(3, sums + kSide * stride + kSide, bytes);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (two) _tile_zero(2);
+    if (two) _tile_zero(3);
+  }
+  for (; step < end; ++step) {
+    const int64_t tile = order(step);
+    const uint16_t *rows = x + tile * kTile, *weights = w + tile * 2 * kTile;
+    const char* ahead = reinterpret_cast<const char*>(weights) + kAhead;
+    _tile_loadd(4, rows, 64);
+    _tile_loadd(6, weights, 128);
+    _tile_dpbf16ps(0, 4, 6);
+    for (int i = 0; fetch && i < 1024; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T0);
+    _tile_loadd(7, weights + kDeep, 128);
+    _tile_dpbf16ps(1, 4, 7);
+    for (int i = 1024; fetch && i < 2048; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T0);
+    if (two) {
+      _tile_loadd(5, rows + second, 64);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sums, bytes);
+  _tile_stored(1, sums + kSide, bytes);
+  if (two) _tile_stored(2, sums + kSide * stride, bytes);
+  if (two) _tile_stored(3, sums + kSide * stride + kSide, bytes);
+}
+
+// x[rows][inputs] times w [panels][inputs / 2][32 outputs][2] -> out[rows][panels * 32]. inputs: a multiple of 32.
+inline void linear(const float* x, int64_t rows, int64_t inputs, const uint16_t* w, int64_t panels, float* out) {
+  if (rows == 0) return;
+  const int64_t whole = (rows + kSide - 1) / kSide * kSide, stride = panels * kPanel, panel_stride = inputs * kPanel;
+  const std::unique_ptr<Line[]> lines(new Line[whole * inputs / kDeep]);
+  uint16_t* tiles = lines[0].numbers;
+  to_tiles(x, rows, inputs, tiles);
+  const bool in_one = rows <= 2 * kSide;  // one block of rows: its sums stay in the registers
+  const int64_t depth = inputs / kDeep, steps = in_one ? depth : std::min(kSteps, depth);
+  const Order order(depth);
+  const int64_t work = panel_stride * (2 + whole / kSide);
+  at::parallel_for(0, panels, std::max<int64_t>(1, 400'000 / work), [&](int64_t begin, int64_t end) {
+    std::vector<float> kept(in_one ? 0 : whole * kPanel);
+    int64_t shaped = 0;
+    for (int64_t panel = begin; panel < end; ++panel) {
+      float* to = out + panel * kPanel;
+      for (int64_t step = 0; step < depth; step += steps) {
+        for (int64_t r = 0; r < rows; r += 2 * kSide) {
+          const int64_t count = std::min(2 * kSide, rows - r), first = std::min(kSide, count);
+          if (shaped != count) shape(first, count - first), shaped = count;
+          const auto run = count > kSide ? (r == 0 ? block<true, true> : block<true, false>)
+                                         : (r == 0 ? block<false, true> : block<false, false>);
+          run(tiles + r * inputs, kSide * inputs, w + panel * panel_stride, order, step, std::min(depth, step + steps),
+              in_one ? to : kept.data() + r * kPanel, in_one ? stride : kPanel);
+        }
+      }
+      for (int64_t r = 0; !in_one && r < rows; ++r) std::copy_n(kept.data() + r * kPanel, kPanel, to + r * stride);
+    }
+    _tile_release();
+  });
+}
+
+constexpr int64_t kScaled = 4 * kDeep;  // inputs that share a scale, where weights are codes
+
+// The codes of 32 inputs of a panel become numbers: [2 halves of the outputs][16 pairs of inputs][16 outputs][2].
+inline void to_numbers(const int8_t* codes, uint16_t* numbers) {
+  const auto lanes = [&](int64_t at) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + at))));
+  };
+  for (int64_t pair = 0; pair < kSide; ++pair, codes += 2 * kPanel)
+    for (int64_t half = 0; half < 2; ++half) {
+      const __m512bh both = _mm512_cvtne2ps_pbh(lanes(half * kPanel + kSide), lanes(half * kPanel));
+      _mm512_store_si512(numbers + half * kTile + pair * kDeep, reinterpret_cast<__m512i>(both));
+    }
+}
+// Of 4 bits: 16 of them in each lane of 16 bits, for four tile rows: the halves of one pair of inputs, then those of the next.
+inline void to_numbers(const uint8_t* codes, uint16_t* numbers) {
+  alignas(64) static constexpr uint16_t table[2 * kSide] = {  // cpu.cpp's kCodes as bfloat16, twice: a lookup reads five bits
+      0xbf80, 0xbf32, 0xbf06, 0xbeca, 0xbe92, 0xbe3d, 0xbdba, 0x0000, 0x3da3, 0x3e25, 0x3e7c, 0x3ead, 0x3ee2, 0x3f10, 0x3f39, 0x3f80,
+      0xbf80, 0xbf32, 0xbf06, 0xbeca, 0xbe92, 0xbe3d, 0xbdba, 0x0000, 0x3da3, 0x3e25, 0x3e7c, 0x3ead, 0x3ee2, 0x3f10, 0x3f39, 0x3f80};
+  const __m512i values = _mm512_load_si512(table);
+  for (int64_t pair = 0; pair < kSide; pair += 2, codes += 64) {
+    const __m512i four = _mm512_loadu_si512(codes);
+    uint16_t* to = numbers + pair * kDeep;
+    _mm512_store_si512(to, _mm512_permutexvar_epi16(four, values));
+    _mm512_store_si512(to + kTile, _mm512_permutexvar_epi16(_mm512_srli_epi16(four, 4), values));
+    _mm512_store_si512(to + kDeep, _mm512_permutexvar_epi16(_mm512_srli_epi16(four, 8), values));
+    _mm512_store_si512(to + kTile + kDeep, _mm512_permutexvar_epi16(_mm512_srli_epi16(four, 12), values));
+  }
+}
+
+// The same for codes, w [panels][inputs][32] of 8 bits or of 4; scales [ceil(inputs / 128)][panels * 32].
+template <typename Code>
+inline void linear_scaled(const float* x, int64_t rows, int64_t inputs, const Code* w, const float* scales, int64_t panels, float* out) {
+  if (rows == 0) return;
+  constexpr int64_t group_bytes = kScaled * kPanel / (std::is_same_v<Code, uint8_t> ? 2 : 1), tile_bytes = group_bytes / 4;
+  const int64_t whole = (rows + kSide - 1) / kSide * kSide, stride = panels * kPanel, panel_bytes = inputs * group_bytes / kScaled;
+  const std::unique_ptr<Line[]> lines(new Line[whole * inputs / kDeep]);
+  uint16_t* tiles = lines[0].numbers;
+  to_tiles(x, rows, inputs, tiles);
+  const int64_t groups = (inputs + kScaled - 1) / kScaled;
+  const Order order(inputs / kScaled);
+  const int64_t work = inputs * kPanel * (2 + whole / kSide);
+  at::parallel_for(0, panels, std::max<int64_t>(1, 400'000 / work), [&](int64_t begin, int64_t end) {
+    alignas(64) uint16_t numbers[4 * 2 * kTile];
+    alignas(64) float sums[kSide * kPanel];
+    int64_t shaped = 0;
+    for (int64_t panel = begin; panel < end; ++panel) {
+      for (int64_t step = 0; step < groups; ++step) {
+        const int64_t group = order(step), count = std::min(kScaled, inputs - group * kScaled) / kDeep;
+        const Code* codes = w + panel * panel_bytes + group * group_bytes;
+        for (int64_t i = 0; i < group_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(codes) + group_bytes + i, _MM_HINT_T0);
+        for (int64_t t = 0; t < count; ++t) to_numbers(codes + t * tile_bytes, numbers + t * 2 * kTile);
+        const float* scale = scales + group * stride + panel * kPanel;
+        const __m512 low = _mm512_loadu_ps(scale), high = _mm512_loadu_ps(scale + kSide);
+        for (int64_t r = 0; r < rows; r += kSide) {
+          const int64_t here = std::min(kSide, rows - r);
+          if (shaped != here) shape(here, 0), shaped = here;
+          _tile_zero(0);
+          _tile_zero(1);
+          for (int64_t t = 0; t < count; ++t) {
+            _tile_loadd(4, tiles + r * inputs + (group * 4 + t) * kTile, 64);
+            _tile_loadd(6, numbers + t * 2 * kTile, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, numbers + t * 2 * kTile + kTile, 64);
+            _tile_dpbf16ps(1, 4, 7);
+          }
+          _tile_stored(0, sums, kPanel * sizeof(float));
+          _tile_stored(1, sums + kSide, kPanel * sizeof(float));
+          for (int64_t i = 0; i < here; ++i) {
+            float* to = out + (r + i) * stride + panel * kPanel;
+            const __m512 before = step ? _mm512_loadu_ps(to) : _mm512_setzero_ps();
+            const __m512 after = step ? _mm512_loadu_ps(to + kSide) : _mm512_setzero_ps();
+            _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_load_ps(sums + i * kPanel), low, before));
+            _mm512_storeu_ps(to + kSide, _mm512_fmadd_ps(_mm512_load_ps(sums + i * kPanel + kSide), high, after));
+          }
+        }
+      }
+    }
+    _tile_release();
+  });
+}
+
+}  // namespace amx
+
+#endif
