@@ -14,6 +14,7 @@ from outrider.runner.layouts import Layouts
 from outrider.types import Context, Proposal, Request, SamplingParams, Verdict
 
 VOCAB = 67  # no multiple of anything
+TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 2e-2}  # matrix units round what they multiply
 
 
 def make_model(config: PreTrainedConfig, seed: int = 0, attention: str = "eager") -> PreTrainedModel:
@@ -103,8 +104,9 @@ def verdict_of(paths: Sequence[Sequence[int]], next_tokens: Sequence[int]) -> Ve
 class Rounds:
     """A batch of requests on a runner: every score is compared with the plain model, every commit is the caller's choice."""
 
-    def __init__(self, runner: ModelRunner, model: PreTrainedModel, texts: Sequence[Sequence[int]], tolerance: float = 2e-4):
-        self.runner, self.model, self.tolerance = runner, model, tolerance
+    def __init__(self, runner: ModelRunner, model: PreTrainedModel, texts: Sequence[Sequence[int]], tolerance: float = 0):
+        self.runner, self.model = runner, model
+        self.tolerance = tolerance or TOLERANCE[runner.dtype]
         self.requests = [make_request(f"r{index}", text) for index, text in enumerate(texts)]
         self.largest_error = 0.0
 

@@ -152,11 +152,8 @@ def test_a_16_bit_checkpoint_is_computed_in_float32_but_on_matrix_units(dtype, t
     runner = ModelRunner.load(tmp_path, RunnerConfig(compile="never", dtype=dtype))
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype, "auto")).float()
     rounds = Rounds(runner, model, [make_text(5, 0), make_text(30, 1)])
-    if dtype in ("auto", "bfloat16") and kernels.has_matrix_units():
-        assert runner.dtype == torch.bfloat16
-        rounds.tolerance = 1e-2  # their inputs are rounded
-    else:
-        assert runner.dtype == torch.float32
+    on_units = dtype in ("auto", "bfloat16") and kernels.has_matrix_units()
+    assert runner.dtype == (torch.bfloat16 if on_units else torch.float32)
     rounds.step([[5, 6], [7]], [[0], []], [1, 2])
     rounds.step([[5, 6], [7]], [[0], []], [1, 2])
 

@@ -27,7 +27,7 @@ constexpr int64_t kDeep = 32;                // inputs of a tile
 constexpr int64_t kTile = kSide * kDeep;     // numbers in a tile of bfloat16
 constexpr int64_t kPanel = 2 * kSide;        // outputs whose weights stand side by side
 constexpr int64_t kAhead = 1024;             // bytes that weights are fetched ahead of their use
-constexpr int64_t kSteps = 8;                // tiles of a panel's depth that stay in the L1 cache while many rows pass
+constexpr int64_t kSteps = 16;               // tiles of a panel's depth that stay in the L1 cache while many rows pass
 
 // Whether the system lets this process use the tiles: asked for once, before the first of them.
 inline bool allowed() {
@@ -36,7 +36,8 @@ inline bool allowed() {
   return given;
 }
 
-// Shapes of the eight tile registers: 0 to 3 sums (of the first 16 rows, then of the others), 4 and 5 rows, 6 and 7 weights.
+// Shapes of the eight tile registers: 0 to 3 sums (of the first 16 rows, then of the others), 4 and 5 rows, 6 weights: one register
+// for both halves of a panel, because with all eight in use tiles are not loaded while others are multiplied (by a third slower).
 struct __attribute__((packed, aligned(64))) Shapes {
   uint8_t palette = 1, start = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};
@@ -46,7 +47,7 @@ struct __attribute__((packed, aligned(64))) Shapes {
 // Takes the tiles for blocks of `first` + `second` rows. Said in assembly: GCC's intrinsic does not say what it reads.
 inline void shape(int64_t first, int64_t second) {
   Shapes shapes;
-  const int64_t rows[8] = {first, first, second, second, first, second, kSide, kSide};
+  const int64_t rows[8] = {first, first, second, second, first, second, kSide, 0};
   for (int i = 0; i < 8; ++i)
     if (rows[i]) shapes.row_bytes[i] = 64, shapes.rows[i] = static_cast<uint8_t>(rows[i]);
   asm volatile("ldtilecfg %0" ::"m"(shapes));
@@ -102,17 +103,15 @@ inline void block(const uint16_t* x, int64_t second, const uint16_t* w, const Or
     const uint16_t *rows = x + tile * kTile, *weights = w + tile * 2 * kTile;
     const char* ahead = reinterpret_cast<const char*>(weights) + kAhead;
     _tile_loadd(4, rows, 64);
+    if (two) _tile_loadd(5, rows + second, 64);
     _tile_loadd(6, weights, 128);
     _tile_dpbf16ps(0, 4, 6);
+    if (two) _tile_dpbf16ps(2, 5, 6);
     for (int i = 0; fetch && i < 1024; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T0);
-    _tile_loadd(7, weights + kDeep, 128);
-    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(6, weights + kDeep, 128);
+    _tile_dpbf16ps(1, 4, 6);
+    if (two) _tile_dpbf16ps(3, 5, 6);
     for (int i = 1024; fetch && i < 2048; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T0);
-    if (two) {
-      _tile_loadd(5, rows + second, 64);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
   }
   _tile_stored(0, sums, bytes);
   _tile_stored(1, sums + kSide, bytes);
@@ -214,8 +213,8 @@ inline void linear_scaled(const float* x, int64_t rows, int64_t inputs, const Co
             _tile_loadd(4, tiles + r * inputs + (group * 4 + t) * kTile, 64);
             _tile_loadd(6, numbers + t * 2 * kTile, 64);
             _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, numbers + t * 2 * kTile + kTile, 64);
-            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(6, numbers + t * 2 * kTile + kTile, 64);
+            _tile_dpbf16ps(1, 4, 6);
           }
           _tile_stored(0, sums, kPanel * sizeof(float));
           _tile_stored(1, sums + kSide, kPanel * sizeof(float));
