@@ -46,11 +46,15 @@ class OpenVinoEngine:
         properties: dict[str, Any] = {
             "INFERENCE_NUM_THREADS": self.args.threads,
             "PERFORMANCE_HINT": "LATENCY",
-            "KV_CACHE_PRECISION": "f32",  # its default on a CPU is 8 bit
+            "KV_CACHE_PRECISION": self._arithmetic(),  # its default on a CPU is 8 bit; on matrix units it takes bf16 alone
         }
         if self.args.dtype == "float32":
             properties["INFERENCE_PRECISION_HINT"] = "f32"
         return properties
+
+    def _arithmetic(self) -> str:
+        default: str = openvino.Core().get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name()
+        return "f32" if self.args.dtype == "float32" else default
 
     def generate(self, prompt: list[int], request: Request) -> Sample:
         config = _generation_config(request)
@@ -69,9 +73,7 @@ class OpenVinoEngine:
         gc.collect()
 
     def meta(self) -> dict[str, Any]:
-        default = openvino.Core().get_property("CPU", "INFERENCE_PRECISION_HINT")
-        arithmetic = "f32" if self.args.dtype == "float32" else default.get_type_name()
-        return {"version": openvino_genai.__version__, "arithmetic": arithmetic}
+        return {"version": openvino_genai.__version__, "arithmetic": self._arithmetic()}
 
 
 class TokenStreamer(openvino_genai.StreamerBase):
