@@ -10,7 +10,7 @@ from toy import make_request
 from outrider.registry import VERIFIERS
 from outrider.sampling import Sampler
 from outrider.types import Proposal, SamplingParams
-from outrider.verifiers.base import ProposalError, Verifier, accept_prob, residual
+from outrider.verifiers.base import Verifier, accept_prob, residual
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.exact import ExactMatchVerifier
 from outrider.verifiers.rejection import RejectionVerifier
@@ -181,7 +181,12 @@ def test_exact_match_emits_the_plain_text_whatever_is_drafted_under_coupled_nois
     assert accepted > 10
 
 
-def test_block_refuses_a_tree() -> None:
-    proposal = Proposal(torch.zeros(1, 1, dtype=torch.long), torch.tensor([1]), None, torch.tensor([[-1]]))
-    with pytest.raises(ProposalError, match="chains"):
-        BlockVerifier().verify(proposal, random_probs(1, 2), sampler_of(1))
+@pytest.mark.parametrize("shape", ["tree", "point masses", "nothing"])
+def test_block_judges_what_is_no_drawn_chain_as_rejection_does(shape: str) -> None:
+    width = 0 if shape == "nothing" else 3
+    drafts, lens = torch.arange(width).repeat(40, 1), torch.full((40,), width)
+    probs = random_probs(40, width, seed=1) if shape == "tree" else None
+    parents = torch.tensor([[-1, -1, 0]]).repeat(40, 1) if shape == "tree" else None
+    proposal, target = Proposal(drafts, lens, probs, parents), random_probs(40, width + 1)
+    block, rejection = (rule.verify(proposal, target, sampler_of(40)) for rule in (BlockVerifier(), RejectionVerifier()))
+    assert torch.equal(block.path, rejection.path) and torch.equal(block.next_token, rejection.next_token)

@@ -8,7 +8,7 @@ import torch
 from outrider.engine.policy import FixedLength
 from outrider.proposers.base import Proposer, ScriptedProposer, chain_proposal
 from outrider.types import OutriderError, Proposal
-from outrider.verifiers.block import BlockVerifier
+from outrider.verifiers.rejection import RejectionVerifier
 
 from .toy import EOS, VOCAB, TableRunner, greedy_continuation, make_engine, make_request, oracle, outputs, run
 
@@ -146,15 +146,18 @@ def test_trees_keep_the_text(batch):
 
 
 def test_a_tree_for_a_verifier_of_chains_is_refused():
+    class ChainVerifier(RejectionVerifier):
+        handles_trees = False
+
     runner = TableRunner()
     proposer = forked_tree(runner)
-    engine = make_engine(proposer, 2, runner=runner, verifier=BlockVerifier())
+    engine = make_engine(proposer, 2, runner=runner, verifier=ChainVerifier())
     engine.add(make_request("r", [1, 2], temperature=1.0))
     with pytest.raises(OutriderError, match="handles trees"):
         engine.step()
     proposer.drafts_trees = True
     with pytest.raises(OutriderError, match="handles trees"):
-        make_engine(proposer, 2, runner=runner, verifier=BlockVerifier())
+        make_engine(proposer, 2, runner=runner, verifier=ChainVerifier())
 
 
 # --- sampling, logprobs, features -------------------------------------------------------------------------------------------

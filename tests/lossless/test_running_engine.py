@@ -259,8 +259,6 @@ def test_a_batch_of_greedy_and_sampled_requests_keeps_the_greedy_text(method: st
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
 @pytest.mark.parametrize("method", METHODS)
 def test_greedy_text_is_that_of_plain_forwards(method: str, verifier: str) -> None:
-    if method in TREES and verifier == "block":
-        pytest.skip("block verification is for chains")
     target, draft = tiny_model(3, 40, 40.0), tiny_model(4, 40, 40.0, layers=1)
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [2, 7, 1, 8, 2, 8]]
     expected = [greedy_text(target, prompt, 20) for prompt in prompts]

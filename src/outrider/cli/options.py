@@ -37,7 +37,7 @@ class ModelOptions:
     verifier: Annotated[
         str | None,
         typer.Option(
-            help="Acceptance rule: rejection, block, exact, or typical, which is lossy (default: rejection).",
+            help="Acceptance rule: block, rejection, exact, or typical, which is lossy (default: block).",
             rich_help_panel=MODEL,
         ),
     ] = None

@@ -40,7 +40,7 @@ class Speculation:
     drafts: Mapping[str, ModelSource] = field(default_factory=dict)  # those that come with the target, by name
     method: str | None = None  # a name of outrider.registry.PROPOSERS, or name:option=value; None: the fitting default
     num_draft_tokens: int | str | LengthPolicy = "auto"  # K; "auto" chooses each round, 0 included
-    verifier: str | Verifier = "rejection"  # a name of outrider.registry.VERIFIERS, or an object
+    verifier: str | Verifier = "block"  # a name of outrider.registry.VERIFIERS, or an object
     proposer: Proposer | None = None  # an object of yours, instead of a method
     draft_tokenizer: PreTrainedTokenizerBase | None = None
     method_options: Mapping[str, Any] = field(default_factory=dict)  # what the method itself lets one choose

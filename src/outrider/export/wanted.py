@@ -62,7 +62,7 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
     name = served_name(target)
     target, draft = _located(target or str(TARGET)), plan.given("draft")
     check(target)
-    verifier = plan.given("verifier") or "rejection"
+    verifier = plan.given("verifier") or "rejection"  # what every engine has; the law of the text is the same
     VERIFIERS.get(verifier)
     method = plan.given("method") or default_method(draft, drafts_there)
     kind = _kind(method, draft, drafts_there)

@@ -9,13 +9,9 @@ import torch
 from torch import Tensor
 
 from outrider.sampling.native import rows_for
-from outrider.types import OutriderError, Proposal, Randomness, Verdict
+from outrider.types import Proposal, Randomness, Verdict
 
 _TINY = 1e-30
-
-
-class ProposalError(OutriderError):
-    """A proposal that breaks the contract: speculation ends for its requests, plain decoding goes on."""
 
 
 class Verifier(ABC):

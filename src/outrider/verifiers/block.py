@@ -1,41 +1,32 @@
 """Block verification: the whole chain is judged at once and never keeps fewer drafts than rejection, in expectation.
 
-Sun, Mendlovic, Leviathan, Aharoni, Ro, Beirami, Suresh 2024 (arXiv 2403.10444), Algorithm 2.
+Sun, Mendlovic, Leviathan, Aharoni, Ro, Beirami, Suresh 2024 (arXiv 2403.10444), Algorithm 2. It is for chains. Trees are judged
+by rejection, and so are point masses: of those neither rule can keep more than the target's probability of the chain.
 """
 
 from __future__ import annotations
-
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from outrider.types import Proposal, Randomness, Verdict
-from outrider.verifiers.base import ProposalError, Verifier, chain_verdict, residual
+from outrider.verifiers.base import chain_verdict, residual
+from outrider.verifiers.rejection import RejectionVerifier
 
 _TINY = 1e-30
 
 
-class BlockVerifier(Verifier):
+class BlockVerifier(RejectionVerifier):
     """Keeps the longest prefix whose coin falls, coins weighing the joint probability of the prefix and what may follow it."""
 
-    lossless: ClassVar[bool] = True
-    handles_trees: ClassVar[bool] = False
-    judges: ClassVar[Literal["probs", "tokens"]] = "probs"
-
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
-        """``target`` [B, N + 1, V] are target probabilities. See ``Verifier.verify``. Raises ``ProposalError`` for a tree."""
-        if proposal.parents is not None:
-            raise ProposalError("block verification is for chains; use rejection for trees")
-        width = proposal.num_nodes
-        if width == 0:
-            return chain_verdict(torch.zeros_like(proposal.lens), random.categorical(target[:, 0]).cpu(), 0)
+        """``target`` [B, N + 1, V] are target probabilities. See ``Verifier.verify``."""
+        draft_probs, width = proposal.probs, proposal.num_nodes
+        if proposal.parents is not None or draft_probs is None or width == 0:
+            return super().verify(proposal, target, random)
         device = target.device
         lens = proposal.lens.to(device).unsqueeze(-1)  # [B, 1]
         token_ids = proposal.token_ids.to(device)
-        draft_probs = proposal.probs
-        if draft_probs is None:
-            draft_probs = torch.zeros_like(target[:, 1:]).scatter_(-1, token_ids.unsqueeze(-1), 1.0)
         weights = _prefix_weights(token_ids, target, draft_probs)  # [B, N + 1]
         index = torch.arange(1, width + 1, device=device)
         excess = (weights[:, 1:-1, None] * target[:, 1:-1] - draft_probs[:, 1:]).clamp_min(0.0).sum(dim=-1)  # [B, N - 1]

@@ -15,9 +15,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace amx {
@@ -55,16 +58,17 @@ inline void shape(int64_t first, int64_t second) {
 
 struct alignas(64) Line { uint16_t numbers[kDeep]; };
 
+inline void round(const float* x, uint16_t* to) {
+  const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + kSide), _mm512_loadu_ps(x));
+  _mm512_store_si512(to, reinterpret_cast<__m512i>(both));
+}
+
 // Rows in the order in which tiles read them: [ceil(rows / 16)][inputs / 32][16][32], so that no two evict each other.
 inline void to_tiles(const float* x, int64_t rows, int64_t inputs, uint16_t* tiles) {
   at::parallel_for(0, rows, std::max<int64_t>(1, 65536 / inputs), [&](int64_t from, int64_t to) {
     for (int64_t r = from; r < to; ++r) {
       uint16_t* into = tiles + r / kSide * kSide * inputs + r % kSide * kDeep;
-      for (int64_t k = 0; k < inputs; k += kDeep, into += kTile) {
-        const float* at = x + r * inputs + k;
-        const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(at + kSide), _mm512_loadu_ps(at));
-        _mm512_store_si512(into, reinterpret_cast<__m512i>(both));
-      }
+      for (int64_t k = 0; k < inputs; k += kDeep, into += kTile) round(x + r * inputs + k, into);
     }
   });
 }
@@ -151,84 +155,93 @@ inline void linear(const float* x, int64_t rows, int64_t inputs, const uint16_t*
   });
 }
 
-constexpr int64_t kScaled = 4 * kDeep;  // inputs that share a scale, where weights are codes
+// ---------------------------------------------------------------------------------------------------------------------------
+// Codes. Tiles would have to be written to memory and read again for each row: vectors of the same arithmetic are three times as fast.
+// ---------------------------------------------------------------------------------------------------------------------------
 
-// The codes of 32 inputs of a panel become numbers: [2 halves of the outputs][16 pairs of inputs][16 outputs][2].
-inline void to_numbers(const int8_t* codes, uint16_t* numbers) {
+constexpr int64_t kScaled = 128;  // inputs that share a scale
+constexpr int64_t kRows = 6;      // rows whose sums stay in registers
+
+// The codes of four inputs of a panel become numbers: of the first pair of inputs the lower and the upper 16 outputs, then of the next.
+inline void to_numbers(const int8_t* codes, __m512bh* numbers) {
   const auto lanes = [&](int64_t at) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + at))));
   };
-  for (int64_t pair = 0; pair < kSide; ++pair, codes += 2 * kPanel)
-    for (int64_t half = 0; half < 2; ++half) {
-      const __m512bh both = _mm512_cvtne2ps_pbh(lanes(half * kPanel + kSide), lanes(half * kPanel));
-      _mm512_store_si512(numbers + half * kTile + pair * kDeep, reinterpret_cast<__m512i>(both));
-    }
+  for (int64_t i = 0; i < 4; ++i) numbers[i] = _mm512_cvtne2ps_pbh(lanes(i * kPanel + kSide), lanes(i * kPanel));
 }
-// Of 4 bits: 16 of them in each lane of 16 bits, for four tile rows: the halves of one pair of inputs, then those of the next.
-inline void to_numbers(const uint8_t* codes, uint16_t* numbers) {
+// Of 4 bits: a lane of 16 bits holds, lowest first, one code of each of the four.
+inline void to_numbers(const uint8_t* codes, __m512bh* numbers) {
   alignas(64) static constexpr uint16_t table[2 * kSide] = {  // cpu.cpp's kCodes as bfloat16, twice: a lookup reads five bits
       0xbf80, 0xbf32, 0xbf06, 0xbeca, 0xbe92, 0xbe3d, 0xbdba, 0x0000, 0x3da3, 0x3e25, 0x3e7c, 0x3ead, 0x3ee2, 0x3f10, 0x3f39, 0x3f80,
       0xbf80, 0xbf32, 0xbf06, 0xbeca, 0xbe92, 0xbe3d, 0xbdba, 0x0000, 0x3da3, 0x3e25, 0x3e7c, 0x3ead, 0x3ee2, 0x3f10, 0x3f39, 0x3f80};
-  const __m512i values = _mm512_load_si512(table);
-  for (int64_t pair = 0; pair < kSide; pair += 2, codes += 64) {
-    const __m512i four = _mm512_loadu_si512(codes);
-    uint16_t* to = numbers + pair * kDeep;
-    _mm512_store_si512(to, _mm512_permutexvar_epi16(four, values));
-    _mm512_store_si512(to + kTile, _mm512_permutexvar_epi16(_mm512_srli_epi16(four, 4), values));
-    _mm512_store_si512(to + kDeep, _mm512_permutexvar_epi16(_mm512_srli_epi16(four, 8), values));
-    _mm512_store_si512(to + kTile + kDeep, _mm512_permutexvar_epi16(_mm512_srli_epi16(four, 12), values));
-  }
+  const __m512i values = _mm512_load_si512(table), four = _mm512_loadu_si512(codes);
+  numbers[0] = reinterpret_cast<__m512bh>(_mm512_permutexvar_epi16(four, values));
+  numbers[1] = reinterpret_cast<__m512bh>(_mm512_permutexvar_epi16(_mm512_srli_epi16(four, 4), values));
+  numbers[2] = reinterpret_cast<__m512bh>(_mm512_permutexvar_epi16(_mm512_srli_epi16(four, 8), values));
+  numbers[3] = reinterpret_cast<__m512bh>(_mm512_permutexvar_epi16(_mm512_srli_epi16(four, 12), values));
 }
 
-// The same for codes, w [panels][inputs][32] of 8 bits or of 4; scales [ceil(inputs / 128)][panels * 32].
+// sums[rows][32] (+)= scale * (x[rows][0..inputs) . w), x as bfloat16.
+template <typename Code, int rows>
+inline void scaled_rows(const uint16_t* x, int64_t stride, const Code* codes, int64_t inputs, const float* scale, float* sums,
+                        int64_t sums_stride, bool first) {
+  constexpr int64_t bytes = 4 * kPanel / (std::is_same_v<Code, uint8_t> ? 2 : 1);  // codes of four inputs
+  __m512 acc[rows][4];
+#pragma GCC unroll 6
+  for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) acc[r][i] = _mm512_setzero_ps();
+  for (int64_t k = 0; k < inputs; k += 4, codes += bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(codes) + kAhead + i, _MM_HINT_T0);
+    __m512bh numbers[4];
+    to_numbers(codes, numbers);
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; ++r) {
+      int32_t pairs[2];
+      std::memcpy(pairs, x + r * stride + k, sizeof pairs);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i)
+        acc[r][i] = _mm512_dpbf16_ps(acc[r][i], numbers[i], reinterpret_cast<__m512bh>(_mm512_set1_epi32(pairs[i / 2])));
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      float* to = sums + r * sums_stride + half * kSide;
+      const __m512 before = first ? _mm512_setzero_ps() : _mm512_loadu_ps(to);
+      const __m512 sum = _mm512_add_ps(acc[r][half], acc[r][half + 2]);
+      _mm512_storeu_ps(to, _mm512_fmadd_ps(sum, _mm512_loadu_ps(scale + half * kSide), before));
+    }
+}
+
+template <typename Code, size_t... index>
+constexpr auto rows_table(std::index_sequence<index...>) {
+  return std::array{scaled_rows<Code, static_cast<int>(index) + 1>...};
+}
+
+// x[rows][inputs] times codes in pairs -> out[rows][panels * 32]; scales [ceil(inputs / 128)][panels * 32].
 template <typename Code>
 inline void linear_scaled(const float* x, int64_t rows, int64_t inputs, const Code* w, const float* scales, int64_t panels, float* out) {
+  static constexpr auto table = rows_table<Code>(std::make_index_sequence<kRows>{});
+  constexpr int64_t group_bytes = kScaled * kPanel / (std::is_same_v<Code, uint8_t> ? 2 : 1);
   if (rows == 0) return;
-  constexpr int64_t group_bytes = kScaled * kPanel / (std::is_same_v<Code, uint8_t> ? 2 : 1), tile_bytes = group_bytes / 4;
-  const int64_t whole = (rows + kSide - 1) / kSide * kSide, stride = panels * kPanel, panel_bytes = inputs * group_bytes / kScaled;
-  const std::unique_ptr<Line[]> lines(new Line[whole * inputs / kDeep]);
-  uint16_t* tiles = lines[0].numbers;
-  to_tiles(x, rows, inputs, tiles);
+  const int64_t stride = panels * kPanel, panel_bytes = inputs * group_bytes / kScaled;
+  const std::unique_ptr<Line[]> lines(new Line[rows * inputs / kDeep]);
+  uint16_t* rounded = lines[0].numbers;
+  for (int64_t i = 0; i < rows * inputs; i += kDeep) round(x + i, rounded + i);
   const int64_t groups = (inputs + kScaled - 1) / kScaled;
   const Order order(inputs / kScaled);
-  const int64_t work = inputs * kPanel * (2 + whole / kSide);
+  const int64_t work = inputs * kPanel * (2 + rows);
   at::parallel_for(0, panels, std::max<int64_t>(1, 400'000 / work), [&](int64_t begin, int64_t end) {
-    alignas(64) uint16_t numbers[4 * 2 * kTile];
-    alignas(64) float sums[kSide * kPanel];
-    int64_t shaped = 0;
-    for (int64_t panel = begin; panel < end; ++panel) {
+    for (int64_t panel = begin; panel < end; ++panel)
       for (int64_t step = 0; step < groups; ++step) {
-        const int64_t group = order(step), count = std::min(kScaled, inputs - group * kScaled) / kDeep;
-        const Code* codes = w + panel * panel_bytes + group * group_bytes;
-        for (int64_t i = 0; i < group_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(codes) + group_bytes + i, _MM_HINT_T0);
-        for (int64_t t = 0; t < count; ++t) to_numbers(codes + t * tile_bytes, numbers + t * 2 * kTile);
-        const float* scale = scales + group * stride + panel * kPanel;
-        const __m512 low = _mm512_loadu_ps(scale), high = _mm512_loadu_ps(scale + kSide);
-        for (int64_t r = 0; r < rows; r += kSide) {
-          const int64_t here = std::min(kSide, rows - r);
-          if (shaped != here) shape(here, 0), shaped = here;
-          _tile_zero(0);
-          _tile_zero(1);
-          for (int64_t t = 0; t < count; ++t) {
-            _tile_loadd(4, tiles + r * inputs + (group * 4 + t) * kTile, 64);
-            _tile_loadd(6, numbers + t * 2 * kTile, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(6, numbers + t * 2 * kTile + kTile, 64);
-            _tile_dpbf16ps(1, 4, 6);
-          }
-          _tile_stored(0, sums, kPanel * sizeof(float));
-          _tile_stored(1, sums + kSide, kPanel * sizeof(float));
-          for (int64_t i = 0; i < here; ++i) {
-            float* to = out + (r + i) * stride + panel * kPanel;
-            const __m512 before = step ? _mm512_loadu_ps(to) : _mm512_setzero_ps();
-            const __m512 after = step ? _mm512_loadu_ps(to + kSide) : _mm512_setzero_ps();
-            _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_load_ps(sums + i * kPanel), low, before));
-            _mm512_storeu_ps(to + kSide, _mm512_fmadd_ps(_mm512_load_ps(sums + i * kPanel + kSide), high, after));
-          }
-        }
+        const int64_t group = order(step), at = group * kScaled;
+        for (int64_t r = 0; r < rows; r += kRows)
+          table[std::min(kRows, rows - r) - 1](rounded + r * inputs + at, inputs, w + panel * panel_bytes + group * group_bytes,
+                                               std::min(kScaled, inputs - at), scales + group * stride + panel * kPanel,
+                                               out + r * stride + panel * kPanel, stride, step == 0);
       }
-    }
-    _tile_release();
   });
 }
 
