@@ -45,13 +45,14 @@ def _layers(model: PreTrainedModel, bits: int) -> list[tuple[PackedLinear | Fuse
 
 
 def quantize(packed: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """A packed weight -> its codes (``kernels.pack_codes``; in pairs, where it is) and scales [groups, panels * 32]."""
+    """A packed weight -> int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], and scales [groups, panels * 32].
+
+    One input after the other, also where the weight is in pairs: for the one row of a draft, making bfloat16 of codes for
+    matrix units takes longer than computing with them in float32.
+    """
     panels, inputs, lanes = kernels.packed_shape(packed)
-    in_pairs = kernels.is_in_pairs(packed)
     groups = -(-inputs // kernels.SCALED)
-    dtype = torch.int8 if bits == 8 else torch.uint8
-    shape = kernels.pack_codes(torch.empty(panels, inputs, lanes, dtype=dtype, device="meta"), bits, in_pairs).shape
-    codes = huge_pages.empty(shape, dtype)
+    codes = huge_pages.empty((panels, inputs, lanes * bits // 8), torch.int8 if bits == 8 else torch.uint8)
     scales = torch.empty(groups, panels, lanes)
     table = _nearest_codes()
     step = max(1, CHUNK // (inputs * lanes))
@@ -63,11 +64,11 @@ def quantize(packed: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         largest = part.abs().amax(2).clamp_(min=1e-30)  # [panels, groups, 32]
         part = part.div_(largest[:, :, None]).view(-1, groups * kernels.SCALED, lanes)[:, :inputs]
         if bits == 8:
-            nearest = (part * 127).round_().to(torch.int8)
+            codes[at : at + step] = (part * 127).round_()
             largest = largest / 127
         else:
             nearest = table[((part + 1) * ((len(table) - 1) / 2)).round_().int()]
-        codes[at : at + step] = kernels.pack_codes(nearest, bits, in_pairs)
+            codes[at : at + step] = nearest[..., : lanes // 2] | nearest[..., lanes // 2 :] << 4
         scales[:, at : at + step] = largest.transpose(0, 1)
     return codes, scales.view(groups, panels * lanes)
 

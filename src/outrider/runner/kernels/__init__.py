@@ -37,10 +37,11 @@ _library.define("linear_scaled(Tensor x, Tensor packed, Tensor scales, Tensor? b
 _library.define("has_matrix_units() -> bool")
 
 SCALED = 128  # inputs of an output that share a scale, where weights are codes of 8 or 4 bits
-# What the codes of 4 bits stand for: quantiles of the normal distribution (NF4: Dettmers et al. 2023, appendix E) in bfloat16.
+# What the codes of 4 bits stand for: quantiles of the normal distribution (NF4: Dettmers et al. 2023, appendix E).
 CODES = (
-    *(-1.0, -0.6953125, -0.5234375, -0.39453125, -0.28515625, -0.1845703125, -0.0908203125, 0.0),
-    *(0.07958984375, 0.1611328125, 0.24609375, 0.337890625, 0.44140625, 0.5625, 0.72265625, 1.0),
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 
 
@@ -98,46 +99,21 @@ def reference_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: in
     return result.to(x.dtype)
 
 
-def pack_codes(codes: Tensor, bits: int, in_pairs: bool) -> Tensor:
-    """uint8 or int8 codes [panels, inputs, 32] as the kernels read them.
-
-    8 bits: int8, in the form of a packed weight. 4 bits: uint8 [panels, inputs, 16], output j + 16 in the high half of j's
-    byte; in pairs [panels, inputs / 4, 32, 2]: 16 bits hold, lowest first, the codes of one lane of four rows of tiles.
-    """
-    panels, inputs, lanes = codes.shape
-    if bits == 8:
-        return codes.view(panels, inputs // 2, 2, lanes).transpose(2, 3) if in_pairs else codes
-    if not in_pairs:
-        return codes[..., : lanes // 2] | codes[..., lanes // 2 :] << 4
-    halves = codes.view(panels, inputs // 4, 2, 2, 2, lanes // 2)  # pair, input of the pair, half of the outputs, output
-    four = halves.permute(0, 1, 5, 3, 2, 4).reshape(panels, inputs // 4, lanes, 2, 2)
-    return (four[..., 0] | four[..., 1] << 4).contiguous()
-
-
-def _codes_one_by_one(packed: Tensor) -> Tensor:
-    """The inverse of ``pack_codes``: [panels, inputs, 32]."""
-    if packed.dtype == torch.int8:
-        return one_by_one(packed)
-    each = torch.stack([packed & 15, packed >> 4], -1)
-    if not is_in_pairs(packed):
-        return each.transpose(2, 3).flatten(2)
-    panels, fours = packed.shape[:2]
-    return each.view(panels, fours, PANEL // 2, 2, 2, 2).permute(0, 1, 4, 3, 5, 2).reshape(panels, fours * 4, PANEL)
-
-
 def unpack_codes(packed: Tensor, scales: Tensor) -> Tensor:
-    """What ``pack_codes`` gives, scales [groups, panels * 32] -> float32 [panels, inputs, 32]."""
-    codes = _codes_one_by_one(packed)
-    values = torch.tensor(CODES, device=codes.device)[codes.long()] if codes.dtype == torch.uint8 else codes.float()
-    panels, inputs = codes.shape[:2]
+    """int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], scales [groups, panels * 32] -> float32 [panels, inputs, 32]."""
+    panels, inputs = packed.shape[:2]
+    if packed.dtype == torch.uint8:
+        codes = torch.tensor(CODES, device=packed.device)
+        values = codes[torch.cat([packed & 15, packed >> 4], -1).long()]
+    else:
+        values = packed.float()
     each = scales.view(-1, panels, PANEL).transpose(0, 1)  # [panels, groups, 32]
     return values * each.repeat_interleave(SCALED, 1)[:, :inputs]
 
 
 def reference_linear_scaled(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
     """``reference_linear`` for a weight of codes."""
-    rows = x.bfloat16().float() if is_in_pairs(packed) else x.float()
-    return reference_linear(rows, unpack_codes(packed, scales), bias, outputs).to(x.dtype)
+    return reference_linear(x, unpack_codes(packed, scales), bias, outputs)
 
 
 def reference_embed(token_ids: Tensor, packed: Tensor) -> Tensor:

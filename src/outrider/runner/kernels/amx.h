@@ -15,12 +15,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
-#include <cstring>
 #include <memory>
-#include <type_traits>
-#include <utility>
 #include <vector>
 
 namespace amx {
@@ -58,17 +54,16 @@ inline void shape(int64_t first, int64_t second) {
 
 struct alignas(64) Line { uint16_t numbers[kDeep]; };
 
-inline void round(const float* x, uint16_t* to) {
-  const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + kSide), _mm512_loadu_ps(x));
-  _mm512_store_si512(to, reinterpret_cast<__m512i>(both));
-}
-
 // Rows in the order in which tiles read them: [ceil(rows / 16)][inputs / 32][16][32], so that no two evict each other.
 inline void to_tiles(const float* x, int64_t rows, int64_t inputs, uint16_t* tiles) {
   at::parallel_for(0, rows, std::max<int64_t>(1, 65536 / inputs), [&](int64_t from, int64_t to) {
     for (int64_t r = from; r < to; ++r) {
       uint16_t* into = tiles + r / kSide * kSide * inputs + r % kSide * kDeep;
-      for (int64_t k = 0; k < inputs; k += kDeep, into += kTile) round(x + r * inputs + k, into);
+      for (int64_t k = 0; k < inputs; k += kDeep, into += kTile) {
+        const float* at = x + r * inputs + k;
+        const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(at + kSide), _mm512_loadu_ps(at));
+        _mm512_store_si512(into, reinterpret_cast<__m512i>(both));
+      }
     }
   });
 }
@@ -152,96 +147,6 @@ inline void linear(const float* x, int64_t rows, int64_t inputs, const uint16_t*
       for (int64_t r = 0; !in_one && r < rows; ++r) std::copy_n(kept.data() + r * kPanel, kPanel, to + r * stride);
     }
     _tile_release();
-  });
-}
-
-// ---------------------------------------------------------------------------------------------------------------------------
-// Codes. Tiles would have to be written to memory and read again for each row: vectors of the same arithmetic are three times as fast.
-// ---------------------------------------------------------------------------------------------------------------------------
-
-constexpr int64_t kScaled = 128;  // inputs that share a scale
-constexpr int64_t kRows = 6;      // rows whose sums stay in registers
-
-// The codes of four inputs of a panel become numbers: of the first pair of inputs the lower and the upper 16 outputs, then of the next.
-inline void to_numbers(const int8_t* codes, __m512bh* numbers) {
-  const auto lanes = [&](int64_t at) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + at))));
-  };
-  for (int64_t i = 0; i < 4; ++i) numbers[i] = _mm512_cvtne2ps_pbh(lanes(i * kPanel + kSide), lanes(i * kPanel));
-}
-// Of 4 bits: a lane of 16 bits holds, lowest first, one code of each of the four.
-inline void to_numbers(const uint8_t* codes, __m512bh* numbers) {
-  alignas(64) static constexpr uint16_t table[2 * kSide] = {  // cpu.cpp's kCodes as bfloat16, twice: a lookup reads five bits
-      0xbf80, 0xbf32, 0xbf06, 0xbeca, 0xbe92, 0xbe3d, 0xbdba, 0x0000, 0x3da3, 0x3e25, 0x3e7c, 0x3ead, 0x3ee2, 0x3f10, 0x3f39, 0x3f80,
-      0xbf80, 0xbf32, 0xbf06, 0xbeca, 0xbe92, 0xbe3d, 0xbdba, 0x0000, 0x3da3, 0x3e25, 0x3e7c, 0x3ead, 0x3ee2, 0x3f10, 0x3f39, 0x3f80};
-  const __m512i values = _mm512_load_si512(table), four = _mm512_loadu_si512(codes);
-  numbers[0] = reinterpret_cast<__m512bh>(_mm512_permutexvar_epi16(four, values));
-  numbers[1] = reinterpret_cast<__m512bh>(_mm512_permutexvar_epi16(_mm512_srli_epi16(four, 4), values));
-  numbers[2] = reinterpret_cast<__m512bh>(_mm512_permutexvar_epi16(_mm512_srli_epi16(four, 8), values));
-  numbers[3] = reinterpret_cast<__m512bh>(_mm512_permutexvar_epi16(_mm512_srli_epi16(four, 12), values));
-}
-
-// sums[rows][32] (+)= scale * (x[rows][0..inputs) . w), x as bfloat16.
-template <typename Code, int rows>
-inline void scaled_rows(const uint16_t* x, int64_t stride, const Code* codes, int64_t inputs, const float* scale, float* sums,
-                        int64_t sums_stride, bool first) {
-  constexpr int64_t bytes = 4 * kPanel / (std::is_same_v<Code, uint8_t> ? 2 : 1);  // codes of four inputs
-  __m512 acc[rows][4];
-#pragma GCC unroll 6
-  for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) acc[r][i] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < inputs; k += 4, codes += bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(codes) + kAhead + i, _MM_HINT_T0);
-    __m512bh numbers[4];
-    to_numbers(codes, numbers);
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; ++r) {
-      int32_t pairs[2];
-      std::memcpy(pairs, x + r * stride + k, sizeof pairs);
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i)
-        acc[r][i] = _mm512_dpbf16_ps(acc[r][i], numbers[i], reinterpret_cast<__m512bh>(_mm512_set1_epi32(pairs[i / 2])));
-    }
-  }
-#pragma GCC unroll 6
-  for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      float* to = sums + r * sums_stride + half * kSide;
-      const __m512 before = first ? _mm512_setzero_ps() : _mm512_loadu_ps(to);
-      const __m512 sum = _mm512_add_ps(acc[r][half], acc[r][half + 2]);
-      _mm512_storeu_ps(to, _mm512_fmadd_ps(sum, _mm512_loadu_ps(scale + half * kSide), before));
-    }
-}
-
-template <typename Code, size_t... index>
-constexpr auto rows_table(std::index_sequence<index...>) {
-  return std::array{scaled_rows<Code, static_cast<int>(index) + 1>...};
-}
-
-// x[rows][inputs] times codes in pairs -> out[rows][panels * 32]; scales [ceil(inputs / 128)][panels * 32].
-template <typename Code>
-inline void linear_scaled(const float* x, int64_t rows, int64_t inputs, const Code* w, const float* scales, int64_t panels, float* out) {
-  static constexpr auto table = rows_table<Code>(std::make_index_sequence<kRows>{});
-  constexpr int64_t group_bytes = kScaled * kPanel / (std::is_same_v<Code, uint8_t> ? 2 : 1);
-  if (rows == 0) return;
-  const int64_t stride = panels * kPanel, panel_bytes = inputs * group_bytes / kScaled;
-  const std::unique_ptr<Line[]> lines(new Line[rows * inputs / kDeep]);
-  uint16_t* rounded = lines[0].numbers;
-  for (int64_t i = 0; i < rows * inputs; i += kDeep) round(x + i, rounded + i);
-  const int64_t groups = (inputs + kScaled - 1) / kScaled;
-  const Order order(inputs / kScaled);
-  const int64_t work = inputs * kPanel * (2 + rows);
-  at::parallel_for(0, panels, std::max<int64_t>(1, 400'000 / work), [&](int64_t begin, int64_t end) {
-    for (int64_t panel = begin; panel < end; ++panel)
-      for (int64_t step = 0; step < groups; ++step) {
-        const int64_t group = order(step), at = group * kScaled;
-        for (int64_t r = 0; r < rows; r += kRows)
-          table[std::min(kRows, rows - r) - 1](rounded + r * inputs + at, inputs, w + panel * panel_bytes + group * group_bytes,
-                                               std::min(kScaled, inputs - at), scales + group * stride + panel * kPanel,
-                                               out + r * stride + panel * kPanel, stride, step == 0);
-      }
   });
 }
 

@@ -86,10 +86,11 @@ struct Form<uint8_t> {  // two codes in a byte: of output j in the low half, of 
 };
 template <typename Weight>
 inline void load_panel(const Weight* from, vec& low, vec& high) { low = load(from), high = load(from + kLanes); }
-// What the 16 codes stand for: quantiles of the normal distribution (NF4: Dettmers et al. 2023, appendix E) in bfloat16.
+// Quantiles of the normal distribution: what the 16 codes stand for (NF4: Dettmers et al. 2023, appendix E).
 alignas(64) constexpr float kCodes[kLanes] = {
-    -1.0f, -0.6953125f, -0.5234375f, -0.39453125f, -0.28515625f, -0.1845703125f, -0.0908203125f, 0.0f,
-    0.07958984375f, 0.1611328125f, 0.24609375f, 0.337890625f, 0.44140625f, 0.5625f, 0.72265625f, 1.0f};
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f, -0.18477343022823334f,
+    -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
+    0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
 #if defined(__AVX512F__)
 inline void load_panel(const int8_t* from, vec& low, vec& high) {
   const __m128i* codes = reinterpret_cast<const __m128i*>(from);
@@ -343,29 +344,17 @@ bool has_matrix_units() {
 // A weight for matrix units, [panels, inputs / 2, 32, 2]: the weights of two inputs side by side.
 inline bool in_pairs(const at::Tensor& packed) { return packed.dim() == 4; }
 
-// Inputs of a packed weight. A byte holds two codes of four bits.
-inline int64_t inputs_of(const at::Tensor& packed) {
-  return packed.size(1) * (!in_pairs(packed) ? 1 : packed.scalar_type() == at::kByte ? 4 : 2);
-}
-
-void linear_in_pairs(const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, const float* scales, float* out) {
-  const at::ScalarType type = packed.scalar_type();
-  TORCH_CHECK(has_matrix_units() && (type == at::kBFloat16 || scales != nullptr) && inputs % 32 == 0,
+void linear_in_pairs(const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, float* out) {
+  TORCH_CHECK(has_matrix_units() && packed.scalar_type() == at::kBFloat16 && inputs % 32 == 0,
               "linear: this weight is packed for matrix units (AMX), which this processor does not have or which do not take it");
 #if defined(OUTRIDER_AMX)
-  const void* weights = packed.const_data_ptr();
-  if (type == at::kChar)
-    amx::linear_scaled(x, rows, inputs, static_cast<const int8_t*>(weights), scales, packed.size(0), out);
-  else if (type == at::kByte)
-    amx::linear_scaled(x, rows, inputs, static_cast<const uint8_t*>(weights), scales, packed.size(0), out);
-  else
-    amx::linear(x, rows, inputs, static_cast<const uint16_t*>(weights), packed.size(0), out);
+  amx::linear(x, rows, inputs, reinterpret_cast<const uint16_t*>(packed.const_data_ptr<at::BFloat16>()), packed.size(0), out);
 #endif
 }
 
 at::Tensor apply(const at::Tensor& x, const at::Tensor& packed, const float* scales, const std::optional<at::Tensor>& bias,
                  int64_t outputs) {
-  const int64_t panels = packed.size(0), inputs = inputs_of(packed);
+  const int64_t panels = packed.size(0), inputs = packed.size(1) * (in_pairs(packed) ? 2 : 1);
   TORCH_CHECK(x.size(-1) == inputs, "linear: input of size ", x.size(-1), ", weight for ", inputs);
   const at::Tensor source = x.to(at::kFloat).contiguous();
   const int64_t rows = source.numel() / std::max<int64_t>(1, inputs);
@@ -375,7 +364,7 @@ at::Tensor apply(const at::Tensor& x, const at::Tensor& packed, const float* sca
   const float* from = source.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
   if (in_pairs(packed)) {
-    linear_in_pairs(from, rows, inputs, packed, scales, to);
+    linear_in_pairs(from, rows, inputs, packed, to);
   } else switch (packed.scalar_type()) {
     case at::kBFloat16: linear_of<at::BFloat16>(from, rows, packed, scales, to); break;
     case at::kHalf: linear_of<at::Half>(from, rows, packed, scales, to); break;
@@ -394,11 +383,10 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::opti
   return apply(x, packed, nullptr, bias, outputs);
 }
 
-// The same for codes: packed int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], or int8 [panels, inputs / 2, 32, 2] or uint8
-// [panels, inputs / 4, 32, 2]; scales [ceil(inputs / 128), panels * 32].
+// The same for codes: packed int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], scales [ceil(inputs / 128), panels * 32].
 at::Tensor linear_scaled(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,
                          const std::optional<at::Tensor>& bias, int64_t outputs) {
-  TORCH_CHECK(scales.is_contiguous() && scales.size(0) == (inputs_of(packed) + kScaled - 1) / kScaled &&
+  TORCH_CHECK(scales.is_contiguous() && scales.size(0) == (packed.size(1) + kScaled - 1) / kScaled &&
                   scales.size(1) == packed.size(0) * kPanel && !packed.is_floating_point(),
               "linear_scaled: scales ", scales.sizes(), " for weights ", packed.sizes());
   return apply(x, packed, scales.const_data_ptr<float>(), bias, outputs);
