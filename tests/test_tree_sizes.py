@@ -63,7 +63,7 @@ def priced(runner, row):
 
 def test_free_rows_make_full_trees_and_dear_rows_chains(runner):
     priced(runner, 0.0)
-    assert len(TreeSizes(runner, None).shape(ACCEPTANCE, context(), is_levelwise=False).parents) == 16
+    assert len(TreeSizes(runner, None).shape(ACCEPTANCE, context(), is_levelwise=False).parents) == 15
 
 
 @pytest.mark.parametrize(("row", "nodes"), [(0.05, 6), (0.2, 2), (3.0, 1)])
@@ -71,8 +71,8 @@ def test_a_node_is_added_as_long_as_it_raises_the_speed(runner, row, nodes):
     priced(runner, row)
     shape = TreeSizes(runner, None).shape(ACCEPTANCE, context(), is_levelwise=False)
     worths = sorted((0.6**a * 0.2**b * 0.1**c for a, b, c in exponents()), reverse=True)
-    speeds = [(1 + sum(worths[:n])) / (1 + row * n) for n in range(1, 17)]
-    assert len(shape.parents) == 1 + max(range(16), key=speeds.__getitem__) == nodes
+    speeds = [(1 + sum(worths[:n])) / (1 + row * n) for n in range(1, 16)]
+    assert len(shape.parents) == 1 + max(range(15), key=speeds.__getitem__) == nodes
 
 
 def exponents():
@@ -96,6 +96,18 @@ def test_a_batch_never_run_is_priced_by_its_rows(runner):
     priced(runner, 0.2)
     bill = TreeSizes(runner, None).bill(context(batch=2))
     assert bill.passes[3] == pytest.approx(1.0 + 0.2 * 7)
+
+
+def test_both_ends_are_measured_again_where_prices_were_forgotten(runner):
+    sizes, costs = TreeSizes(runner, None), runner.costs
+    assert costs.has_run(1, 1) and costs.has_run(16, 1)
+    costs.renew()  # compiled passes took over
+    assert not costs.has_run(16, 1)
+    rows = [runner.cache.row(f"r{index}") for index in range(runner.max_batch)]
+    assert len(sizes.bill(context()).passes) == 16 and not costs.has_run(1, 1)  # no row is free to measure on
+    runner.cache.release([f"r{index}" for index in range(len(rows))])
+    sizes.bill(context(batch=2))
+    assert costs.has_run(1, 1) and costs.has_run(16, 1)
 
 
 def test_a_fixed_size_asks_for_no_price_and_measures_nothing(runner):

@@ -91,6 +91,10 @@ class PassCosts:
         score = self.seconds(1, batch, cache_len)
         return None if score is None else PlainRound(score, self._outside.get(batch))
 
+    def has_run(self, width: float, batch: int) -> bool:
+        """Whether a pass of that width and batch was measured, whatever the length of the cache."""
+        return any(key[0] == batch and width in table for key, table in self._tables.items())
+
     def seconds(self, width: float, batch: int, cache_len: int) -> float | None:
         """Of a pass; None until one of this batch size has been seen."""
         return self._at(self._table(batch, cache_len), width, batch)
