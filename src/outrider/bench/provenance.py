@@ -29,7 +29,7 @@ def provenance(runner: ModelRunner) -> dict[str, Any]:
         "version": __version__,
         "commit": commit(),
         "device": device_name(runner.device),
-        "dtype": str(runner.model.dtype).removeprefix("torch."),
+        "dtype": str(runner.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "command": command(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
