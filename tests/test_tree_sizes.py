@@ -98,18 +98,6 @@ def test_a_batch_never_run_is_priced_by_its_rows(runner):
     assert bill.passes[3] == pytest.approx(1.0 + 0.2 * 7)
 
 
-def test_both_ends_are_measured_again_where_prices_were_forgotten(runner):
-    sizes, costs = TreeSizes(runner, None), runner.costs
-    assert costs.has_run(1, 1) and costs.has_run(16, 1)
-    costs.renew()  # compiled passes took over
-    assert not costs.has_run(16, 1)
-    rows = [runner.cache.row(f"r{index}") for index in range(runner.max_batch)]
-    assert len(sizes.bill(context()).passes) == 16 and not costs.has_run(1, 1)  # no row is free to measure on
-    runner.cache.release([f"r{index}" for index in range(len(rows))])
-    sizes.bill(context(batch=2))
-    assert costs.has_run(1, 1) and costs.has_run(16, 1)
-
-
 def test_a_fixed_size_asks_for_no_price_and_measures_nothing(runner):
     sizes = TreeSizes(runner, 5)
     assert sizes.bill(context()) is None and runner.costs.plain_round(1, 0) is None

@@ -28,14 +28,20 @@ def test_a_pass_that_was_slow_for_a_while_leaves_the_others_alone():
     assert passes.seconds(5, 1, 0) == 1.2 and passes.seconds(1, 1, 0) == 1.0
 
 
-def test_other_passes_have_other_prices():
+def test_of_other_passes_the_first_tells_by_how_much_all_differ():
     passes = PassCosts()
     behind = passes.behind(3)
     for table in (passes, behind):
         table.observe(1, 1, 0, 1.0)
+        table.observe(16, 1, 0, 1.5)
         table.observe_outside(1, 0.1)
     passes.renew()
-    assert passes.seconds(1, 1, 0) is behind.seconds(1, 1, 0) is passes.plain_round(1, 0) is None
+    assert passes.plain_round(1, 0) is behind.plain_round(1, 0) is None
+    passes.observe(1, 1, 0, 0.4)
+    assert passes.seconds(1, 1, 0) == 0.4 and passes.seconds(16, 1, 0) == pytest.approx(0.6)
+    assert passes.plain_round(1, 0).outside is None and behind.seconds(16, 1, 0) == 1.5
+    passes.observe(16, 1, 0, 0.5)
+    assert passes.seconds(16, 1, 0) == pytest.approx(0.5) and passes.seconds(1, 1, 0) == 0.4
     assert passes.behind(3) is behind
 
 

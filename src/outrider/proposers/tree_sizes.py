@@ -14,7 +14,7 @@ from time import perf_counter
 from outrider.proposers.trees import TreeShape, grown, shape_of
 from outrider.runner import ModelRunner
 from outrider.runner.costs import CACHE_BUCKET
-from outrider.types import Context, OutriderError
+from outrider.types import Context
 
 MEMORY = 0.9  # of what was seen of earlier rounds
 REFRESH = 16  # rounds in which prices are taken as they were
@@ -49,18 +49,19 @@ class TreeSizes:
     """The sizes of one proposer's trees: fixed where the user says so, else what pays."""
 
     def __init__(self, target: ModelRunner, fixed: int | None) -> None:
-        """``fixed``: drafts in a proposal; None: as many as pay."""
+        """``fixed``: drafts in a proposal; None: as many as pay, measured here at the two ends where nobody has yet."""
         self.is_fixed = fixed is not None
         # On a CPU with matrix units 15 drafts and the root fill a tile of 16 rows, and cost what the root alone costs.
         self.most = fixed or (60 if target.device.type == "cuda" else 15)
-        self._target, self._passes = target, target.costs
+        self._passes = target.costs
         self._bills: dict[tuple[int, int], tuple[int, Bill]] = {}  # (batch, cache bucket) -> rounds that it still holds, bill
         self._step = 0.0  # seconds of a step of drafting
         self._nodes_a_level = 2.0
         self._grown: dict[int, tuple[list[tuple[int, ...]], list[float]]] = {}
         self._shapes: dict[tuple[int, int], TreeShape] = {}
-        if not self.is_fixed:
-            self._measure_ends()
+        if not self.is_fixed and self._passes.plain_round(1, 0) is None:
+            for width in (1, 1 + self.most):
+                self._passes.observe(width, 1, 0, target.pass_cost(width, 1, 0, repeat=1))
 
     def expected(self, k: int) -> int:
         """Nodes of a tree of depth k, as they lately were."""
@@ -78,20 +79,7 @@ class TreeSizes:
         self._bills[key] = left - 1, bill
         return bill
 
-    def _measure_ends(self) -> None:
-        """Runs the narrowest and the widest pass where nobody has, at the start and when all prices were forgotten: trees that
-        are small because wide passes look dear would never find out that they are not.
-        """
-        for width in (1, 1 + self.most):
-            if self._passes.has_run(width, 1):
-                continue
-            try:
-                self._passes.observe(width, 1, 0, self._target.pass_cost(width, 1, 0, repeat=1))
-            except OutriderError:  # every row of the cache is taken: another time
-                return
-
     def _prices(self, batch: int, cache_len: int) -> list[float]:
-        self._measure_ends()
         passes: list[float] = []
         for nodes in range(self.most, -1, -1):
             # A batch never run costs what as many rows of one request do. A wider pass is never cheaper: that was a hiccup.

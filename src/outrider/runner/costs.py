@@ -39,8 +39,9 @@ class PassCosts:
         self._outside: dict[int, float] = {}  # batch -> seconds that a round without drafts takes beside its pass
 
     def renew(self) -> None:
-        """Forgets all prices: the passes are others now, compiled ones in the place of eager ones."""
-        self._tables.clear()
+        """The passes are others now, compiled ones in the place of eager ones. What is known of the old ones is what one width
+        costs beside another; by how much all became cheaper, the first that is run will say.
+        """
         self._counts.clear()
         self._run_plain.clear()
         self._outside.clear()
@@ -90,10 +91,6 @@ class PassCosts:
             return None
         score = self.seconds(1, batch, cache_len)
         return None if score is None else PlainRound(score, self._outside.get(batch))
-
-    def has_run(self, width: float, batch: int) -> bool:
-        """Whether a pass of that width and batch was measured, whatever the length of the cache."""
-        return any(key[0] == batch and width in table for key, table in self._tables.items())
 
     def seconds(self, width: float, batch: int, cache_len: int) -> float | None:
         """Of a pass; None until one of this batch size has been seen."""
