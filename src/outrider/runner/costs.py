@@ -34,14 +34,17 @@ class PassCosts:
         self.is_padded = is_padded
         self._behind: dict[int, PassCosts] = {}  # first layer -> prices of their own
         self._tables: dict[tuple[int, int], dict[float, float]] = {}  # (batch, cache bucket) -> width -> seconds
+        self._before: dict[tuple[int, int], dict[float, float]] = {}  # the same of the passes that these took over from
         self._counts: dict[tuple[int, int, float], int] = {}  # (batch, cache bucket, width) -> how often it was measured there
         self._run_plain: set[int] = set()  # batches of which a pass without drafts was measured
         self._outside: dict[int, float] = {}  # batch -> seconds that a round without drafts takes beside its pass
 
     def renew(self) -> None:
-        """The passes are others now, compiled ones in the place of eager ones. What is known of the old ones is what one width
-        costs beside another; by how much all became cheaper, the first that is run will say.
+        """Forgets all prices: the passes are others now, compiled ones in the place of eager ones. What one width costs beside
+        another is kept, for the first that is run to say by how much all became cheaper.
         """
+        self._before = self._tables or self._before
+        self._tables = {}
         self._counts.clear()
         self._run_plain.clear()
         self._outside.clear()
@@ -61,12 +64,16 @@ class PassCosts:
         key = batch, cache_len // CACHE_BUCKET
         table = self._tables.get(key)
         if table is None:
-            table = self._tables[key] = dict(self._nearest(*key))
+            table = self._tables[key] = dict(_nearest(self._tables, *key))
         count = self._counts.get((*key, width), 0)
         mean = table.get(width)
         if mean is None:
             # One reading alone, far above what its neighbours say, is rather a hiccup than the price.
             table[width] = min(seconds, FIRST_SPIKE * (self._at(table, width, batch) or seconds))
+            if len(table) == 1:
+                before = _nearest(self._before, *key)
+                then = self._at(before, width, batch)
+                table.update({w: before[w] * seconds / then for w in before if w != width} if then else {})
         elif count == 0:
             self._adopt(key, table, seconds / mean)
         elif seconds >= JUMP * mean:
@@ -138,12 +145,13 @@ class PassCosts:
         """The entries of this batch size and cache length, or of the nearest length."""
         bucket = cache_len // CACHE_BUCKET
         found = self._tables.get((batch, bucket))
-        return self._nearest(batch, bucket) if found is None else found
+        return _nearest(self._tables, batch, bucket) if found is None else found
 
-    def _nearest(self, batch: int, bucket: int) -> dict[float, float]:
-        """The entries of the nearest bucket of this batch size."""
-        nearest = min((key for key in self._tables if key[0] == batch), key=lambda key: abs(key[1] - bucket), default=None)
-        return self._tables[nearest] if nearest is not None else {}
+
+def _nearest(tables: dict[tuple[int, int], dict[float, float]], batch: int, bucket: int) -> dict[float, float]:
+    """The entries of the nearest bucket of this batch size."""
+    nearest = min((key for key in tables if key[0] == batch), key=lambda key: abs(key[1] - bucket), default=None)
+    return tables[nearest] if nearest is not None else {}
 
 
 def _slope(table: dict[float, float]) -> float:
