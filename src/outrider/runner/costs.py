@@ -64,16 +64,12 @@ class PassCosts:
         key = batch, cache_len // CACHE_BUCKET
         table = self._tables.get(key)
         if table is None:
-            table = self._tables[key] = dict(_nearest(self._tables, *key))
+            table = self._tables[key] = dict(_nearest(self._tables, *key)) or self._as_before(key, width, seconds)
         count = self._counts.get((*key, width), 0)
         mean = table.get(width)
         if mean is None:
             # One reading alone, far above what its neighbours say, is rather a hiccup than the price.
             table[width] = min(seconds, FIRST_SPIKE * (self._at(table, width, batch) or seconds))
-            if len(table) == 1:
-                before = _nearest(self._before, *key)
-                then = self._at(before, width, batch)
-                table.update({w: before[w] * seconds / then for w in before if w != width} if then else {})
         elif count == 0:
             self._adopt(key, table, seconds / mean)
         elif seconds >= JUMP * mean:
@@ -110,6 +106,12 @@ class PassCosts:
             return None
         widths = sorted({1.0, float(widest), *(width for width in table if 1 < width < widest)})
         return widths, [self._at(table, width, batch) or 0.0 for width in widths]
+
+    def _as_before(self, key: tuple[int, int], width: float, seconds: float) -> dict[float, float]:
+        """The prices of the passes that these took over from, by as much cheaper as one of ``width`` is that takes so long."""
+        before = _nearest(self._before, *key)
+        then = self._at(before, width, key[0])
+        return {w: price * seconds / then for w, price in before.items()} if then else {}
 
     def _adopt(self, key: tuple[int, int], table: dict[float, float], factor: float) -> None:
         """The first pass run at a price taken over from a neighbour: by what it differs, all that was not run here does."""

@@ -84,11 +84,10 @@ def weight_of(module: nn.Module) -> Tensor:
 
 def place(head: nn.Module, model: PreTrainedModel) -> torch.dtype:
     """Puts a head where its target is, with weights of its kind, packed where the target's are. The dtype of arithmetic."""
-    packed: Any = next((each.packed for each in model.modules() if isinstance(each, (PackedLinear, FusedLinears))), None)
-    own = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
-    head.to(model.device, own if packed is None else packed.dtype).eval().requires_grad_(False)
-    if packed is None:
-        return own
+    layers, dtype = packed_layers(model), arithmetic(model)
+    head.to(model.device, layers[0].packed.dtype if layers else dtype).eval().requires_grad_(False)
+    if not layers:
+        return dtype
     pack_model(head)  # type: ignore[arg-type]  # it looks at the modules alone
     return torch.float32
 
@@ -168,14 +167,19 @@ def fuse_siblings(model: PreTrainedModel) -> None:
             _return_freed_memory()
 
 
+def packed_layers(model: nn.Module) -> list[PackedLinear | FusedLinears]:
+    """The model's layers that run on the CPU kernels."""
+    return [module for module in model.modules() if isinstance(module, (PackedLinear, FusedLinears))]
+
+
 def is_packed(model: nn.Module) -> bool:
     """Whether the model's layers run on the CPU kernels."""
-    return any(isinstance(module, (PackedLinear, FusedLinears)) for module in model.modules())
+    return bool(packed_layers(model))
 
 
 def arithmetic(model: nn.Module) -> torch.dtype:
     """What the model's layers multiply in."""
-    layers = [module for module in model.modules() if isinstance(module, (PackedLinear, FusedLinears))]
+    layers = packed_layers(model)
     if layers:
         return torch.bfloat16 if any(kernels.is_in_pairs(layer.packed) for layer in layers) else torch.float32
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

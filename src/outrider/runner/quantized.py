@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.runner import huge_pages, kernels
-from outrider.runner.linear import FusedLinears, PackedLinear, structural_copy
+from outrider.runner.linear import FusedLinears, PackedLinear, packed_layers, structural_copy
 
 CHUNK = 1 << 19  # weights quantised at a time: their float32 copies stay in the CPU's cache
 
@@ -40,8 +40,7 @@ def quantized_copy(model: PreTrainedModel, bits: int) -> PreTrainedModel:
 
 def _layers(model: PreTrainedModel, bits: int) -> list[tuple[PackedLinear | FusedLinears, int]]:
     head = model.get_output_embeddings()
-    found = [module for module in model.modules() if isinstance(module, (PackedLinear, FusedLinears))]
-    return [(module, max(bits, 8) if module is head else bits) for module in found]
+    return [(layer, max(bits, 8) if layer is head else bits) for layer in packed_layers(model)]
 
 
 def quantize(packed: Tensor, bits: int) -> tuple[Tensor, Tensor]:

@@ -396,8 +396,8 @@ template <typename Weight>
 void embed_rows(const int64_t* ids, int64_t count, const Weight* w, int64_t inputs, int64_t together, float* out) {
   for (int64_t i = 0; i < count; ++i) {  // `together` inputs of an output stand side by side
     const Weight* row = w + ids[i] / kPanel * inputs * kPanel + ids[i] % kPanel * together;
-    for (int64_t k = 0; k < inputs; ++k)
-      out[i * inputs + k] = static_cast<float>(row[k / together * together * kPanel + k % together]);
+    for (int64_t k = 0; k < inputs; k += together)
+      for (int64_t j = 0; j < together; ++j) out[i * inputs + k + j] = static_cast<float>(row[k * kPanel + j]);
   }
 }
 
