@@ -61,8 +61,8 @@ def distilled(  # noqa: PLR0913 - one parameter an option
     at = rows_of(family, tokens, work, rows)
     shape = DraftShape(PRESETS["cpu"].draft.layers, PRESETS["cpu"].draft.hidden, FROM_LAYERS)
     muon, adam = FRESH if fresh else LEARNED
-    kind = DraftRun(shape, None if fresh else str(family / "draft"), Distillation(loss=loss), compiled=True)
-    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED)
+    kind = DraftRun(shape, None if fresh else str(family / "draft"), Distillation(loss=loss))
+    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED, compiled=True)
     if not train_draft(at, out, how, kind):
         sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
     compare(family, out, tokens)

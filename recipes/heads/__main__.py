@@ -55,7 +55,7 @@ def train(name: str, at: Bench, package: Path, minutes: float) -> bool:
     """One head; False if interrupted."""
     layers = hidden_states(at.runner.num_layers)
     at.features([*layers, at.runner.num_layers])  # what all three read, captured once
-    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=0.01, adam_lr=0.001, seed=SEED)
+    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=2048, muon_lr=0.01, adam_lr=0.001, seed=SEED, compiled=True)
     out = package / name
     if name == "medusa":
         finished = train_medusa(at, out, how, num_heads=4)

@@ -95,6 +95,11 @@ class LengthOptions:
         ),
     ] = None
 
+    compiled: Annotated[
+        bool | None,
+        typer.Option("--compile", help="Compile what can be: a minute that pays on longer runs.", rich_help_panel=LONG),
+    ] = None
+
 
 @with_groups
 def medusa(
@@ -248,7 +253,7 @@ def plan_of(length: LengthOptions, rates: dict[str, float] | None = None) -> Hea
     from outrider.train.runs import HeadPlan
     from outrider.types import OutriderError
 
-    found = given(length, "minutes", "epochs", "batch_tokens", "muon_lr", "adam_lr")
+    found = given(length, "minutes", "epochs", "batch_tokens", "muon_lr", "adam_lr", "compiled")
     for name, number in found.items():
         if number <= 0:
             raise OutriderError(f"--{name.replace('_', '-')} {number}: above 0")

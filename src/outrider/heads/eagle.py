@@ -47,11 +47,17 @@ class EagleShape:
     own_output: bool = True  # generation 3: False where the target's output head serves
 
 
+class Norm(nn.RMSNorm):
+    """transformers' RMS norm as one operation instead of six; in mixed precision it is the weight's type that is normed in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
 def _with_short_norms(layer: LlamaDecoderLayer) -> LlamaDecoderLayer:
-    """The layer with norms of one operation in the place of transformers', which are six each."""
     for name in ("input_layernorm", "post_attention_layernorm"):
         if not isinstance(getattr(layer, name), nn.Identity):
-            setattr(layer, name, nn.RMSNorm(layer.hidden_size, eps=layer.self_attn.config.rms_norm_eps))
+            setattr(layer, name, Norm(layer.hidden_size, eps=layer.self_attn.config.rms_norm_eps))
     return layer
 
 
@@ -60,7 +66,7 @@ class FusedLayer(LlamaDecoderLayer):
 
     def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
         super().__init__(config, 0)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = Norm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm_before_residual = norm_before_residual
         attention = self.self_attn
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -87,8 +93,8 @@ class EagleHead(nn.Module):
         self.shape = shape
         config, hidden, features = shape.llama, shape.llama.hidden_size, len(shape.hidden_states)
 
-        def norm(size: int) -> nn.RMSNorm:
-            return nn.RMSNorm(size, eps=config.rms_norm_eps)
+        def norm(size: int) -> Norm:
+            return Norm(size, eps=config.rms_norm_eps)
 
         if shape.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, hidden)

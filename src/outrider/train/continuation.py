@@ -25,7 +25,8 @@ def continue_rows(
     with torch.compiler.set_stance("force_eager"):  # every step has another shape
         for position in range(length, length + new_tokens):
             scores = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
-            drawn = torch.multinomial((scores / divisor).softmax(-1), 1, generator=generator)[:, 0]
+            probs = (scores / divisor).softmax(-1)
+            drawn = torch.multinomial(probs, 1, replacement=True, generator=generator)[:, 0]  # without: a draw for each token
             ids = torch.where(greedy, scores.argmax(-1), drawn)[:, None]
             out[:, position] = ids[:, 0]
     return out

@@ -18,6 +18,7 @@ from torch.nn.functional import smooth_l1_loss
 from outrider.heads.eagle import EagleHead
 from outrider.train import rollout_attention
 from outrider.train.capture import FeatureCache
+from outrider.train.distillation import SoftCrossEntropy, soft_cross_entropy
 
 NOISE = 0.1  # EAGLE-1: features are off by as much when the head feeds itself
 CLASS_WEIGHT = 0.1  # EAGLE-1: of the cross entropy beside the regression
@@ -34,6 +35,8 @@ class EagleLoss:
     steps: int
     decay: float = 0.8
     seed: int = 0
+    dtype: torch.dtype = torch.float32  # of the arithmetic
+    entropy: SoftCrossEntropy = soft_cross_entropy
 
     def __call__(self, rows: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         """Loss of the cached rows of these numbers [B]."""
@@ -42,7 +45,8 @@ class EagleLoss:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
             noise = torch.rand(last.shape, generator=generator).to(ids.device)
             features = [last + (2 * noise - 1) * NOISE]
-        losses, hits = self._step_losses(ids, features, last)
+        with torch.autocast(ids.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
+            losses, hits = self._step_losses(ids, features, last)
         parts = {f"step_{depth + 1}": loss.detach() for depth, loss in enumerate(losses)}
         parts |= {f"hit_{depth + 1}": hit for depth, hit in enumerate(hits)}
         weights = [self.decay**depth for depth in range(self.steps)]
@@ -66,7 +70,7 @@ class EagleLoss:
     @torch.no_grad()
     def _said(self, last: Tensor) -> Tensor:
         """The target's logits [B, S, V] from its features after the final norm."""
-        return self.head.target_logits(last).float()
+        return self.head.target_logits(last)
 
     def _rollout(self, ids: Tensor, features: list[Tensor], steps: int) -> list[Tensor]:
         """The head's outputs of each step of depth: [B, T, H], those of entry t pointing to token 2 + t + depth."""
@@ -81,14 +85,10 @@ class EagleLoss:
 
     def _step_loss(self, out: Tensor, said: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
         """Loss of outputs [B, T, H] that should lead to logits [B, T, V], and how often both name the same likeliest token."""
-        head, best = self.head, said.argmax(-1)
-        wanted = (said if head.draft_ids is None else said[..., head.draft_ids]).softmax(-1)
-        logits = head.logits(out).float()
-        entropy = -(wanted * logits.log_softmax(-1)).sum(-1).mean()
-        guess = logits.argmax(-1)
-        hit = ((guess if head.draft_ids is None else head.draft_ids[guess]) == best).float().mean()
+        head = self.head
+        entropy, hit = self.entropy(head.logits(out), said, head.draft_ids)
         if head.shape.generation == 1:
-            return smooth_l1_loss(out, goal) + CLASS_WEIGHT * entropy, hit
+            return smooth_l1_loss(out.float(), goal) + CLASS_WEIGHT * entropy, hit
         return entropy, hit
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from outrider.heads.medusa import Accuracies, MedusaHeads
 from outrider.train.capture import FeatureCache
+from outrider.train.distillation import SoftCrossEntropy, soft_cross_entropy
 
 NUM_RANKS = 10  # candidates of a head whose accuracy is measured
 
@@ -28,21 +29,24 @@ class MedusaLoss:
     layer: int  # the hidden state after the final norm
     decay: float = 0.8
     distil: bool = True
+    dtype: torch.dtype = torch.float32  # of the arithmetic
+    entropy: SoftCrossEntropy = soft_cross_entropy
 
     def __call__(self, rows: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         """Loss of the cached rows of these numbers [B]."""
         ids, hidden = _read(self.cache, rows, self.layer)
         count, length = self.heads.shape.num_heads, ids.shape[1]
-        with torch.no_grad():
-            said = self.output(hidden[:, 1:]).float()  # [B, S - 1, V]: after each token but the first
-        logits = self.heads(hidden[:, : length - count - 1]).float()  # [heads, B, T, V]
+        with torch.autocast(ids.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
+            with torch.no_grad():
+                said = self.output(hidden[:, 1:])  # [B, S - 1, V]: after each token but the first
+            logits = self.heads(hidden[:, : length - count - 1])  # [heads, B, T, V]
         total, parts = hidden.new_zeros(()), dict[str, Any]()
-        for head in range(count):
+        for head, own in enumerate(logits.unbind(0)):
             there = slice(head, head + length - count - 1)
-            wanted = said[:, there].softmax(-1) if self.distil else ids[:, 2:][:, there]
-            loss = cross_entropy(logits[head].flatten(0, 1), wanted.flatten(0, 1))
+            loss, hit = self.entropy(own, said[:, there], None)
+            if not self.distil:
+                loss = cross_entropy(own.flatten(0, 1).float(), ids[:, 2:][:, there].flatten())
             total = total + self.decay**head * loss
-            hit = (logits[head].argmax(-1) == said[:, there].argmax(-1)).float().mean()
             parts |= {f"head_{head + 1}": loss.detach(), f"hit_{head + 1}": hit}
         return total, {"loss": total.detach(), **parts}
 

@@ -88,7 +88,6 @@ class DraftRun:
     shape: DraftShape = field(default_factory=DraftShape)
     start: str | None = None  # folder or hub id of a draft to go on from, in place of a shape
     teaching: Distillation = field(default_factory=Distillation)
-    compiled: bool = False  # layers and loss: a minute that pays on longer runs
 
 
 def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRun()) -> bool:
@@ -122,7 +121,7 @@ def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRu
 
     before = once(bench.work / "draft" / "before.json", lambda: measure_draft(draft, target, rows.held_out))
     loss = DistillationLoss(draft, target, teaching, autocast_dtype(runner.device), how.seed)
-    if kind.compiled:
+    if how.compiled:
         for layer in (*decoder_layers(draft), *decoder_layers(target)):
             layer.compile(dynamic=False)
         loss.divergence = torch.compile(loss.divergence, dynamic=False)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 
 import torch
 
 
+@cache
 def autocast_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where a small matrix product is really faster in it, else float32."""
     if device.type == "cuda":

@@ -40,14 +40,14 @@ def attend(
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     steps = _steps.setdefault(int(module.layer_idx), [])  # type: ignore[arg-type]
     steps.append((key, value))
-    if len(steps) == 1:
+    if len(steps) == 1 and query.is_cuda:  # on a CPU its backward pass takes longer than the plain products below
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling).transpose(1, 2), None
     (first_keys, first_values), *later = steps
     length = query.shape[2]
     ahead = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
     scores = (query @ first_keys.transpose(2, 3)).masked_fill(ahead, float("-inf"))  # [B, H, T, T]
-    own = torch.stack([(query * keys).sum(-1) for keys, _ in later], -1)  # [B, H, T, s]
-    weights = (torch.cat((scores, own), -1) * scaling).softmax(-1)
+    own = [(query * keys).sum(-1, keepdim=True) for keys, _ in later]  # s of [B, H, T, 1]
+    weights = (torch.cat((scores, *own), -1) * scaling).softmax(-1).to(value.dtype)
     out = weights[..., :length] @ first_values
     for index, (_, values) in enumerate(later):
         out = out + weights[..., length + index, None] * values

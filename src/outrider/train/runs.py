@@ -22,9 +22,11 @@ from outrider.runner import ModelRunner
 from outrider.train import plots, shapes
 from outrider.train.capture import CachedRows, FeatureCache, capture, check_captured
 from outrider.train.claims import claim, digest, fingerprint
+from outrider.train.distillation import SoftCrossEntropy, soft_cross_entropy
 from outrider.train.eagle import EagleLoss
 from outrider.train.medusa import MedusaLoss, measure_accuracies
 from outrider.train.plan import SEED, Plan
+from outrider.train.precision import autocast_dtype
 from outrider.train.progress import Progress
 from outrider.train.text import regenerate, token_rows
 from outrider.train.trainer import Batches, Job, Loss, Trainer
@@ -66,6 +68,7 @@ class HeadPlan:
     muon_lr: float = 0.01
     adam_lr: float = 0.001
     seed: int = SEED
+    compiled: bool = False  # losses, and a model's layers: a minute that pays on longer runs
 
     def plan(self, rows: Rows) -> Plan:
         """The loop's plan. Batches are of whole rows."""
@@ -149,7 +152,9 @@ def train_medusa(bench: Bench, out: Path, how: HeadPlan, num_heads: int = 4, num
     torch.manual_seed(how.seed)
     heads = shapes.new_medusa(runner, num_heads, num_layers).to(runner.device)
     output = shapes.output_layer(runner)
-    loss = MedusaLoss(heads, output, cache, runner.num_layers, distil=distil)
+    loss = MedusaLoss(
+        heads, output, cache, runner.num_layers, distil=distil, dtype=autocast_dtype(runner.device), entropy=entropy_of(how)
+    )
 
     held_out = Latest(lambda: measure_accuracies(heads, output, cache, runner.num_layers))
 
@@ -212,7 +217,15 @@ def train_eagle(bench: Bench, out: Path, how: HeadPlan, kind: EagleRun = EagleRu
     cache = bench.features([*kind.layers, runner.num_layers])
     torch.manual_seed(how.seed)
     head = shapes.new_eagle(runner, kind.generation, kind.layers, draft_ids).to(runner.device)
-    loss = EagleLoss(head, cache, runner.num_layers, kind.steps, seed=how.seed)
+    loss = EagleLoss(
+        head,
+        cache,
+        runner.num_layers,
+        kind.steps,
+        seed=how.seed,
+        dtype=autocast_dtype(runner.device),
+        entropy=entropy_of(how),
+    )
     held_out = Latest(loss.evaluate)
     if not run_job(bench, name, head, CachedRows(cache), loss, how.plan(cache), lambda final: held_out.again()):
         return False
@@ -223,6 +236,11 @@ def train_eagle(bench: Bench, out: Path, how: HeadPlan, kind: EagleRun = EagleRu
         eagle_formats.export(head, folder, form, runner.name, found["acceptance_by_rank"])  # type: ignore[arg-type]
     finish(bench, name, out, found)
     return True
+
+
+def entropy_of(how: HeadPlan) -> SoftCrossEntropy:
+    """The loss of logits as wide as the vocabulary: most of what a step does beside matrix products."""
+    return torch.compile(soft_cross_entropy, dynamic=False) if how.compiled else soft_cross_entropy
 
 
 def run_job(bench: Bench, name: str, model: nn.Module, batches: Batches, loss: Loss, plan: Plan, evaluate: Evaluate) -> bool:

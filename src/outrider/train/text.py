@@ -149,7 +149,7 @@ def _written(runner: ModelRunner, batch: Tensor, prompt_len: int, temperature: f
             token = logits.argmax(-1)
         else:
             probs = (logits[:, 0] / temperature).softmax(-1).cpu()
-            token = torch.multinomial(probs, 1, generator=generator).to(logits.device)  # [B, 1]
+            token = torch.multinomial(probs, 1, replacement=True, generator=generator).to(logits.device)  # [B, 1]
         ids[:, prompt_len + step] = token[:, 0].cpu().int()
         return token
 
