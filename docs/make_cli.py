@@ -17,7 +17,7 @@ Made from the commands' own help by `python docs/make_cli.py`; a test compares t
 Text goes to standard output, everything about it to standard error, so that a command can stand in a pipe. Exit codes: 0 done,
 1 an error inside Outrider or of the machine, or nobody reads standard output any more, 2 a mistake in what was asked (one line
 says which), 3 a check found something (`doctor` what does not fit, `bench compare` what became slower, `audit` no reason to
-certify), 130 Ctrl-C.
+certify), 130 Ctrl-C or SIGTERM: what was made by then is kept.
 """
 
 

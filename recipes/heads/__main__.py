@@ -15,6 +15,7 @@ from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train.runs import Bench, EagleRun, HeadPlan, train_eagle, train_medusa
 from recipes import run
 from recipes.family.config import SEED
+from recipes.family.stages import hardware
 from recipes.heads.card import publish
 from recipes.heads.rows import SEQ_LEN, training_rows
 
@@ -29,11 +30,12 @@ class Options:
     """Of both commands."""
 
     minutes: Annotated[float, typer.Option(help="of training a head")] = 25.0
-    rows: Annotated[int, typer.Option(help=f"rows of {SEQ_LEN} tokens; half are written by the target")] = 4000
+    rows: Annotated[int, typer.Option(help=f"rows of {SEQ_LEN} tokens; half are written by the target")] = 6000
     target: Annotated[Path, typer.Option(help="the target's folder")] = PACKAGE / "target"
     tokens: Annotated[Path, typer.Option(help="the family recipe's tokenised text")] = Path("build/family/tokens")
     package: Annotated[Path, typer.Option(help="folder that gets a folder for each head")] = PACKAGE
     work: Annotated[Path, typer.Option(help="folder for rows, features and checkpoints")] = Path("build/heads")
+    hardware: Annotated[str | None, typer.Option(help="what the card says it was trained on")] = None
 
 
 def bench(target: Path, tokens: Path, work: Path, rows: int) -> Bench:
@@ -42,7 +44,7 @@ def bench(target: Path, tokens: Path, work: Path, rows: int) -> Bench:
         sys.exit(f"no tokenised text in {tokens}: run `python -m recipes.family tokenizer` first")
     work.mkdir(parents=True, exist_ok=True)
     (work / ".gitignore").write_text("*\n")
-    runner = ModelRunner.load(target, RunnerConfig(max_batch=32, compile="auto"))
+    runner = ModelRunner.load(target, RunnerConfig(max_batch=128, compile="auto"))
     return Bench(runner, None, work, rows=training_rows(runner, tokens, work, rows))
 
 
@@ -51,7 +53,7 @@ def hidden_states(num_layers: int) -> tuple[int, int, int]:
     return 2, num_layers // 2, num_layers - 1
 
 
-def train(name: str, at: Bench, package: Path, minutes: float) -> bool:
+def train(name: str, at: Bench, package: Path, minutes: float, on: str) -> bool:
     """One head; False if interrupted."""
     layers = hidden_states(at.runner.num_layers)
     at.features([*layers, at.runner.num_layers])  # what all three read, captured once
@@ -62,9 +64,9 @@ def train(name: str, at: Bench, package: Path, minutes: float) -> bool:
     elif name == "eagle1":
         finished = train_eagle(at, out, how, EagleRun(generation=1, steps=2))
     else:
-        finished = train_eagle(at, out, how, EagleRun(generation=3, steps=3, layers=layers, draft_vocab=2048))
+        finished = train_eagle(at, out, how, EagleRun(generation=3, steps=3, layers=layers))
     if finished:
-        publish(name, out, len(at.training_rows()))
+        publish(name, out, len(at.training_rows()), on)
     return finished
 
 
@@ -72,7 +74,7 @@ def train_all(names: Sequence[str], how: Options) -> None:
     """Heads in order, each to its end; ends the process where one is interrupted."""
     at = bench(how.target, how.tokens, how.work, how.rows)
     for name in names:
-        if not train(name, at, how.package, how.minutes):
+        if not train(name, at, how.package, how.minutes, how.hardware or hardware()):
             sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
 
 

@@ -22,14 +22,13 @@ WHAT = {
     ),
     "eagle3": (
         "An EAGLE-3 head (Li et al. 2025, arXiv 2503.01840): one Llama layer over the next token's embedding and three fused"
-        " features of the target, with an output layer of its own over the 2048 most frequent tokens. The native format.",
+        " features of the target, with an output layer of its own. The native format.",
         "eagle",
     ),
 }
-MACHINE = "2 hardware threads of one Cascade Lake core (AVX-512, no AMX, no bf16), which other work shared"
 
 
-def publish(name: str, head: Path, rows: int, machine: str = MACHINE) -> None:
+def publish(name: str, head: Path, rows: int, machine: str) -> None:
     """Writes ``README.md`` beside the head and moves its curve beside this recipe."""
     curve = json.loads((head / f"{name}_curve.json").read_text())
     for kind in ("json", "png"):

@@ -49,7 +49,8 @@ def test_an_error_is_one_line_and_code_2(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
-def test_ctrl_c_while_loading_is_one_word(target: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_while_loading_is_one_word_and_so_is_being_terminated(target: Path, number: int) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "outrider", "generate", "--target", str(target), "-"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -57,7 +58,7 @@ def test_ctrl_c_while_loading_is_one_word(target: Path) -> None:
     )  # fmt: skip
     time.sleep(5)  # by now it waits for standard input; on a busy machine it may take a second Ctrl-C
     for _ in range(12):
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         try:
             process.wait(timeout=5)  # another one while it ends would end it at once
             break

@@ -117,6 +117,14 @@ def test_matrix_units_give_a_row_the_same_bits_among_any_number_of_rows(outputs,
 
 
 @needs_matrix_units
+def test_more_rows_than_the_cache_holds_get_the_same_bits():
+    packed, x = kernels.pack_weight(torch.randn(96, 2048).bfloat16(), in_pairs=True), torch.randn(600, 2048)
+    together = torch.ops.outrider.linear(x, packed, None, 96)  # 256 at once
+    for row in (0, 255, 256, 511, 512, 599):
+        assert torch.equal(together[row], torch.ops.outrider.linear(x[row : row + 1], packed, None, 96)[0]), row
+
+
+@needs_matrix_units
 def test_layers_choose_matrix_units_where_they_fit():
     assert kernels.suits_matrix_units(torch.zeros(40, 64).bfloat16())
     assert not kernels.suits_matrix_units(torch.zeros(40, 48).bfloat16())  # tiles are 32 inputs deep

@@ -2,15 +2,18 @@
 
 Exit codes: 0 done; 1 an error inside Outrider or the machine (memory, disk), or nobody reads standard output any more;
 2 a mistake in what was asked; 3 a check found something: ``doctor`` what does not fit, ``bench compare`` what became
-worse, ``audit`` no reason to certify; 130 Ctrl-C.
+worse, ``audit`` no reason to certify; 130 Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -77,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     gc.disable()  # half a second of looking for garbage among modules, until what they hold is frozen: session.load
     try:
-        code = build_app()(args, prog_name="outrider", standalone_mode=False)
+        with _terminated_as_interrupted():
+            code = build_app()(args, prog_name="outrider", standalone_mode=False)
         if code == EXIT_INTERRUPTED:  # typer's answer to Ctrl-C
             raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
@@ -94,6 +98,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     finally:
         gc.enable()
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM is Ctrl-C: what was made by then is kept, and processes that were started are ended."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may say so
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def explain(error: Exception) -> tuple[str, int]:

@@ -21,11 +21,11 @@ GRACE = 20.0  # seconds that it gets to end
 
 @contextmanager
 def own_server(arguments: Sequence[str]) -> Iterator[str]:
-    """Starts ``outrider serve`` with these arguments and gives its address; SIGTERM is Ctrl-C meanwhile, so that it is ended.
+    """Starts ``outrider serve`` with these arguments, gives its address, and ends it.
 
     Raises ``OutriderError``, with the server's own words, where it does not start.
     """
-    with tempfile.TemporaryDirectory(prefix="outrider-") as folder, _terminated_as_interrupted():
+    with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
         log = Path(folder) / "server.log"
         with log.open("w") as errors:
             process = subprocess.Popen(
@@ -43,15 +43,6 @@ def own_server(arguments: Sequence[str]) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:

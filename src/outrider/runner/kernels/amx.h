@@ -27,6 +27,7 @@ constexpr int64_t kTile = kSide * kDeep;     // numbers in a tile of bfloat16
 constexpr int64_t kPanel = 2 * kSide;        // outputs whose weights stand side by side
 constexpr int64_t kAhead = 1024;             // bytes that weights are fetched ahead of their use
 constexpr int64_t kSteps = 16;               // tiles of a panel's depth that stay in the L1 cache while many rows pass
+constexpr int64_t kRowBytes = 1 << 20;       // of rows, as tiles, that stay in the L2 cache while all panels pass
 
 // Whether the system lets this process use the tiles: asked for once, before the first of them.
 inline bool allowed() {
@@ -118,9 +119,8 @@ inline void block(const uint16_t* x, int64_t second, const uint16_t* w, const Or
   if (two) _tile_stored(3, sums + kSide * stride + kSide, bytes);
 }
 
-// x[rows][inputs] times w [panels][inputs / 2][32 outputs][2] -> out[rows][panels * 32]. inputs: a multiple of 32.
-inline void linear(const float* x, int64_t rows, int64_t inputs, const uint16_t* w, int64_t panels, float* out) {
-  if (rows == 0) return;
+// As `linear`, of rows that fit the cache.
+inline void some_rows(const float* x, int64_t rows, int64_t inputs, const uint16_t* w, int64_t panels, float* out) {
   const int64_t whole = (rows + kSide - 1) / kSide * kSide, stride = panels * kPanel, panel_stride = inputs * kPanel;
   const std::unique_ptr<Line[]> lines(new Line[whole * inputs / kDeep]);
   uint16_t* tiles = lines[0].numbers;
@@ -148,6 +148,14 @@ inline void linear(const float* x, int64_t rows, int64_t inputs, const uint16_t*
     }
     _tile_release();
   });
+}
+
+// x[rows][inputs] times w [panels][inputs / 2][32 outputs][2] -> out[rows][panels * 32]. inputs: a multiple of 32.
+inline void linear(const float* x, int64_t rows, int64_t inputs, const uint16_t* w, int64_t panels, float* out) {
+  const int64_t pair = 2 * kSide, fitting = kRowBytes / static_cast<int64_t>(sizeof(uint16_t)) / inputs / pair * pair;
+  const int64_t at_once = std::max(pair, fitting);
+  for (int64_t r = 0; r < rows; r += at_once)
+    some_rows(x + r * inputs, std::min(at_once, rows - r), inputs, w, panels, out + r * panels * kPanel);
 }
 
 }  // namespace amx
