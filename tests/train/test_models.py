@@ -22,7 +22,7 @@ from outrider.train.distillation import Distillation, DistillationLoss, divergen
 from outrider.train.draft_model import DraftShape, chosen_layers, draft_config, new_draft, spaced
 from outrider.train.layer_skip import EarlyExitLoss, LayerSkip, drop_rates, exit_weights
 from outrider.train.model_runs import DraftRun, train_draft, train_early_exit
-from outrider.train.runs import Bench, HeadPlan
+from outrider.train.runs import Bench, EagleRun, HeadPlan, train_eagle, train_medusa
 from outrider.train.trainer import Trainer
 from outrider.types import OutriderError
 
@@ -291,6 +291,27 @@ def test_a_run_that_is_interrupted_ends_with_the_same_weights(kind, runner, rows
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
     measured = [json.loads((tmp_path / name / "measured.json").read_text()) for name in ("whole", "cut")]
     assert measured[0] == measured[1]
+
+
+@pytest.mark.parametrize("kind", ["early-exit", "draft", "eagle", "medusa"])
+def test_what_is_compiled_learns_the_same(kind, runner, rows, tmp_path):
+    def losses(how):
+        at = Bench(runner, None, tmp_path / str(how.compiled), rows=rows)
+        name, out = kind, tmp_path / f"{how.compiled}-out"
+        if kind == "draft":
+            assert train_draft(at, out, how)
+        elif kind == "early-exit":
+            assert train_early_exit(at, out, how, LayerSkip(max_drop=0.4))
+        elif kind == "eagle":
+            assert train_eagle(at, out, how, EagleRun(3, 2, (1, 2, 3), 60))
+            name = "eagle3"
+        else:
+            assert train_medusa(at, out, how, num_heads=2)
+        points = json.loads((out / f"{name}_curve.json").read_text())
+        return [point["loss" if kind != "draft" else "kl"] for point in points]
+
+    eager, compiled = (losses(replace(FAST, epochs=0.5, compiled=flag)) for flag in (False, True))
+    assert len(eager) > 2 and compiled == pytest.approx(eager, rel=0.02)
 
 
 def test_what_cannot_be_trained_is_said_in_one_line(runner, rows, bench, tmp_path):

@@ -57,6 +57,8 @@ def train_early_exit(bench: Bench, out: Path, how: HeadPlan, skip: LayerSkip) ->
         return {f"held_exit_{depth}": found["greedy"]["acceptance"] for depth, found in exits.items()}
 
     before = once(bench.work / "early-exit" / "before.json", lambda: measure_exits(decoder, rows.held_out))
+    for layer in decoder.layers if how.compiled else ():
+        layer.compile()  # for any number of rows: dropout leaves some out
     loss = EarlyExitLoss(decoder, skip, autocast_dtype(runner.device), how.seed)
     if not run_job(bench, "early-exit", model, rows, loss, how.plan(rows), measure):
         return False
