@@ -17,7 +17,7 @@ from outrider.train.distillation import Distillation, DistillationLoss
 from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
 from outrider.train.plan import Plan
 from outrider.train.trainer import Job, Trainer
-from recipes.family import corpus, data, evaluate, model, samples, tokenizer
+from recipes.family import corpus, data, evaluate, model, samples, stages, tokenizer
 from recipes.family.config import PRESETS
 
 TINY = PRESETS["tiny"]
@@ -65,6 +65,18 @@ def test_the_draft_learns_from_the_target(tmp_path: Path) -> None:
     kls = [point["kl"] for point in trainer.curve if "kl" in point]
     assert kls[-1] < 0.7 * kls[0]
     assert rows.rows_drawn["generated"] == rows.rows_drawn["noise"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_draft_begins_as_layers_of_its_target(preset: str) -> None:
+    teacher = model.build(PRESETS[preset].target, PRESETS[preset], 0)
+    student = stages.new_draft(PRESETS[preset], teacher, 1)
+    assert student.config.vocab_size == teacher.config.vocab_size
+    same_width = student.config.hidden_size == teacher.config.hidden_size
+    first, last = student.model.layers[0], student.model.layers[-1]
+    chosen = [teacher.model.layers[index] for index in PRESETS[preset].distillation.layers]
+    for own, source in zip((first, last), (chosen[0], chosen[-1]), strict=True):
+        assert torch.equal(own.mlp.gate_proj.weight, source.mlp.gate_proj.weight) == same_width
 
 
 def test_the_clock_does_not_count_pauses() -> None:

@@ -57,7 +57,7 @@ PRESETS = {
     "cpu": Preset(
         vocab=4096,
         target=Shape(hidden=256, layers=8, heads=4, kv_heads=2, intermediate=768),
-        draft=Shape(hidden=192, layers=2, heads=3, kv_heads=1, intermediate=576),
+        draft=Shape(hidden=256, layers=2, heads=4, kv_heads=2, intermediate=768),
         target_plan=Plan(60_000_000, 4096, ((0.85, 256), (0.97, 512), (1.0, 1024)), minutes=70),
         draft_plan=Plan(20_000_000, 4096, ((1.0, 256),), minutes=15, muon_lr=0.01, adam_lr=0.0025, warmup=0.02),
         layer_skip=LayerSkip(exit_scale=0.5, exit_share=0.25, from_scratch=True, whole_steps=True, grow_at=0.2),
@@ -77,12 +77,12 @@ PRESETS = {
     "tiny": Preset(  # for tests: seconds on any machine
         vocab=320,
         target=Shape(hidden=64, layers=3, heads=1, kv_heads=1, intermediate=96),
-        draft=Shape(hidden=64, layers=1, heads=1, kv_heads=1, intermediate=64),
+        draft=Shape(hidden=64, layers=1, heads=1, kv_heads=1, intermediate=96),
         target_plan=Plan(20_000, 256, ((0.5, 32), (1.0, 64))),
         draft_plan=Plan(10_000, 256, ((1.0, 32),)),
         layer_skip=LayerSkip(exit_scale=0.2, exit_share=0.5, from_scratch=True, whole_steps=True),
         source_megabytes=1,
-        distillation=DraftText(8, 8, 24, 4),
+        distillation=DraftText(8, 8, 24, 4, layers=(0,)),
         max_positions=256,
     ),
 }

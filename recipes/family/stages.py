@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 from outrider.train import distillation, plots
 from outrider.train.continuation import continue_rows
 from outrider.train.distillation import DistillationLoss
+from outrider.train.draft_model import copy_layers
 from outrider.train.layer_skip import EarlyExitLoss
 from outrider.train.plan import Plan
 from outrider.train.precision import autocast_dtype
@@ -140,6 +141,14 @@ def write_text(shop: Workshop, teacher: LlamaForCausalLM, rows: int) -> Tensor:
     return generated
 
 
+def new_draft(preset: Preset, teacher: LlamaForCausalLM, seed: int) -> LlamaForCausalLM:
+    """A draft that begins as some of its target's layers: as they are, or cut narrower."""
+    student = model.build(preset.draft, preset, seed).to(teacher.device)
+    begin = copy_layers if preset.draft.hidden == preset.target.hidden else shrink
+    begin(teacher, student, preset.distillation.layers)
+    return student
+
+
 def draft_job(shop: Workshop, generated_rows: int | None) -> Job:
     """The distillation run of the draft, from the target as it was exported."""
     preset, how = shop.preset, shop.preset.distillation
@@ -147,9 +156,7 @@ def draft_job(shop: Workshop, generated_rows: int | None) -> Job:
     teacher = model.load(shop.folder / "export" / "target").to(shop.device).requires_grad_(False)
     rows = how.generated_rows if generated_rows is None else generated_rows
     generated = write_text(shop, teacher, rows) if rows else torch.empty(0, 1)
-    student = model.build(preset.draft, preset, plan.seed + 1)
-    shrink(teacher.cpu(), student, how.layers)
-    teacher, student = teacher.to(shop.device), student.to(shop.device)
+    student = new_draft(preset, teacher, plan.seed + 1)
     loss = DistillationLoss(student, teacher, how.teaching, autocast_dtype(shop.device), plan.seed)
     if shop.compiled:
         for net in (student, teacher):
