@@ -94,7 +94,6 @@ class LengthOptions:
             rich_help_panel=LONG,
         ),
     ] = None
-
     compiled: Annotated[
         bool | None,
         typer.Option("--compile", help="Compile what can be: a minute that pays on longer runs.", rich_help_panel=LONG),

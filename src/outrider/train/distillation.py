@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers import PreTrainedModel
 
 from outrider.train.continuation import continue_rows
+from outrider.train.precision import arithmetic
 
 DIVERGENCES = ("kl", "tv")
 
@@ -78,7 +79,7 @@ class DistillationLoss:
 
     def __call__(self, ids: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         """Loss of ids [B, S + 1]."""
-        with torch.autocast(ids.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
+        with arithmetic(ids.device, self.dtype):
             if progress < self.how.plain_share:
                 loss = next_token_loss(self.draft, ids)
                 return loss, {"loss": loss.detach()}

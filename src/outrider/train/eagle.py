@@ -19,6 +19,7 @@ from outrider.heads.eagle import EagleHead
 from outrider.train import rollout_attention
 from outrider.train.capture import FeatureCache
 from outrider.train.distillation import SoftCrossEntropy, soft_cross_entropy
+from outrider.train.precision import arithmetic
 
 NOISE = 0.1  # EAGLE-1: features are off by as much when the head feeds itself
 CLASS_WEIGHT = 0.1  # EAGLE-1: of the cross entropy beside the regression
@@ -45,7 +46,7 @@ class EagleLoss:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
             noise = torch.rand(last.shape, generator=generator).to(ids.device)
             features = [last + (2 * noise - 1) * NOISE]
-        with torch.autocast(ids.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
+        with arithmetic(ids.device, self.dtype):
             losses, hits = self._step_losses(ids, features, last)
         parts = {f"step_{depth + 1}": loss.detach() for depth, loss in enumerate(losses)}
         parts |= {f"hit_{depth + 1}": hit for depth, hit in enumerate(hits)}

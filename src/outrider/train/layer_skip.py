@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.train.decoder import Decoder
+from outrider.train.precision import arithmetic
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class EarlyExitLoss:
         """Loss of ids [B, S + 1]."""
         text, labels, count = ids[:, :-1], ids[:, 1:], len(self.decoder.layers)
         rows = max(1, int(len(ids) * self.how.exit_share))
-        with torch.autocast(ids.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
+        with arithmetic(ids.device, self.dtype):
             states = self.decoder.hidden_states(text, self.runs(len(ids), step, progress))
             losses = {count - 1: self.decoder.token_loss(states[-1], labels)}
             for depth in self.exits(step, progress):

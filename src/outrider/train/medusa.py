@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from outrider.heads.medusa import Accuracies, MedusaHeads
 from outrider.train.capture import FeatureCache
 from outrider.train.distillation import SoftCrossEntropy, soft_cross_entropy
+from outrider.train.precision import arithmetic
 
 NUM_RANKS = 10  # candidates of a head whose accuracy is measured
 
@@ -36,7 +37,7 @@ class MedusaLoss:
         """Loss of the cached rows of these numbers [B]."""
         ids, hidden = _read(self.cache, rows, self.layer)
         count, length = self.heads.shape.num_heads, ids.shape[1]
-        with torch.autocast(ids.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
+        with arithmetic(ids.device, self.dtype):
             with torch.no_grad():
                 said = self.output(hidden[:, 1:])  # [B, S - 1, V]: after each token but the first
             logits = self.heads(hidden[:, : length - count - 1])  # [heads, B, T, V]

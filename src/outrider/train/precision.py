@@ -24,3 +24,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype:
         return min(times)
 
     return torch.bfloat16 if seconds(torch.bfloat16) < 0.8 * seconds(torch.float32) else torch.float32
+
+
+def arithmetic(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    """A block whose products are of this type; float32 is what they are without."""
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
