@@ -9,16 +9,15 @@ from typing import Annotated
 
 import typer
 
-from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train.distillation import DIVERGENCES, Distillation
 from outrider.train.draft_model import DraftShape
 from outrider.train.model_runs import DraftRun, train_draft
-from outrider.train.runs import Bench, HeadPlan
+from outrider.train.runs import HeadPlan
 from recipes import run
 from recipes.drafts import foreign as foreign_draft
 from recipes.family import model, report, tokenizer
 from recipes.family.config import PRESETS, SEED
-from recipes.heads.rows import training_rows
+from recipes.heads.rows import bench
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -32,16 +31,6 @@ Tokens = Annotated[Path, typer.Option("--tokens", help="the family recipe's toke
 Out = Annotated[Path, typer.Option("--out", help="folder for the finished draft")]
 Minutes = Annotated[float, typer.Option("--minutes", help="of training")]
 Rows = Annotated[int, typer.Option("--rows", help="rows of 256 tokens, half of them written by the target")]
-
-
-def rows_of(family: Path, tokens: Path, work: Path, count: int) -> Bench:
-    """The target, and rows of text shared with the recipe of the heads where ``work`` is that recipe's."""
-    if not (tokens / "tokens.json").exists():
-        sys.exit(f"no tokenised text in {tokens}: run `python -m recipes.family tokenizer` first")
-    work.mkdir(parents=True, exist_ok=True)
-    (work / ".gitignore").write_text("*\n")
-    runner = ModelRunner.load(family / "target", RunnerConfig(max_batch=128, compile="auto"))
-    return Bench(runner, tokenizer.load(family / "target"), work, rows=training_rows(runner, tokens, work, count))
 
 
 @app.command()
@@ -58,7 +47,7 @@ def distilled(  # noqa: PLR0913 - one parameter an option
     out: Out = Path("build/drafts/distilled"),
 ) -> None:
     """Distil a draft of the family draft's size for longer and compare the two; run again to resume."""
-    at = rows_of(family, tokens, work, rows)
+    at = bench(family / "target", tokens, work, rows)
     shape = DraftShape(PRESETS["cpu"].draft.layers, PRESETS["cpu"].draft.hidden, FROM_LAYERS)
     muon, adam = FRESH if fresh else LEARNED
     kind = DraftRun(shape, None if fresh else str(family / "draft"), Distillation(loss=loss))
@@ -98,7 +87,7 @@ def foreign(  # noqa: PLR0913 - one parameter an option
     (work / ".gitignore").write_text("*\n")
     written: list[str] = []
     if rows and not (work / "tokens" / "tokens.json").exists():
-        learned, at = tokenizer.load(family / "target"), rows_of(family, tokens, rows_work, rows)
+        learned, at = tokenizer.load(family / "target"), bench(family / "target", tokens, rows_work, rows)
         written = [str(learned.decode(row)) for row in at.training_rows().tolist()]
     foreign_draft.prepare(work, corpus, megabytes, vocab, written)
     if not foreign_draft.train(work, family, minutes, out):

@@ -11,13 +11,12 @@ from typing import Annotated
 import typer
 
 from outrider.cli.options import with_groups
-from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train.runs import Bench, EagleRun, HeadPlan, train_eagle, train_medusa
 from recipes import run
 from recipes.family.config import SEED
 from recipes.family.stages import hardware
 from recipes.heads.card import publish
-from recipes.heads.rows import SEQ_LEN, training_rows
+from recipes.heads.rows import SEQ_LEN, bench
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -36,16 +35,6 @@ class Options:
     package: Annotated[Path, typer.Option(help="folder that gets a folder for each head")] = PACKAGE
     work: Annotated[Path, typer.Option(help="folder for rows, features and checkpoints")] = Path("build/heads")
     hardware: Annotated[str | None, typer.Option(help="what the card says it was trained on")] = None
-
-
-def bench(target: Path, tokens: Path, work: Path, rows: int) -> Bench:
-    """The target and its training rows."""
-    if not (tokens / "tokens.json").exists():
-        sys.exit(f"no tokenised text in {tokens}: run `python -m recipes.family tokenizer` first")
-    work.mkdir(parents=True, exist_ok=True)
-    (work / ".gitignore").write_text("*\n")
-    runner = ModelRunner.load(target, RunnerConfig(max_batch=128, compile="auto"))
-    return Bench(runner, None, work, rows=training_rows(runner, tokens, work, rows))
 
 
 def hidden_states(num_layers: int) -> tuple[int, int, int]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerFast
 
-from outrider.runner import ModelRunner
+from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train.progress import Progress
+from outrider.train.runs import Bench
 from outrider.train.text import regenerate
 from outrider.types import OutriderError
 from recipes.family import data, prompts, tokenizer
@@ -16,7 +19,18 @@ from recipes.family.config import SEED
 SEQ_LEN, PROMPT_LEN = 256, 96
 
 
-def training_rows(runner: ModelRunner, tokens: Path, work: Path, count: int) -> torch.Tensor:
+def bench(target: Path, tokens: Path, work: Path, count: int) -> Bench:
+    """The target, its tokenizer and its rows; recipes that are given the same ``work`` share them."""
+    if not (tokens / "tokens.json").exists():
+        sys.exit(f"no tokenised text in {tokens}: run `python -m recipes.family tokenizer` first")
+    work.mkdir(parents=True, exist_ok=True)
+    (work / ".gitignore").write_text("*\n")
+    runner = ModelRunner.load(target, RunnerConfig(max_batch=128, compile="auto"))
+    learned = tokenizer.load(target)
+    return Bench(runner, learned, work, rows=training_rows(runner, learned, tokens, work, count))
+
+
+def training_rows(runner: ModelRunner, learned: PreTrainedTokenizerFast, tokens: Path, work: Path, count: int) -> torch.Tensor:
     """Half corpus text, half continuations the target wrote itself, greedily and at temperature 1, in turn: [R, 256].
 
     Raises ``OutriderError`` where ``work`` holds another number of rows.
@@ -31,7 +45,6 @@ def training_rows(runner: ModelRunner, tokens: Path, work: Path, count: int) -> 
     mixture = data.training_mixture(tokens, SEED + 7)
     plain = mixture.batch(0, half, SEQ_LEN)[:, :SEQ_LEN].int()
     others = data.training_mixture(tokens, SEED + 8).batch(0, count - half, PROMPT_LEN)
-    learned = tokenizer.load(runner_folder(runner))
     starts = prompts.mixed_prompts(tokens, learned, count - half, PROMPT_LEN, others)
     filled = torch.zeros(len(starts), SEQ_LEN, dtype=torch.int32)
     filled[:, :PROMPT_LEN] = starts.int()
@@ -44,8 +57,3 @@ def training_rows(runner: ModelRunner, tokens: Path, work: Path, count: int) -> 
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED))]
     torch.save(rows, path)
     return rows
-
-
-def runner_folder(runner: ModelRunner) -> Path:
-    """Where the target was loaded from: its tokenizer lies there too."""
-    return Path(runner.name)

@@ -6,6 +6,7 @@ A table stands in for the head: its "features" are numbers of texts. Nothing els
 from __future__ import annotations
 
 import itertools
+from time import perf_counter
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,8 @@ from torch import Tensor
 from toy import make_request
 
 from outrider.proposers import eagle
+from outrider.proposers.tree_chances import Calibration, Floats
+from outrider.proposers.tree_sizes import Bill
 from outrider.proposers.trees import grown, shape_of, without
 from outrider.sampling import Sampler
 from outrider.types import Context, Proposal, SamplingParams
@@ -64,6 +67,13 @@ class TableHead:
             self.texts.append((*self.texts[int(parent)], token))
         assert sees.shape[:2] == token_ids.shape and bool(sees[..., -token_ids.shape[1] :].diagonal(dim1=1, dim2=2).all())
         return torch.arange(first, len(self.texts)).view(1, -1, 1)
+
+
+class Believing(Calibration):
+    """Takes each confidence for the chance itself."""
+
+    def chances(self, confidences: Floats) -> Floats:
+        return confidences.copy()
 
 
 class Scripted(Sampler):
@@ -155,7 +165,7 @@ def test_the_confident_tree_holds_the_likeliest_paths(k: int) -> None:
     text: Text = PROMPT
     sampler = Sampler([make_request(text)], VOCAB)
     round_ = eagle._Round(Context((make_request(text),), (9,), sampler), [0], k, VOCAB)
-    proposal = eagle._confident_tree(TableHead(text), round_, torch.zeros(1, 1), VOCAB**2, eagle._Candidates(5))
+    proposal = eagle._confident_tree(TableHead(text), round_, torch.zeros(1, 1), VOCAB**2, eagle._Candidates(5, Believing()))
     worth: dict[Text, float] = {}
     for depth in range(1, k + 1):
         for path in itertools.product(range(VOCAB), repeat=depth):
@@ -170,11 +180,29 @@ def test_the_confident_tree_holds_the_likeliest_paths(k: int) -> None:
     assert all(a[1] >= b[1] for a, b in itertools.combinations(siblings, 2) if a[0] == b[0])
 
 
+def test_a_head_that_is_better_than_it_says_drafts_deeper() -> None:
+    """A level costs what pays for a draft that is taken in nine of ten rounds, but not in as many as this table says."""
+    sampler = Sampler([make_request(PROMPT)], VOCAB)
+    round_ = eagle._Round(Context((make_request(PROMPT),), (9,), sampler), [0], 6, VOCAB)
+    calibration = Calibration()
+    prices = Bill(1, 0.0, [1.0 + 0.3 * nodes for nodes in range(7)])
+
+    def drafted() -> tuple[int, list[float]]:
+        found = eagle._Candidates(6, calibration, prices, perf_counter())
+        eagle._confident_tree(TableHead(PROMPT), round_, torch.zeros(1, 1), 2, found)
+        return found.num_levels, found.drafted[round_.ids[0]].confidences
+
+    depth, confidences = drafted()
+    for _ in range(100):
+        calibration.learn(confidences[:2], 0)
+    assert depth < drafted()[0]
+
+
 def test_a_limit_cuts_the_tree_by_depth() -> None:
     sampler = Sampler([make_request(PROMPT)], VOCAB)
     round_ = eagle._Round(Context((make_request(PROMPT),), (1,), sampler), [0], 3, VOCAB)
     round_.limits = [1]
-    proposal = eagle._confident_tree(TableHead(PROMPT), round_, torch.zeros(1, 1), 2, eagle._Candidates(6))
+    proposal = eagle._confident_tree(TableHead(PROMPT), round_, torch.zeros(1, 1), 2, eagle._Candidates(6, Believing()))
     assert set(proposal.parents[0, : int(proposal.lens[0])].tolist()) == {-1}
 
 

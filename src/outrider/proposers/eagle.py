@@ -2,9 +2,10 @@
 EAGLE-3 2503.01840).
 
 Greedy and coupled rounds: the dynamic tree of EAGLE-2, section 4: levels of the ``top_k`` most confident nodes are expanded,
-then all candidates are re-ranked and the best kept; its drafts are point masses. Sampled rounds: siblings are drawn one after
-the other without replacement, in a tree whose shape does not depend on what is drawn, and the proposal carries the
-distributions: multi-round rejection then has its full value, and the law of the output is the target's.
+then all candidates are re-ranked and the best kept; its drafts are point masses. EAGLE-2 takes the head's confidence for the
+chance of acceptance; here it is calibrated by what the target took. Sampled rounds: siblings are drawn one after the other
+without replacement, in a tree whose shape does not depend on what is drawn, and the proposal carries the distributions:
+multi-round rejection then has its full value, and the law of the output is the target's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,11 +25,12 @@ from outrider.heads.head_runner import HeadRunner
 from outrider.proposers.base import Proposer, Setting
 from outrider.proposers.portable import FeatureHead
 from outrider.proposers.sample_text import TEXT
+from outrider.proposers.tree_chances import Calibration, Floats, SiblingRates
 from outrider.proposers.tree_sizes import Bill, TreeSizes
 from outrider.proposers.trees import TreeShape, without
 from outrider.runner import ModelRunner
 from outrider.sampling import Sampler
-from outrider.types import Context, Finding, OutriderError, Proposal
+from outrider.types import Context, Finding, OutriderError, Proposal, Verdict
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,9 @@ class EagleProposer(Proposer):
         self.max_drafts = config.max_depth
         self._config, self._vocab_size = config, target.vocab_size
         self._sizes = TreeSizes(target, config.max_nodes)
+        self._rates = SiblingRates([config.acceptance] * config.max_depth)
+        self._calibrations = {is_greedy: Calibration() for is_greedy in (True, False)}
+        self._drafted: dict[str, _Grown | _Drawn] = {}  # of each request, until it is known what the target took
 
     @classmethod
     def build(cls, setting: Setting) -> EagleProposer:
@@ -115,6 +121,7 @@ class EagleProposer(Proposer):
         # Before its prompt has been read by the target, a request has no features.
         able = [b for b in range(len(context.requests)) if len(context.hidden[self.needs_hidden[0]][b])]
         k = min(k, self.max_drafts, max((context.limits[b] for b in able), default=0))
+        self._drafted = {}
         if not able:
             return Proposal.empty(len(context.requests))
         out = self._read(context, able)
@@ -122,13 +129,18 @@ class EagleProposer(Proposer):
             return Proposal.empty(len(context.requests))
         round_ = _Round(context, able, k, self._vocab_size)
         if context.sampler.is_deterministic:
-            found = _Candidates(self._sizes.most, self._sizes.bill(context), started)
+            calibration = self._calibrations[all(request.params.is_greedy for request in context.requests)]
+            found = _Candidates(self._sizes.most, calibration, self._sizes.bill(context), started)
             proposal = _confident_tree(self.head, round_, out, self._config.top_k, found)
             depth, num_steps = found.depth, found.num_levels
+            self._drafted = found.drafted
         else:
-            shape = self._sizes.shape([self._config.acceptance] * k, context, is_levelwise=True)
+            shape = self._sizes.shape(self._rates.table[:k], context, is_levelwise=True)
             proposal = _drawn_tree(self.head, round_, out, shape)
             depth = num_steps = max(shape.depths)
+            if not self._sizes.is_fixed:  # where the user fixed the size, a seed's text depends on no other
+                lens = proposal.lens.tolist()
+                self._drafted = {ids: _Drawn(shape, lens[b], self._rates) for b, ids in zip(able, round_.ids, strict=True)}
         self._sizes.learn(int(proposal.lens.max()), max(depth, 1), num_steps, started)
         return proposal
 
@@ -143,6 +155,13 @@ class EagleProposer(Proposer):
         if not bool(torch.isfinite(out).all()):
             raise RuntimeError("the head puts out NaN or infinity")
         return out
+
+    def commit(self, context: Context, verdict: Verdict) -> None:
+        """Compares the trees with what the target took."""
+        num_accepted, next_tokens = verdict.num_accepted.tolist(), verdict.next_token.tolist()
+        for b, request_id in enumerate(context.request_ids):
+            if request_id in self._drafted:
+                self._drafted.pop(request_id).learn(verdict.path[b, : num_accepted[b]].tolist(), next_tokens[b])
 
     def release(self, request_ids: Sequence[str]) -> None:
         self.head.release(request_ids)
@@ -197,8 +216,10 @@ def _confident_tree(head: HeadRunner, round_: _Round, out: Tensor, top_k: int, f
         drafts, above = (round_.spread(nodes), round_.spread(parents)) if depth > 1 else (None, None)
         confidences = round_.pick(round_.sampler.confidences(logits, drafts, above, start))  # [A, W, V]
         best = confidences.topk(min(top_k, confidences.shape[-1]), -1)
-        logprobs = best.values.double().log_().clamp_(max=-1e-9)  # a child is worth less than its parent
-        values = (at[:, :, None] + logprobs).flatten(1)  # [A, W * top_k]
+        chances = found.chances(best.values)
+        values = (at[:, :, None] + chances.log_().clamp_(max=-1e-9)).flatten(
+            1
+        )  # [A, W * top_k]: a child's are below its parent's
         first = found.add(best.indices.flatten(1), values, beam, depth)
         if depth == round_.k or not found.can_grow(values):
             break
@@ -217,12 +238,20 @@ def _confident_tree(head: HeadRunner, round_: _Round, out: Tensor, top_k: int, f
 class _Candidates:
     """All nodes ever proposed, and the choice among them: [A, C] tensors that grow by a level at a time."""
 
-    def __init__(self, num_nodes: int, bill: Bill | None = None, started: float = 0.0) -> None:
+    def __init__(self, num_nodes: int, calibration: Calibration, bill: Bill | None = None, started: float = 0.0) -> None:
         """At most ``num_nodes`` are chosen; with a ``bill`` as many as pay, of drafting that began at ``started``."""
-        self.num_nodes, self._bill, self._started = num_nodes, bill, started
+        self.num_nodes, self._calibration, self._bill, self._started = num_nodes, calibration, bill, started
         self.tokens = self.values = self.parents = torch.empty(0)
         self.depths: list[int] = []
         self.depth = 0  # of the tree that was chosen
+        self.drafted: dict[str, _Grown | _Drawn] = {}  # by request, once it was chosen
+        self._confidences: list[Floats] = []  # of each level, [A, W * top_k]
+
+    def chances(self, confidences: Tensor) -> Tensor:
+        """[A, W, top_k] of the next level -> float64: how likely each is to be the one taken after its parent."""
+        found = confidences.double().cpu().numpy()
+        self._confidences.append(found.reshape(len(found), -1))
+        return torch.from_numpy(self._calibration.chances(found)).to(confidences.device)
 
     def add(self, token_ids: Tensor, values: Tensor, beam: Tensor | None, depth: int) -> int:
         """Adds the children [A, W * top_k] of the nodes ``beam`` [A, W]. Returns the index of the first."""
@@ -262,7 +291,7 @@ class _Candidates:
         values = self.values.cpu().masked_fill(is_beyond, float("-inf"))
         best = values.topk(min(self.num_nodes, values.shape[1]), -1)
         size = best.values.shape[1] if self._bill is None else self._drafted().best(_worths(best.values))[0]
-        tokens, above = self.tokens.tolist(), self.parents.tolist()
+        tokens, above, confidences = self.tokens.tolist(), self.parents.tolist(), np.concatenate(self._confidences, 1).tolist()
         token_ids = torch.zeros(round_.batch, size, dtype=torch.long)
         parents, lens = torch.full_like(token_ids, -1), torch.zeros(round_.batch, dtype=torch.long)
         for a, b in enumerate(round_.able):
@@ -270,12 +299,63 @@ class _Candidates:
             kept = [node for node, value in ranked if value > -1e30]
             kept.sort(key=lambda node: self.depths[node])  # stable: by value within a depth
             place = {node: index for index, node in enumerate(kept)} | {-1: -1}
+            self.drafted[round_.ids[a]] = _Grown(tokens[a], above[a], confidences[a], kept, self._calibration)
             lens[b] = len(kept)
             if kept:
                 self.depth = max(self.depth, self.depths[kept[-1]])
                 token_ids[b, : len(kept)] = torch.tensor([tokens[a][node] for node in kept])
                 parents[b, : len(kept)] = torch.tensor([place[above[a][node]] for node in kept])
         return Proposal(token_ids, lens, None, parents)
+
+
+@dataclass(frozen=True)
+class _Grown:
+    """The candidates for one request's tree, C of them, and which became its nodes."""
+
+    tokens: list[int]
+    parents: list[int]
+    confidences: list[float]
+    nodes: list[int]
+    calibration: Calibration
+
+    def learn(self, path: list[int], next_token: int) -> None:
+        """``path``: the nodes that the target took. Candidates that did not become nodes are compared, too."""
+        children: dict[int, list[int]] = {}
+        for each, parent in enumerate(self.parents):
+            children.setdefault(parent, []).append(each)
+        at = -1
+        for token in [*(self.tokens[self.nodes[node]] for node in path), next_token]:
+            siblings = children.get(at, [])
+            if not siblings:
+                return
+            taken = next((rank for rank, each in enumerate(siblings) if self.tokens[each] == token), None)
+            self.calibration.learn([self.confidences[each] for each in siblings], taken)
+            if taken is None:
+                return
+            at = siblings[taken]
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """The tree that was drawn for one request: the first ``count`` nodes of a shape."""
+
+    shape: TreeShape
+    count: int
+    rates: SiblingRates
+
+    def learn(self, path: list[int], next_token: int) -> None:
+        """``path``: the nodes that were accepted."""
+        ranks: list[int] = []
+        taken: list[int | None] = []
+        at = -1
+        for node in (*path, None):
+            siblings = [child for child in self.shape.children(at) if child < self.count]
+            if not siblings:
+                break
+            ranks.append(len(siblings))
+            taken.append(None if node is None else siblings.index(node))
+            at = -1 if node is None else node
+        self.rates.learn(ranks, taken)
 
 
 def _worths(best: Tensor) -> list[float]:

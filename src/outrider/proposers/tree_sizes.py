@@ -57,7 +57,7 @@ class TreeSizes:
         self._bills: dict[tuple[int, int], tuple[int, Bill]] = {}  # (batch, cache bucket) -> rounds that it still holds, bill
         self._step = 0.0  # seconds of a step of drafting
         self._nodes_a_level = 2.0
-        self._grown: dict[int, tuple[list[tuple[int, ...]], list[float]]] = {}
+        self._grown: dict[int, tuple[Sequence[Sequence[float]], list[tuple[int, ...]], list[float]]] = {}
         self._shapes: dict[tuple[int, int], TreeShape] = {}
         if not self.is_fixed and self._passes.plain_round(1, 0) is None:
             for width in (1, 1 + self.most):
@@ -100,9 +100,10 @@ class TreeSizes:
         ``is_levelwise``: each level takes a step of drafting of its own.
         """
         k = len(acceptance)
-        if k not in self._grown:
-            self._grown[k] = grown(acceptance, self.most)
-        paths, worths = self._grown[k]
+        if k not in self._grown or self._grown[k][0] != acceptance:
+            self._grown[k] = acceptance, *grown(acceptance, self.most)
+            self._shapes = {key: shape for key, shape in self._shapes.items() if key[0] != k}
+        _, paths, worths = self._grown[k]
         size, bill = len(paths), self.bill(context)
         if bill is not None:
             depths = accumulate([len(path) for path in paths], max, initial=0)

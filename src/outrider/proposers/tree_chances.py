@@ -1,0 +1,94 @@
+"""How likely the nodes of the next tree are to be accepted, as earlier rounds showed.
+
+What a head was measured to reach on held-out text, and what it says of its own drafts, are beginnings: the text at hand may be
+easier or harder, and a head that learned whole distributions is less sure of its likeliest token than it is often right when
+the target takes its own likeliest. A tree grown by such a confidence ends too early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+REACH = 6.0  # confidences are told apart up to these odds, as logarithms
+BELIEF = 4.0  # drafts of each confidence that its own word counts for
+MEASURED = 16.0  # texts that what was measured before counts for
+MOST = 200.0  # drafts that are remembered: older ones count less and less
+REFRESH = 16  # texts after which rates are worked out anew: a new shape of tree is chosen for them
+
+
+class Calibration:
+    """From a head's confidence in a draft to the share of such drafts that the target took.
+
+    By counts in bins of the confidence's odds, one apart, and straight lines between (histogram binning: Zadrozny and Elkan
+    2001; Guo et al. 2017, section 4); the likeliest of a node's children apart from the others. As long as little was seen, a
+    confidence is believed.
+    """
+
+    def __init__(self) -> None:
+        self._centres: Floats = np.arange(-REACH, REACH + 1)
+        self._tried: Floats = np.full((2, len(self._centres)), BELIEF)  # [first child or other, bin]
+        self._kept: Floats = self._tried / (1 + np.exp(-self._centres))
+
+    def chances(self, confidences: Floats) -> Floats:
+        """[..., R], of siblings with the likeliest first, each in (0, 1) -> the same shape: how likely each is to be taken."""
+        odds = _odds(confidences)
+        rates = self._kept / self._tried
+        chances: Floats = np.interp(odds, self._centres, rates[1])
+        chances[..., 0] = np.interp(odds[..., 0], self._centres, rates[0])
+        return chances
+
+    def learn(self, confidences: Sequence[float], taken: int | None) -> None:
+        """Counts the children of one node, the likeliest first: of confidences c1, c2, ... the target took number ``taken``."""
+        places = _odds(np.array(confidences)) + REACH
+        below = np.minimum(places.astype(int), len(self._centres) - 2)
+        for rank, (bin_, above) in enumerate(zip(below.tolist(), (places - below).tolist(), strict=True)):
+            row = min(rank, 1)
+            for at, part in ((bin_, 1 - above), (bin_ + 1, above)):
+                self._tried[row, at] += part
+                self._kept[row, at] += part * (rank == taken)
+                if self._tried[row, at] > MOST:
+                    self._tried[row, at] /= 2
+                    self._kept[row, at] /= 2
+
+
+def _odds(chances: Floats) -> Floats:
+    """Their logarithms, as far as they are told apart."""
+    edge = 1 / (1 + np.exp(REACH))
+    inner = np.clip(chances, edge, 1 - edge)
+    odds: Floats = np.log(inner) - np.log1p(-inner)
+    return np.clip(odds, -REACH, REACH)
+
+
+class SiblingRates:
+    """By depth and rank: how often a draft was the one taken where its parent was.
+
+    Begins with what was measured before; ``table`` is what a tree of fixed shape is chosen by (see ``trees.grown``).
+    """
+
+    def __init__(self, measured: Sequence[Sequence[float]]) -> None:
+        """``measured[d][r]``: of the draft of rank r at depth d + 1."""
+        self.table = tuple(tuple(row) for row in measured)
+        self._tried = [[MEASURED] * len(row) for row in measured]
+        self._kept = [[MEASURED * rate for rate in row] for row in measured]
+        self._news = 0
+
+    def learn(self, ranks: Sequence[int], taken: Sequence[int | None]) -> None:
+        """Counts one text: at depth d + 1 there were ``ranks[d]`` drafts, and the target took the one of rank ``taken[d]``."""
+        for tried, kept, count, rank in zip(self._tried, self._kept, ranks, taken, strict=False):
+            for at in range(min(count, len(tried))):
+                tried[at] += 1
+                kept[at] += at == rank
+            if tried[0] > MOST:
+                tried[:], kept[:] = [each / 2 for each in tried], [each / 2 for each in kept]
+        self._news += 1
+        if self._news == REFRESH:
+            self._news = 0
+            rates = [
+                [a / b for a, b in zip(kept, tried, strict=True)] for kept, tried in zip(self._kept, self._tried, strict=True)
+            ]
+            self.table = tuple(tuple(row) for row in rates)

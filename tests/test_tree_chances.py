@@ -1,0 +1,124 @@
+"""What earlier rounds say of the next tree: by hand-counted drafts, and in whole generations of heads that are too modest."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from heads.writers import HIDDEN, write_eagle3, write_medusa
+from tiny_folder import make_folder
+
+from outrider import LLM, SamplingParams
+from outrider.proposers.eagle import _Drawn, _Grown
+from outrider.proposers.tree_chances import MEASURED, MOST, REFRESH, Calibration, SiblingRates
+from outrider.proposers.trees import grown, shape_of
+
+
+def test_a_confidence_is_believed_before_anything_was_seen():
+    said = np.array([[0.9, 0.05, 0.01], [0.5, 0.3, 0.002]])
+    assert Calibration().chances(said) == pytest.approx(said, rel=0.15, abs=1e-3)
+
+
+def test_drafts_that_are_better_than_said_are_worth_more():
+    calibration = Calibration()
+    for number in range(200):
+        calibration.learn([0.4, 0.1], None if number % 10 == 0 else 0)  # nine of ten
+    first, second = calibration.chances(np.array([0.4, 0.1]))
+    assert first == pytest.approx(0.9, abs=0.05) and second < 0.02
+    # Other confidences, and the same one of a second child, were not seen.
+    assert calibration.chances(np.array([0.97]))[0] == pytest.approx(0.97, abs=0.02)
+    assert calibration.chances(np.array([0.5, 0.4]))[1] == pytest.approx(0.4, abs=0.05)
+
+
+def test_what_is_long_ago_is_forgotten():
+    calibration, rates = Calibration(), SiblingRates([(0.5, 0.1)])
+    for taken in [None] * 2000 + [0] * 600:
+        calibration.learn([0.5], taken)
+        rates.learn([1], [taken])
+    assert calibration.chances(np.array([0.5]))[0] > 0.9 and rates.table[0][0] > 0.9
+    assert calibration._tried.max() <= MOST + 1
+
+
+def test_an_extreme_confidence_is_a_finite_chance():
+    calibration = Calibration()
+    calibration.learn([1.0, 0.0], 0)
+    assert np.isfinite(calibration.chances(np.array([1.0, 0.0]))).all()
+
+
+def test_rates_are_those_of_drafts_whose_parents_were_there():
+    rates = SiblingRates([(0.5, 0.2, 0.1), (0.5, 0.2, 0.1)])
+    before = rates.table
+    for _ in range(REFRESH):
+        assert rates.table is before  # a tree is not reshaped every round
+        rates.learn([2, 2], [1])  # the second at depth 1; depth 2 was not reached
+    tried = MEASURED + REFRESH
+    assert rates.table[0] == pytest.approx((0.5 * MEASURED / tried, (0.2 * MEASURED + REFRESH) / tried, 0.1))
+    assert rates.table[1] == before[1]
+
+
+def test_a_grown_tree_counts_every_candidate_on_the_targets_way():
+    # The root's children 7 and 8, of which only 7 is a node; its children 5 and 6.
+    seen = []
+
+    class Counting(Calibration):
+        def learn(self, confidences, taken):
+            seen.append((confidences, taken))
+
+    tree = _Grown([7, 8, 5, 6], [-1, -1, 0, 0], [0.6, 0.3, 0.5, 0.4], [0, 3], Counting())
+    for path, token, counted in (
+        ([0, 1], 9, [([0.6, 0.3], 0), ([0.5, 0.4], 1)]),  # 7, 6 and what nobody knows
+        ([0], 5, [([0.6, 0.3], 0), ([0.5, 0.4], 0)]),  # 7, then 5, which was left out
+        ([], 8, [([0.6, 0.3], 1)]),
+        ([], 1, [([0.6, 0.3], None)]),
+    ):
+        tree.learn(path, token)
+        assert seen == counted
+        seen.clear()
+
+
+def test_a_drawn_tree_counts_its_own_nodes():
+    seen = []
+
+    class Counting(SiblingRates):
+        def learn(self, ranks, taken):
+            seen.append((ranks, taken))
+
+    shape = shape_of(grown([(0.7, 0.5), (0.6, 0.2)], 4)[0])
+    assert shape.parents == (-1, -1, 0, 1)
+    tree = _Drawn(shape, 4, Counting([(0.5,)]))
+    for path, counted in (([], ([2], [None])), ([1], ([2, 1], [1, None])), ([0, 2], ([2, 1], [0, 0]))):
+        tree.learn(path, 3)
+        assert seen.pop() == counted
+    _Drawn(shape, 2, Counting([(0.5,)])).learn([0], 3)  # cut before the second level
+    assert seen.pop() == ([2], [0])
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chances")
+    make_folder(folder / "target", hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=4)
+    write_medusa(folder / "medusa", 320, 3)
+    write_eagle3(folder / "eagle3", 320, 100)
+    return folder
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("head", ["eagle3", "medusa"])
+def test_methods_learn_what_their_heads_are_worth(home, head, temperature):
+    """Heads of random weights: little is accepted, and soon little is expected. A fixed size keeps what it was told."""
+    method = "eagle" if head == "eagle3" else head
+    for fixed in (False, True):
+        said = f"{method}:draft={home / head}" + (":max_nodes=6" if fixed else "")
+        llm = LLM(home / "target", method=said, compile="never", device="cpu", num_draft_tokens=3)
+        proposer = llm.engine.proposer
+        calibrations = proposer._calibrations.values() if method == "eagle" else ()
+        before = proposer._rates.table, [each._tried.sum() for each in calibrations]
+        llm.generate([[5, 6, 7], [9, 8, 7, 6]], SamplingParams(max_tokens=40, temperature=temperature, seed=1, ignore_eos=True))
+        after = proposer._rates.table, [each._tried.sum() for each in calibrations]
+        grows_by_confidence = method == "eagle" and temperature == 0
+        if grows_by_confidence:
+            assert after[1][0] > before[1][0] and after[0] == before[0]
+        elif fixed:
+            assert after == before
+        else:
+            assert after[0][0][0] < before[0][0][0] and after[1] == before[1]
+        assert llm.stats.faults == 0
