@@ -8,8 +8,7 @@ from heads.writers import HIDDEN, write_eagle3, write_medusa
 from tiny_folder import make_folder
 
 from outrider import LLM, SamplingParams
-from outrider.proposers.eagle import _Drawn, _Grown
-from outrider.proposers.tree_chances import MEASURED, MOST, REFRESH, Calibration, SiblingRates
+from outrider.proposers.tree_chances import MEASURED, MOST, REFRESH, Calibration, DrawnTree, GrownTree, SiblingRates
 from outrider.proposers.trees import grown, shape_of
 
 
@@ -38,10 +37,11 @@ def test_what_is_long_ago_is_forgotten():
     assert calibration._tried.max() <= MOST + 1
 
 
-def test_an_extreme_confidence_is_a_finite_chance():
+def test_only_what_cannot_come_is_impossible():
     calibration = Calibration()
-    calibration.learn([1.0, 0.0], 0)
-    assert np.isfinite(calibration.chances(np.array([1.0, 0.0]))).all()
+    calibration.learn([1.0, 0.0], 1)  # a token so unlikely that it came was not impossible, only below what floats tell apart
+    first, second, third = calibration.chances(np.array([1.0, 1e-30, 0.0]))
+    assert 0 < second < first < 1 and third == 0
 
 
 def test_rates_are_those_of_drafts_whose_parents_were_there():
@@ -63,7 +63,7 @@ def test_a_grown_tree_counts_every_candidate_on_the_targets_way():
         def learn(self, confidences, taken):
             seen.append((confidences, taken))
 
-    tree = _Grown([7, 8, 5, 6], [-1, -1, 0, 0], [0.6, 0.3, 0.5, 0.4], [0, 3], Counting())
+    tree = GrownTree([7, 8, 5, 6], [-1, -1, 0, 0], [0.6, 0.3, 0.5, 0.4], [0, 3], Counting())
     for path, token, counted in (
         ([0, 1], 9, [([0.6, 0.3], 0), ([0.5, 0.4], 1)]),  # 7, 6 and what nobody knows
         ([0], 5, [([0.6, 0.3], 0), ([0.5, 0.4], 0)]),  # 7, then 5, which was left out
@@ -84,11 +84,11 @@ def test_a_drawn_tree_counts_its_own_nodes():
 
     shape = shape_of(grown([(0.7, 0.5), (0.6, 0.2)], 4)[0])
     assert shape.parents == (-1, -1, 0, 1)
-    tree = _Drawn(shape, 4, Counting([(0.5,)]))
+    tree = DrawnTree(shape, 4, Counting([(0.5,)]))
     for path, counted in (([], ([2], [None])), ([1], ([2, 1], [1, None])), ([0, 2], ([2, 1], [0, 0]))):
         tree.learn(path, 3)
         assert seen.pop() == counted
-    _Drawn(shape, 2, Counting([(0.5,)])).learn([0], 3)  # cut before the second level
+    DrawnTree(shape, 2, Counting([(0.5,)])).learn([0], 3)  # cut before the second level
     assert seen.pop() == ([2], [0])
 
 

@@ -180,6 +180,15 @@ def test_the_confident_tree_holds_the_likeliest_paths(k: int) -> None:
     assert all(a[1] >= b[1] for a, b in itertools.combinations(siblings, 2) if a[0] == b[0])
 
 
+def test_a_token_that_cannot_come_is_in_no_tree() -> None:
+    """However many nodes there is room for, and whatever calibration makes of small confidences."""
+    request = make_request(PROMPT, SamplingParams(banned_token_ids=(1,)))
+    round_ = eagle._Round(Context((request,), (9,), Sampler([request], VOCAB)), [0], 2, VOCAB)
+    proposal = eagle._confident_tree(TableHead(PROMPT), round_, torch.zeros(1, 1), VOCAB, eagle._Candidates(50, Calibration()))
+    assert int(proposal.lens[0]) == (VOCAB - 1) + (VOCAB - 1) ** 2
+    assert 1 not in proposal.token_ids[0, : int(proposal.lens[0])]
+
+
 def test_a_head_that_is_better_than_it_says_drafts_deeper() -> None:
     """A level costs what pays for a draft that is taken in nine of ten rounds, but not in as many as this table says."""
     sampler = Sampler([make_request(PROMPT)], VOCAB)

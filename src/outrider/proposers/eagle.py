@@ -25,7 +25,7 @@ from outrider.heads.head_runner import HeadRunner
 from outrider.proposers.base import Proposer, Setting
 from outrider.proposers.portable import FeatureHead
 from outrider.proposers.sample_text import TEXT
-from outrider.proposers.tree_chances import Calibration, Floats, SiblingRates
+from outrider.proposers.tree_chances import Calibration, DrawnTree, Floats, GrownTree, SiblingRates
 from outrider.proposers.tree_sizes import Bill, TreeSizes
 from outrider.proposers.trees import TreeShape, without
 from outrider.runner import ModelRunner
@@ -71,7 +71,7 @@ class EagleProposer(Proposer):
         self._sizes = TreeSizes(target, config.max_nodes)
         self._rates = SiblingRates([config.acceptance] * config.max_depth)
         self._calibrations = {is_greedy: Calibration() for is_greedy in (True, False)}
-        self._drafted: dict[str, _Grown | _Drawn] = {}  # of each request, until it is known what the target took
+        self._drafted: dict[str, GrownTree | DrawnTree] = {}  # of each request, until it is known what the target took
 
     @classmethod
     def build(cls, setting: Setting) -> EagleProposer:
@@ -140,7 +140,8 @@ class EagleProposer(Proposer):
             depth = num_steps = max(shape.depths)
             if not self._sizes.is_fixed:  # where the user fixed the size, a seed's text depends on no other
                 lens = proposal.lens.tolist()
-                self._drafted = {ids: _Drawn(shape, lens[b], self._rates) for b, ids in zip(able, round_.ids, strict=True)}
+                drawn = zip(round_.ids, [lens[b] for b in able], strict=True)
+                self._drafted = {request_id: DrawnTree(shape, count, self._rates) for request_id, count in drawn}
         self._sizes.learn(int(proposal.lens.max()), max(depth, 1), num_steps, started)
         return proposal
 
@@ -216,10 +217,8 @@ def _confident_tree(head: HeadRunner, round_: _Round, out: Tensor, top_k: int, f
         drafts, above = (round_.spread(nodes), round_.spread(parents)) if depth > 1 else (None, None)
         confidences = round_.pick(round_.sampler.confidences(logits, drafts, above, start))  # [A, W, V]
         best = confidences.topk(min(top_k, confidences.shape[-1]), -1)
-        chances = found.chances(best.values)
-        values = (at[:, :, None] + chances.log_().clamp_(max=-1e-9)).flatten(
-            1
-        )  # [A, W * top_k]: a child's are below its parent's
+        logprobs = found.chances(best.values).log_().clamp_(max=-1e-9)  # a child is worth less than its parent
+        values = (at[:, :, None] + logprobs).flatten(1)  # [A, W * top_k]
         first = found.add(best.indices.flatten(1), values, beam, depth)
         if depth == round_.k or not found.can_grow(values):
             break
@@ -244,7 +243,7 @@ class _Candidates:
         self.tokens = self.values = self.parents = torch.empty(0)
         self.depths: list[int] = []
         self.depth = 0  # of the tree that was chosen
-        self.drafted: dict[str, _Grown | _Drawn] = {}  # by request, once it was chosen
+        self.drafted: dict[str, GrownTree | DrawnTree] = {}  # by request, once it was chosen
         self._confidences: list[Floats] = []  # of each level, [A, W * top_k]
 
     def chances(self, confidences: Tensor) -> Tensor:
@@ -299,63 +298,13 @@ class _Candidates:
             kept = [node for node, value in ranked if value > -1e30]
             kept.sort(key=lambda node: self.depths[node])  # stable: by value within a depth
             place = {node: index for index, node in enumerate(kept)} | {-1: -1}
-            self.drafted[round_.ids[a]] = _Grown(tokens[a], above[a], confidences[a], kept, self._calibration)
+            self.drafted[round_.ids[a]] = GrownTree(tokens[a], above[a], confidences[a], kept, self._calibration)
             lens[b] = len(kept)
             if kept:
                 self.depth = max(self.depth, self.depths[kept[-1]])
                 token_ids[b, : len(kept)] = torch.tensor([tokens[a][node] for node in kept])
                 parents[b, : len(kept)] = torch.tensor([place[above[a][node]] for node in kept])
         return Proposal(token_ids, lens, None, parents)
-
-
-@dataclass(frozen=True)
-class _Grown:
-    """The candidates for one request's tree, C of them, and which became its nodes."""
-
-    tokens: list[int]
-    parents: list[int]
-    confidences: list[float]
-    nodes: list[int]
-    calibration: Calibration
-
-    def learn(self, path: list[int], next_token: int) -> None:
-        """``path``: the nodes that the target took. Candidates that did not become nodes are compared, too."""
-        children: dict[int, list[int]] = {}
-        for each, parent in enumerate(self.parents):
-            children.setdefault(parent, []).append(each)
-        at = -1
-        for token in [*(self.tokens[self.nodes[node]] for node in path), next_token]:
-            siblings = children.get(at, [])
-            if not siblings:
-                return
-            taken = next((rank for rank, each in enumerate(siblings) if self.tokens[each] == token), None)
-            self.calibration.learn([self.confidences[each] for each in siblings], taken)
-            if taken is None:
-                return
-            at = siblings[taken]
-
-
-@dataclass(frozen=True)
-class _Drawn:
-    """The tree that was drawn for one request: the first ``count`` nodes of a shape."""
-
-    shape: TreeShape
-    count: int
-    rates: SiblingRates
-
-    def learn(self, path: list[int], next_token: int) -> None:
-        """``path``: the nodes that were accepted."""
-        ranks: list[int] = []
-        taken: list[int | None] = []
-        at = -1
-        for node in (*path, None):
-            siblings = [child for child in self.shape.children(at) if child < self.count]
-            if not siblings:
-                break
-            ranks.append(len(siblings))
-            taken.append(None if node is None else siblings.index(node))
-            at = -1 if node is None else node
-        self.rates.learn(ranks, taken)
 
 
 def _worths(best: Tensor) -> list[float]:

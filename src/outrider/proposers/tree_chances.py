@@ -8,9 +8,12 @@ the target takes its own likeliest. A tree grown by such a confidence ends too e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from outrider.proposers.trees import TreeShape
 
 Floats = NDArray[np.float64]
 
@@ -35,11 +38,15 @@ class Calibration:
         self._kept: Floats = self._tried / (1 + np.exp(-self._centres))
 
     def chances(self, confidences: Floats) -> Floats:
-        """[..., R], of siblings with the likeliest first, each in (0, 1) -> the same shape: how likely each is to be taken."""
+        """[..., R], of siblings with the likeliest first -> the same shape: how likely each is to be taken.
+
+        What cannot come, as a token that a grammar forbids, stays impossible.
+        """
         odds = _odds(confidences)
         rates = self._kept / self._tried
         chances: Floats = np.interp(odds, self._centres, rates[1])
         chances[..., 0] = np.interp(odds[..., 0], self._centres, rates[0])
+        chances[confidences <= 0] = 0.0
         return chances
 
     def learn(self, confidences: Sequence[float], taken: int | None) -> None:
@@ -92,3 +99,53 @@ class SiblingRates:
                 [a / b for a, b in zip(kept, tried, strict=True)] for kept, tried in zip(self._kept, self._tried, strict=True)
             ]
             self.table = tuple(tuple(row) for row in rates)
+
+
+@dataclass(frozen=True)
+class GrownTree:
+    """The candidates for one request's tree, C of them, and which became its nodes."""
+
+    tokens: list[int]
+    parents: list[int]
+    confidences: list[float]
+    nodes: list[int]
+    calibration: Calibration
+
+    def learn(self, path: list[int], next_token: int) -> None:
+        """``path``: the nodes that the target took. Candidates that did not become nodes are compared, too."""
+        children: dict[int, list[int]] = {}
+        for each, parent in enumerate(self.parents):
+            children.setdefault(parent, []).append(each)
+        at = -1
+        for token in [*(self.tokens[self.nodes[node]] for node in path), next_token]:
+            siblings = children.get(at, [])
+            if not siblings:
+                return
+            taken = next((rank for rank, each in enumerate(siblings) if self.tokens[each] == token), None)
+            self.calibration.learn([self.confidences[each] for each in siblings], taken)
+            if taken is None:
+                return
+            at = siblings[taken]
+
+
+@dataclass(frozen=True)
+class DrawnTree:
+    """The tree that was drawn for one request: the first ``count`` nodes of a shape."""
+
+    shape: TreeShape
+    count: int
+    rates: SiblingRates
+
+    def learn(self, path: list[int], next_token: int) -> None:
+        """``path``: the nodes that were accepted."""
+        ranks: list[int] = []
+        taken: list[int | None] = []
+        at = -1
+        for node in (*path, None):
+            siblings = [child for child in self.shape.children(at) if child < self.count]
+            if not siblings:
+                break
+            ranks.append(len(siblings))
+            taken.append(None if node is None else siblings.index(node))
+            at = -1 if node is None else node
+        self.rates.learn(ranks, taken)
