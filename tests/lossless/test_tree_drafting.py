@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from toy import make_request
 
-from outrider.proposers import eagle
+from outrider.proposers import eagle, medusa, trees
 from outrider.proposers.tree_chances import Calibration, Floats
 from outrider.proposers.tree_sizes import Bill
 from outrider.proposers.trees import grown, shape_of, without
@@ -115,6 +115,24 @@ def test_a_drawn_tree_is_lossless(setting: str, output: Text) -> None:
     assert loss(RejectionVerifier(), SETTINGS[setting], output, drawn) < EXACT
 
 
+def drawn_by_depth(output: Text, params: SamplingParams) -> Drafts:
+    """As Medusa draws: what is said of a place depends on how far it is, not on the drafts before it."""
+    by_depth = DRAFT.batch([PROMPT + output + (0,) * depth for depth in range(max(SHAPE.depths))])  # [D, V], any will do
+    rows, weights = [], []
+    for script in itertools.product(range(VOCAB), repeat=len(SHAPE.parents)):
+        sampler = Scripted(script, make_request(PROMPT + output, params, num_prompt=len(PROMPT)))
+        rows.append(trees.draw_tree(SHAPE, sampler, 1, medusa.logits_by_depth(by_depth[:, None], SHAPE)))
+        weights.append(sampler.weight)
+    possible = [i for i, weight in enumerate(weights) if weight > 0]
+    joined = [torch.cat([getattr(rows[i], name) for i in possible]) for name in ("token_ids", "lens", "probs", "parents")]
+    return Drafts(Proposal(*joined), torch.tensor([weights[i] for i in possible], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_tree_drawn_by_depth_is_lossless(setting: str) -> None:
+    assert loss(RejectionVerifier(), SETTINGS[setting], (2, 0, 2), drawn_by_depth) < EXACT
+
+
 def test_whole_generations_from_drawn_trees_are_lossless() -> None:
     params = SETTINGS["penalties"]
     assert distance(generation_law(RejectionVerifier(), params, 3, drawn), target_law((), params, 3)) < EXACT
@@ -154,7 +172,7 @@ def test_the_harness_notices_a_tree_that_hides_what_was_taken_out(monkeypatch: p
         Hiding.base = base
         return base
 
-    monkeypatch.setattr(eagle, "without", hidden)
+    monkeypatch.setattr(trees, "without", hidden)
     monkeypatch.setitem(globals(), "Scripted", Hiding)
     assert loss(RejectionVerifier(), SETTINGS["warm"], (), drawn) > 1e-5
 

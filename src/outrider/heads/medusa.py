@@ -19,7 +19,7 @@ from torch.nn.functional import silu
 
 from outrider.heads.checkpoint import fill, find_folder, read_folder, write_folder
 from outrider.runner import ModelRunner
-from outrider.types import OutriderError
+from outrider.types import UNSAID, OutriderError
 
 Accuracies = tuple[tuple[float, ...], ...]  # [head][rank]: how often the head's candidate of that rank is the target's token
 
@@ -69,6 +69,13 @@ class MedusaHeads(nn.Module):
         """Hidden states [..., H] -> logits [heads, ..., V'] of the first ``num_heads`` heads (None: all)."""
         pairs = list(zip(self.blocks, self.lm_heads, strict=True))[:num_heads]
         return torch.stack([head(block(hidden)) for block, head in pairs])
+
+    def spread(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """[..., V'] -> float32 [..., V] over the target's vocabulary: ``UNSAID`` where the heads have no such token."""
+        if self.token_map is None:
+            return logits.float()
+        full = logits.new_full((*logits.shape[:-1], vocab_size), UNSAID, dtype=torch.float32)
+        return full.index_copy_(-1, self.token_map, logits.float())
 
     def candidates(self, hidden: Tensor, num_heads: int, count: int) -> Tensor:
         """Hidden states [B, H] -> the ``count`` likeliest tokens of each head, likeliest first: int64 [B, heads, count]."""

@@ -25,9 +25,9 @@ from outrider.heads.head_runner import HeadRunner
 from outrider.proposers.base import Proposer, Setting
 from outrider.proposers.portable import FeatureHead
 from outrider.proposers.sample_text import TEXT
-from outrider.proposers.tree_chances import Calibration, DrawnTree, Floats, GrownTree, SiblingRates
+from outrider.proposers.tree_chances import Calibration, Drafted, DrawnTree, Floats, GrownTree, SiblingRates, learn_from
 from outrider.proposers.tree_sizes import Bill, TreeSizes
-from outrider.proposers.trees import TreeShape, without
+from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
 from outrider.sampling import Sampler
 from outrider.types import Context, Finding, OutriderError, Proposal, Verdict
@@ -71,7 +71,7 @@ class EagleProposer(Proposer):
         self._sizes = TreeSizes(target, config.max_nodes)
         self._rates = SiblingRates([config.acceptance] * config.max_depth)
         self._calibrations = {is_greedy: Calibration() for is_greedy in (True, False)}
-        self._drafted: dict[str, GrownTree | DrawnTree] = {}  # of each request, until it is known what the target took
+        self._drafted: dict[str, Drafted] = {}  # of each request, until it is known what the target took
 
     @classmethod
     def build(cls, setting: Setting) -> EagleProposer:
@@ -159,10 +159,7 @@ class EagleProposer(Proposer):
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Compares the trees with what the target took."""
-        num_accepted, next_tokens = verdict.num_accepted.tolist(), verdict.next_token.tolist()
-        for b, request_id in enumerate(context.request_ids):
-            if request_id in self._drafted:
-                self._drafted.pop(request_id).learn(verdict.path[b, : num_accepted[b]].tolist(), next_tokens[b])
+        learn_from(self._drafted, context, verdict)
 
     def release(self, request_ids: Sequence[str]) -> None:
         self.head.release(request_ids)
@@ -243,7 +240,7 @@ class _Candidates:
         self.tokens = self.values = self.parents = torch.empty(0)
         self.depths: list[int] = []
         self.depth = 0  # of the tree that was chosen
-        self.drafted: dict[str, GrownTree | DrawnTree] = {}  # by request, once it was chosen
+        self.drafted: dict[str, Drafted] = {}  # by request, once it was chosen
         self._confidences: list[Floats] = []  # of each level, [A, W * top_k]
 
     def chances(self, confidences: Tensor) -> Tensor:
@@ -314,34 +311,32 @@ def _worths(best: Tensor) -> list[float]:
 
 
 def _drawn_tree(head: HeadRunner, round_: _Round, out: Tensor, shape: TreeShape) -> Proposal:
-    """Siblings drawn without replacement; ``probs`` are the distributions each was drawn from, earlier siblings taken out."""
-    num_nodes, batch = len(shape.parents), round_.batch
-    token_ids = torch.zeros(batch, num_nodes, dtype=torch.long, device=out.device)
-    parents = torch.tensor(shape.parents, device=out.device).expand(batch, -1)
-    probs = torch.empty(0)
-    inner, hidden, sees = [-1], out[:, None], None
-    for depth in range(1, round_.k + 1):
-        logits = round_.spread(head.logits(hidden))  # [B, I, V] after each inner node
-        upto = inner[-1] + 1
-        base = round_.sampler.probs(logits, token_ids[:, :upto], parents[:, :upto], start=inner[0] + 1)
-        if depth == 1:
-            probs = base.new_empty(batch, num_nodes, round_.vocab_size)
-        for i, node in enumerate(inner):
-            drawn = None
-            for child in shape.children(node):
-                probs[:, child] = without(base[:, i], drawn, logits[:, i])
-                token_ids[:, child] = round_.sampler.draw(probs[:, child], child)
-                drawn = (
-                    token_ids[:, child : child + 1] if drawn is None else torch.cat((drawn, token_ids[:, child : child + 1]), 1)
-                )
-        before, inner = inner, [node for node in shape.nodes_at(depth) if shape.children(node)]
-        if not inner:
-            break
-        in_level = torch.tensor([before.index(shape.parents[node]) for node in inner], device=out.device)
-        in_level = in_level.expand(len(round_.able), -1)
-        sees = _grown(sees, in_level, len(inner))
-        feedback = head.head.feedback(hidden)
-        hidden = head.level(round_.ids, round_.pick(token_ids)[:, inner], _children_of(feedback, in_level), depth, sees)
-    lens = torch.zeros(batch, dtype=torch.long)
+    """A tree of the shape, drawn level by level, no deeper than each request may go."""
+    proposal = draw_tree(shape, round_.sampler, round_.batch, _Levels(head, round_, out, shape))
+    lens = torch.zeros(round_.batch, dtype=torch.long)
     lens[round_.able] = torch.tensor([shape.cut(limit) for limit in round_.limits])
-    return Proposal(token_ids, lens, probs, parents.clone())
+    return replace(proposal, lens=lens)
+
+
+class _Levels:
+    """Runs the head over the inner nodes of one level after the other."""
+
+    def __init__(self, head: HeadRunner, round_: _Round, out: Tensor, shape: TreeShape) -> None:
+        """``out`` [A, H]: what the head puts out after the root."""
+        self._head, self._round, self._shape = head, round_, shape
+        self._hidden = out[:, None]  # [A, I, H]
+        self._sees: Tensor | None = None
+        self._inner: list[int] = []
+
+    def __call__(self, inner: list[int], token_ids: Tensor) -> Tensor:
+        """See ``trees.draw_tree``."""
+        if self._inner:
+            round_ = self._round
+            in_level = torch.tensor([self._inner.index(self._shape.parents[node]) for node in inner], device=token_ids.device)
+            in_level = in_level.expand(len(round_.able), -1)
+            self._sees = _grown(self._sees, in_level, len(inner))
+            above = _children_of(self._head.head.feedback(self._hidden), in_level)
+            depth = self._shape.depths[inner[0]]
+            self._hidden = self._head.level(round_.ids, round_.pick(token_ids)[:, inner], above, depth, self._sees)
+        self._inner = inner
+        return self._round.spread(self._head.logits(self._hidden))

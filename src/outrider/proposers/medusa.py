@@ -1,28 +1,32 @@
 """Heads on the target's last hidden state guess the next tokens all at once (Cai et al. 2024, Medusa, arXiv 2401.10774).
 
-The candidates of all heads form a tree, chosen from the heads' accuracies so that most drafts are expected to be accepted: at
-first from those that were measured in training, then from those on the text at hand. The target scores it in one pass.
-Candidates are the heads' likeliest tokens, so they are point masses, and the text is the target's whatever they are worth. The
-paper's typical acceptance is a verifier of its own, and lossy.
+The candidates of all heads form a tree, chosen so that most drafts are expected to be accepted: at first by the accuracies that
+were measured in training, then by what the target took of the text at hand. The target scores it in one pass. Where it is greedy
+or its noise is coupled, candidates are the heads' likeliest tokens, point masses. Where it samples, siblings are drawn from a
+head's distribution, one after the other without replacement: multi-round rejection accepts the first with the overlap of head
+and target, and the paper's likeliest token with its own probability alone. Either way the text is the target's, whatever the
+drafts are worth. The paper's typical acceptance is a verifier of its own, and lossy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from outrider.heads import findings
 from outrider.heads.checkpoint import MEDUSA, folder_of
 from outrider.heads.medusa import Accuracies, MedusaHeads, check_fit, load
+from outrider.heads.own_logits import finish_of
 from outrider.proposers.base import Proposer, Setting
 from outrider.proposers.portable import ParallelHeads
 from outrider.proposers.sample_text import TEXT
-from outrider.proposers.tree_chances import SiblingRates
+from outrider.proposers.tree_chances import Drafted, DrawnTree, SiblingRates, learn_from
 from outrider.proposers.tree_sizes import TreeSizes
-from outrider.proposers.trees import TreeShape
+from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
 from outrider.runner.linear import place
 from outrider.types import Context, Finding, OutriderError, Proposal, Verdict
@@ -62,10 +66,11 @@ class MedusaProposer(Proposer):
         count = heads.shape.num_heads
         usual = tuple(tuple(FALL**head * each for each in USUAL) for head in range(count))
         # A head has no more candidates than tokens.
-        self._rates = SiblingRates([row[: heads.shape.vocab_size] for row in config.accuracies or usual])
-        self.max_drafts = min(count, len(self._rates.table))
-        # Of each request the tree and the tokens by [head][rank], until it is known what the target took.
-        self._drafted: dict[str, tuple[TreeShape, list[list[int]]]] = {}
+        measured = [row[: heads.shape.vocab_size] for row in config.accuracies or usual]
+        self._rates = {is_drawn: SiblingRates(measured) for is_drawn in (False, True)}
+        self.max_drafts = min(count, len(measured))
+        self._finish, self._vocab_size = finish_of(target.model), target.vocab_size
+        self._drafted: dict[str, Drafted] = {}  # of each request, until it is known what the target took
         self._sizes = TreeSizes(target, config.max_nodes)
 
     @classmethod
@@ -104,27 +109,64 @@ class MedusaProposer(Proposer):
         able = [b for b, each in enumerate(states) if len(each) and context.limits[b] > 0]
         if k <= 0 or not able:
             return Proposal.empty(len(states))
-        shape = self._sizes.shape(self._rates.table[:k], context, is_levelwise=False)
+        is_drawn = not context.sampler.is_deterministic
+        rates = self._rates[is_drawn]
+        shape = self._sizes.shape(rates.table[:k], context, is_levelwise=False)
         last = torch.stack([states[b][-1] for b in able]).to(self.device, self.dtype)  # [A, H]
-        found = self.heads.candidates(last, k, 1 + max(shape.ranks))  # [A, heads, ranks]
-        nodes = found[:, torch.tensor(shape.depths) - 1, torch.tensor(shape.ranks)]  # [A, N]
-        token_ids = torch.zeros(len(states), len(shape.parents), dtype=torch.long, device=self.device)
-        token_ids[able] = nodes
         lens = torch.tensor([shape.cut(min(k, limit)) if b in able else 0 for b, limit in enumerate(context.limits)])
+        drafted: Sequence[Drafted]
+        if is_drawn:
+            logits = self._distributions(last, able, len(states), max(shape.depths))
+            proposal = draw_tree(shape, context.sampler, len(states), logits_by_depth(logits, shape))
+            drafted = [DrawnTree(shape, count, rates) for count in lens[able].tolist()]
+        else:
+            found = self.heads.candidates(last, k, 1 + max(shape.ranks))  # [A, heads, ranks]
+            token_ids = torch.zeros(len(states), len(shape.parents), dtype=torch.long, device=self.device)
+            token_ids[able] = found[:, torch.tensor(shape.depths) - 1, torch.tensor(shape.ranks)]  # [A, N]
+            proposal = Proposal(token_ids, lens, None, torch.tensor(shape.parents).repeat(len(states), 1))
+            drafted = [_Likeliest(shape, candidates, rates) for candidates in found.tolist()]
         if not self._sizes.is_fixed:  # where the user fixed the size, a seed's text depends on no other
-            texts = zip(able, found.tolist(), strict=True)
-            self._drafted = {context.requests[b].request_id: (shape, candidates) for b, candidates in texts}
+            self._drafted = {context.requests[b].request_id: each for b, each in zip(able, drafted, strict=True)}
         self._sizes.learn(len(shape.parents), max(shape.depths), 1, started)
-        return Proposal(token_ids, lens, None, torch.tensor(shape.parents).repeat(len(states), 1))
+        return replace(proposal, lens=lens)
+
+    def _distributions(self, last: Tensor, able: list[int], batch: int, depth: int) -> Tensor:
+        """Last features [A, H] -> logits [D, B, V] of the first D heads."""
+        numbers = self.heads(last, depth)
+        if self._finish is not None:
+            numbers = self._finish(numbers)
+        numbers = self.heads.spread(numbers, self._vocab_size)  # [D, A, V]
+        logits = numbers.new_zeros(depth, batch, self._vocab_size)  # rows of the others are zero and lead nowhere
+        logits[:, able] = numbers
+        return logits
 
     def commit(self, context: Context, verdict: Verdict) -> None:
-        """Compares the heads' candidates with what the target took, whether they became drafts or not."""
-        for b, request in enumerate(context.requests):
-            if request.request_id in self._drafted:
-                shape, candidates = self._drafted.pop(request.request_id)
-                path, next_token = verdict.path[b, : int(verdict.num_accepted[b])].tolist(), int(verdict.next_token[b])
-                taken: list[int | None] = [shape.ranks[node] for node in path]
-                if len(path) < len(candidates):
-                    last = candidates[len(path)]
-                    taken.append(last.index(next_token) if next_token in last else None)
-                self._rates.learn([len(each) for each in candidates], taken)
+        """Compares the trees with what the target took."""
+        learn_from(self._drafted, context, verdict)
+
+
+def logits_by_depth(logits: Tensor, shape: TreeShape) -> Callable[[list[int], Tensor], Tensor]:
+    """For ``trees.draw_tree``, from [D, B, V]: what a head says, it says after all drafts of the depth before."""
+
+    def after(nodes: list[int], _: Tensor) -> Tensor:
+        depth = 0 if nodes == [-1] else shape.depths[nodes[0]]
+        return logits[depth][:, None].expand(-1, len(nodes), -1).contiguous()
+
+    return after
+
+
+@dataclass(frozen=True)
+class _Likeliest:
+    """The heads' candidates for one request, and the tree that some of them form."""
+
+    shape: TreeShape
+    tokens: list[list[int]]  # [head][rank]
+    rates: SiblingRates
+
+    def learn(self, path: list[int], next_token: int) -> None:
+        """``path``: the nodes that the target took. Candidates that did not become nodes are compared, too."""
+        taken: list[int | None] = [self.shape.ranks[node] for node in path]
+        if len(path) < len(self.tokens):
+            last = self.tokens[len(path)]
+            taken.append(last.index(next_token) if next_token in last else None)
+        self.rates.learn([len(each) for each in self.tokens], taken)

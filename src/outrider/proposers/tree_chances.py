@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.proposers.trees import TreeShape
+from outrider.types import Context, Verdict
 
 Floats = NDArray[np.float64]
 
@@ -101,6 +103,14 @@ class SiblingRates:
             self.table = tuple(tuple(row) for row in rates)
 
 
+class Drafted(Protocol):
+    """A request's tree, until it is known what the target took."""
+
+    def learn(self, path: list[int], next_token: int) -> None:
+        """``path``: the nodes that were accepted, from the root on; ``next_token``: what came after them."""
+        ...
+
+
 @dataclass(frozen=True)
 class GrownTree:
     """The candidates for one request's tree, C of them, and which became its nodes."""
@@ -149,3 +159,11 @@ class DrawnTree:
             taken.append(None if node is None else siblings.index(node))
             at = -1 if node is None else node
         self.rates.learn(ranks, taken)
+
+
+def learn_from(drafted: dict[str, Drafted], context: Context, verdict: Verdict) -> None:
+    """Tells each request's tree what became of it, once: for a proposer's ``commit``."""
+    num_accepted, next_tokens = verdict.num_accepted.tolist(), verdict.next_token.tolist()
+    for b, request_id in enumerate(context.request_ids):
+        if request_id in drafted:
+            drafted.pop(request_id).learn(verdict.path[b, : num_accepted[b]].tolist(), next_tokens[b])

@@ -1,16 +1,19 @@
 """What tree-drafting methods share: trees of fixed shape chosen by expected acceptance, and drawing siblings.
 
-Knows shapes, probabilities and tokens; no head and no model.
+Knows shapes, probabilities and tokens; no head and no model, but for a function that gives logits.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from outrider.sampling import Sampler
+from outrider.types import Proposal
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,34 @@ def shape_of(paths: Sequence[tuple[int, ...]]) -> TreeShape:
     return TreeShape(
         tuple(place[path[:-1]] for path in nodes), tuple(path[-1] for path in nodes), tuple(len(path) for path in nodes)
     )
+
+
+def draw_tree(shape: TreeShape, sampler: Sampler, batch: int, logits_after: Callable[[list[int], Tensor], Tensor]) -> Proposal:
+    """A tree of N nodes for B requests, siblings drawn one after the other without replacement.
+
+    ``probs`` are the distributions that each was drawn from, its earlier siblings taken out: for multi-round rejection.
+    ``logits_after``: inner nodes of a level (I numbers; -1 is the root), tokens [B, N] of which those up to them are drawn ->
+    logits [B, I, V] of what follows each of them.
+    """
+    inner, logits = [-1], logits_after([-1], torch.zeros(batch, len(shape.parents), dtype=torch.long))
+    token_ids = torch.zeros(batch, len(shape.parents), dtype=torch.long, device=logits.device)
+    parents = torch.tensor(shape.parents, device=logits.device).expand(batch, -1)
+    probs = logits.new_empty(0)
+    for depth in range(1, max(shape.depths) + 1):
+        upto = inner[-1] + 1
+        base = sampler.probs(logits, token_ids[:, :upto], parents[:, :upto], start=inner[0] + 1)
+        if depth == 1:
+            probs = base.new_empty(batch, len(shape.parents), base.shape[-1])
+        for i, node in enumerate(inner):
+            drawn: list[Tensor] = []
+            for child in shape.children(node):
+                probs[:, child] = without(base[:, i], torch.cat(drawn, 1) if drawn else None, logits[:, i])
+                token_ids[:, child] = sampler.draw(probs[:, child], child)
+                drawn.append(token_ids[:, child : child + 1])
+        inner = [node for node in shape.nodes_at(depth) if shape.children(node)]
+        if inner:
+            logits = logits_after(inner, token_ids)
+    return Proposal(token_ids, torch.full((batch,), len(shape.parents)), probs, parents.clone())
 
 
 def without(probs: Tensor, drawn: Tensor | None, logits: Tensor) -> Tensor:
