@@ -1,11 +1,11 @@
 """Heads on the target's last hidden state guess the next tokens all at once (Cai et al. 2024, Medusa, arXiv 2401.10774).
 
-The candidates of all heads form a tree, chosen so that most drafts are expected to be accepted: at first by the accuracies that
-were measured in training, then by what the target took of the text at hand. The target scores it in one pass. Where it is greedy
-or its noise is coupled, candidates are the heads' likeliest tokens, point masses. Where it samples, siblings are drawn from a
-head's distribution, one after the other without replacement: multi-round rejection accepts the first with the overlap of head
-and target, and the paper's likeliest token with its own probability alone. Either way the text is the target's, whatever the
-drafts are worth. The paper's typical acceptance is a verifier of its own, and lossy.
+The candidates of all heads form a tree, chosen so that most drafts are expected to be accepted: at first by the accuracies
+that were measured in training, then by what the target took of the text at hand. The target scores it in one pass. Where it
+is greedy or its noise is coupled, candidates are the heads' likeliest tokens, point masses. Where it samples, siblings are
+drawn from a head's distribution, one after the other without replacement: multi-round rejection accepts the first with the
+overlap of head and target, and the paper's likeliest token with its own probability alone. Either way the text is the
+target's, whatever the drafts are worth. The paper's typical acceptance is a verifier of its own, and lossy.
 """
 
 from __future__ import annotations
