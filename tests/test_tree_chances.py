@@ -34,7 +34,7 @@ def test_what_is_long_ago_is_forgotten():
         calibration.learn([0.5], taken)
         rates.learn([1], [taken])
     assert calibration.chances(np.array([0.5]))[0] > 0.9 and rates.table[0][0] > 0.9
-    assert calibration._tried.max() <= MOST + 1
+    assert max(map(max, calibration._tried)) <= MOST
 
 
 def test_only_what_cannot_come_is_impossible():
@@ -112,9 +112,9 @@ def test_methods_learn_what_their_heads_are_worth(home, head, temperature):
         proposer = llm.engine.proposer
         calibrations = proposer._calibrations.values() if method == "eagle" else ()
         of = proposer._rates if method == "eagle" else proposer._rates[temperature > 0]
-        before = of.table, [each._tried.sum() for each in calibrations]
+        before = of.table, [sum(map(sum, each._tried)) for each in calibrations]
         llm.generate([[5, 6, 7], [9, 8, 7, 6]], SamplingParams(max_tokens=40, temperature=temperature, seed=1, ignore_eos=True))
-        after = of.table, [each._tried.sum() for each in calibrations]
+        after = of.table, [sum(map(sum, each._tried)) for each in calibrations]
         grows_by_confidence = method == "eagle" and temperature == 0
         if grows_by_confidence:
             assert after[1][0] > before[1][0] and after[0] == before[0]

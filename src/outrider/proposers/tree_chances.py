@@ -7,6 +7,7 @@ the target takes its own likeliest. A tree grown by such a confidence ends too e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,7 +20,8 @@ from outrider.types import Context, Verdict
 
 Floats = NDArray[np.float64]
 
-REACH = 6.0  # confidences are told apart up to these odds, as logarithms
+CENTRES = tuple(range(-6, 7))  # of the bins: logarithms of odds
+LEAST = 1 / (1 + math.exp(-CENTRES[0]))  # confidences below, and above 1 minus it, are all alike
 BELIEF = 4.0  # drafts of each confidence that its own word counts for
 MEASURED = 16.0  # texts that what was measured before counts for
 MOST = 200.0  # drafts that are remembered: older ones count less and less
@@ -35,42 +37,38 @@ class Calibration:
     """
 
     def __init__(self) -> None:
-        self._centres: Floats = np.arange(-REACH, REACH + 1)
-        self._tried: Floats = np.full((2, len(self._centres)), BELIEF)  # [first child or other, bin]
-        self._kept: Floats = self._tried / (1 + np.exp(-self._centres))
+        believed = [1 / (1 + math.exp(-at)) for at in CENTRES]
+        self._tried = [[BELIEF] * len(CENTRES) for _ in range(2)]  # [first child or other][bin]
+        self._kept = [[BELIEF * rate for rate in believed] for _ in range(2)]
+        self._rates: Floats | None = None  # of both rows, until more is learned
 
     def chances(self, confidences: Floats) -> Floats:
         """[..., R], of siblings with the likeliest first -> the same shape: how likely each is to be taken.
 
         What cannot come, as a token that a grammar forbids, stays impossible.
         """
-        odds = _odds(confidences)
-        rates = self._kept / self._tried
-        chances: Floats = np.interp(odds, self._centres, rates[1])
-        chances[..., 0] = np.interp(odds[..., 0], self._centres, rates[0])
+        if self._rates is None:
+            self._rates = np.array(self._kept) / np.array(self._tried)
+        inner = np.clip(confidences, LEAST, 1 - LEAST)
+        odds = np.log(inner) - np.log1p(-inner)
+        chances: Floats = np.interp(odds, CENTRES, self._rates[1])
+        chances[..., 0] = np.interp(odds[..., 0], CENTRES, self._rates[0])
         chances[confidences <= 0] = 0.0
         return chances
 
     def learn(self, confidences: Sequence[float], taken: int | None) -> None:
         """Counts the children of one node, the likeliest first: of confidences c1, c2, ... the target took number ``taken``."""
-        places = _odds(np.array(confidences)) + REACH
-        below = np.minimum(places.astype(int), len(self._centres) - 2)
-        for rank, (bin_, above) in enumerate(zip(below.tolist(), (places - below).tolist(), strict=True)):
-            row = min(rank, 1)
-            for at, part in ((bin_, 1 - above), (bin_ + 1, above)):
-                self._tried[row, at] += part
-                self._kept[row, at] += part * (rank == taken)
-                if self._tried[row, at] > MOST:
-                    self._tried[row, at] /= 2
-                    self._kept[row, at] /= 2
-
-
-def _odds(chances: Floats) -> Floats:
-    """Their logarithms, as far as they are told apart."""
-    edge = 1 / (1 + np.exp(REACH))
-    inner = np.clip(chances, edge, 1 - edge)
-    odds: Floats = np.log(inner) - np.log1p(-inner)
-    return np.clip(odds, -REACH, REACH)
+        for rank, confidence in enumerate(confidences):
+            tried, kept = self._tried[rank > 0], self._kept[rank > 0]
+            inner = min(max(confidence, LEAST), 1 - LEAST)
+            place = min(max(math.log(inner / (1 - inner)) - CENTRES[0], 0.0), len(CENTRES) - 1.0)
+            below = min(int(place), len(CENTRES) - 2)
+            for at, part in ((below, below + 1 - place), (below + 1, place - below)):
+                tried[at] += part
+                kept[at] += part * (rank == taken)
+                if tried[at] > MOST:
+                    tried[at], kept[at] = tried[at] / 2, kept[at] / 2
+        self._rates = None
 
 
 class SiblingRates:
