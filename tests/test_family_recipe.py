@@ -206,6 +206,9 @@ def test_acceptance_length_counts_rounds() -> None:
         ("    return first\n\nclass Next(:\n", True),
         ("    return first\n    broken(", True),
         ("    return (\n", False),
+        ("    first = 0\n    if first:\n        ret", True),  # the limit cut it
+        ("    first = 0\n    if first:\n", False),  # it ended so
+        ("    if first:\n        ret", False),  # nothing is left
         ("\n\n", False),
         ("return first\n", False),
     ],

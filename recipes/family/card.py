@@ -18,8 +18,9 @@ code and prose, not their truth. Made by `recipes/family/`; this card was writte
 """
 
 PARSING = """A continuation ends at its first end token or after {tokens} tokens. The body is everything before the first
-non-empty line that starts at column 0; if there is none, an unfinished last line is dropped. It counts if prompt plus
-body is accepted by `ast.parse` and the body is not blank. Parsing says nothing about sense: see the samples."""
+non-empty line that starts at column 0; if there is none, the limit cut the text, and the unfinished last line is dropped,
+with the beginning of a block of which nothing else came. It counts if prompt plus body is accepted by `ast.parse` and the
+body is not blank. Parsing says nothing about sense: see the samples."""
 
 
 def shape_row(name: str, shape: Shape, parameters: int) -> str:

@@ -105,15 +105,19 @@ def text_of(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
 
 
 def function_body(continuation: str) -> str:
-    """The continuation up to the first line that leaves the function, without an unfinished last line.
+    """The continuation up to the first line that leaves the function.
 
-    Without such a line the text was cut by the token limit, maybe inside a line: the unfinished line goes.
+    Without such a line the text was cut by the token limit: the line that was cut goes, and so does the beginning of a block
+    of which nothing came (``if done:``). A bracket or string that is still open stays: most of them were never going to end.
     """
     lines = continuation.split("\n")
     for index, line in enumerate(lines):
         if line and not line[0].isspace():
             return "\n".join(lines[:index])
-    return "\n".join(lines[:-1])
+    unfinished = lines.pop()
+    while unfinished and lines and (not lines[-1].strip() or lines[-1].rstrip().endswith(":")):
+        lines.pop()
+    return "".join(f"{line}\n" for line in lines)
 
 
 def parses(prompt: str, continuation: str) -> bool:
