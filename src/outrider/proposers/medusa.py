@@ -49,7 +49,7 @@ class MedusaConfig:
 
 
 class MedusaProposer(Proposer):
-    """Drafts a static tree of the heads' likeliest tokens: no cache, one small step whatever the depth."""
+    """Drafts a tree of the heads' candidates: no cache, one small step whatever the depth."""
 
     name = "medusa"
     drafts_trees = True
