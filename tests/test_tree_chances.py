@@ -1,4 +1,4 @@
-"""What earlier rounds say of the next tree: by hand-counted drafts, and in whole generations of heads that are too modest."""
+"""What earlier rounds say of the next tree: by hand-counted drafts, and in whole generations with heads of random weights."""
 
 from __future__ import annotations
 

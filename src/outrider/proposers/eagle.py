@@ -273,10 +273,10 @@ class _Candidates:
             return False
         if self._bill is None:
             return True
-        so_far = self._drafted()
+        so_far = self._bill_so_far()
         return so_far.pays(float(likeliest.exp().sum()), so_far.drafted / self.num_levels, _worths(best))
 
-    def _drafted(self) -> Bill:
+    def _bill_so_far(self) -> Bill:
         """The bill with the seconds drafted up to now."""
         assert self._bill is not None
         return replace(self._bill, drafted=perf_counter() - self._started)
@@ -286,7 +286,7 @@ class _Candidates:
         is_beyond = torch.tensor(self.depths)[None] > torch.tensor(round_.limits)[:, None]
         values = self.values.cpu().masked_fill(is_beyond, float("-inf"))
         best = values.topk(min(self.num_nodes, values.shape[1]), -1)
-        size = best.values.shape[1] if self._bill is None else self._drafted().best(_worths(best.values))[0]
+        size = best.values.shape[1] if self._bill is None else self._bill_so_far().best(_worths(best.values))[0]
         tokens, above, confidences = self.tokens.tolist(), self.parents.tolist(), np.concatenate(self._confidences, 1).tolist()
         token_ids = torch.zeros(round_.batch, size, dtype=torch.long)
         parents, lens = torch.full_like(token_ids, -1), torch.zeros(round_.batch, dtype=torch.long)

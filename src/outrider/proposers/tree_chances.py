@@ -95,10 +95,8 @@ class SiblingRates:
         self._news += 1
         if self._news == REFRESH:
             self._news = 0
-            rates = [
-                [a / b for a, b in zip(kept, tried, strict=True)] for kept, tried in zip(self._kept, self._tried, strict=True)
-            ]
-            self.table = tuple(tuple(row) for row in rates)
+            counts = zip(self._kept, self._tried, strict=True)
+            self.table = tuple(tuple(a / b for a, b in zip(kept, tried, strict=True)) for kept, tried in counts)
 
 
 class Drafted(Protocol):

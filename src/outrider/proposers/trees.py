@@ -80,8 +80,9 @@ def draw_tree(shape: TreeShape, sampler: Sampler, batch: int, logits_after: Call
     ``logits_after``: inner nodes of a level (I numbers; -1 is the root), tokens [B, N] of which those up to them are drawn ->
     logits [B, I, V] of what follows each of them.
     """
-    inner, logits = [-1], logits_after([-1], torch.zeros(batch, len(shape.parents), dtype=torch.long))
-    token_ids = torch.zeros(batch, len(shape.parents), dtype=torch.long, device=logits.device)
+    inner, token_ids = [-1], torch.zeros(batch, len(shape.parents), dtype=torch.long)
+    logits = logits_after(inner, token_ids)
+    token_ids = token_ids.to(logits.device)
     parents = torch.tensor(shape.parents, device=logits.device).expand(batch, -1)
     probs = logits.new_empty(0)
     for depth in range(1, max(shape.depths) + 1):
