@@ -64,12 +64,9 @@ class TableRunner:
         if places:
             logits[tuple(zip(*places, strict=True))] = self.table[tuple(zip(*ends, strict=True))]
         self._drafts = drafts
-        hidden = {layer: logits[..., : self.hidden_size] + layer for layer in self.needs_hidden}
-        return Scores(logits, hidden, {layer: [self._past(row, layer) for row in before] for layer in self.needs_hidden})
-
-    def _past(self, texts: list[list[int]], layer: int) -> torch.Tensor:
-        rows = [self.logits_after(text) for text in texts]
-        return torch.stack(rows)[:, : self.hidden_size] + layer if rows else torch.empty(0, self.hidden_size)
+        rows = [[*map(self.logits_after, texts), *logits[b, : 1 + lens[b]]] for b, texts in enumerate(before)]
+        hidden = {layer: [torch.stack(row)[:, : self.hidden_size] + layer for row in rows] for layer in self.needs_hidden}
+        return Scores(logits, hidden)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         paths, counts = verdict.path.tolist(), verdict.num_accepted.tolist()

@@ -108,9 +108,8 @@ def test_a_head_that_drafts_through_the_targets_output_head_does_what_the_target
     runner.needs_hidden = (2,)
     empty = Context((request,), (0,), Sampler([request], VOCAB))
     scores = runner.score(empty, Proposal.empty(1))
-    hidden = {2: [torch.cat((scores.past_hidden[2][0], scores.hidden[2][0]))]}
     request.token_ids.append(5)
-    context = Context((request,), (1,), Sampler([request], VOCAB), hidden)
+    context = Context((request,), (1,), Sampler([request], VOCAB), scores.hidden)
     probs = proposer.propose(context, 1).probs
     assert probs is not None
     # A fresh head repeats the feature that it is given, so it says what the target said of the token before.

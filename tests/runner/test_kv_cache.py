@@ -137,13 +137,13 @@ def test_a_score_done_again_reports_the_hidden_states_of_what_was_read_before():
     while not all(runner.read(context.request_ids, texts)):
         pass
     first, again = (runner.score(context, proposal_of([[5, 6], [7]])) for _ in range(2))
-    for b, length in enumerate((39, 4)):
-        assert again.past_hidden[1][b].shape[0] == length
-        torch.testing.assert_close(again.past_hidden[1][b], first.past_hidden[1][b])
+    for b, length in enumerate((39 + 1 + 2, 4 + 1 + 1)):
+        assert again.hidden[1][b].shape[0] == length
+        torch.testing.assert_close(again.hidden[1][b], first.hidden[1][b])
     runner.commit(context, verdict_of([[0], []], [7, 8]))
     for request, tokens in zip(rounds.requests, ([5, 7], [8]), strict=True):
         request.token_ids += tokens
-    assert [past.shape[0] for past in runner.score(context, proposal_of([[], []])).past_hidden[1]] == [0, 0]
+    assert [states.shape[0] for states in runner.score(context, proposal_of([[], []])).hidden[1]] == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -117,12 +117,13 @@ class GuardedProposer:
         except Exception as error:
             self._fail([entries[b] for b in rows], f"{type(error).__name__}: {error}")
 
-    def keep_features(self, entries: Sequence[Entry], scores: Scores, verdict: Verdict) -> None:
-        """Remembers the target features that the proposer asked for, until it sees them."""
+    def keep_features(self, entries: Sequence[Entry], scores: Scores, drafts: Drafts, paths: Sequence[list[int]]) -> None:
+        """Remembers the target features that the proposer asked for, until it sees them. ``paths``: accepted drafts."""
         if self._features.layers:
-            for b, entry in enumerate(entries):
+            for b, (entry, path) in enumerate(zip(entries, paths, strict=True)):
                 if entry.is_speculating:
-                    self._features.keep(entry.request, b, scores, verdict)
+                    hidden = {layer: states[b] for layer, states in scores.hidden.items()}
+                    self._features.keep(entry.request, hidden, drafts.lens[b], path)
 
     def share(self, request_id: str) -> None:
         """Announces that other requests will be forked from this one."""

@@ -159,11 +159,10 @@ class Engine:
 
         self.runner.commit(context, verdict)
         self._guarded.commit(entries, context, drafts, verdict)
-        self._guarded.keep_features(entries, scores, verdict)
+        paths = [path[:count] for path, count in zip(paths, counts, strict=True)]
+        self._guarded.keep_features(entries, scores, drafts, paths)
         judged = [entry.stats.num_judged for entry in entries]
-        emissions = [
-            self._emit(entry, b, drafts, paths[b][: counts[b]], next_tokens[b], scores) for b, entry in enumerate(entries)
-        ]
+        emissions = [self._emit(entry, b, drafts, paths[b], next_tokens[b], scores) for b, entry in enumerate(entries)]
         ended = [emission.request_id for emission in emissions if emission.finish_reason is not None]
         if ended:
             self._forget(ended, ended=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from outrider.types import Context, Request, Scores, Verdict
+from outrider.types import Context, Request
 
 Features = dict[int, list[Tensor]]  # hidden state -> chunks [T, H] in the order of the text
 
@@ -21,17 +21,22 @@ class FeatureStore:
         self._unseen: dict[str, Features] = {}
         self._prompts: dict[str, Features] = {}  # of requests that others will start from; empty until the prompt is read
 
-    def keep(self, request: Request, b: int, scores: Scores, verdict: Verdict) -> None:
-        """Remembers what row b of a round read: text before the root, the root, and the accepted drafts."""
-        path = verdict.path[b, : int(verdict.num_accepted[b])]
-        rows = torch.cat([torch.zeros(1, dtype=torch.long), path + 1])  # row i + 1 follows draft i
+    def keep(self, request: Request, hidden: Mapping[int, Tensor], num_drafts: int, path: list[int]) -> None:
+        """Remembers what a round read of a request: text before the root, the root, and the accepted drafts, its ``path``.
+
+        ``hidden``: index -> [T + 1 + num_drafts, H].
+        """
         unseen = self._unseen.setdefault(request.request_id, {layer: [] for layer in self.layers})
         prompt = self._prompts.get(request.request_id)
         for layer in self.layers:
-            past, hidden = scores.past_hidden[layer][b], scores.hidden[layer][b]  # [T, H], [N + 1, H]
-            unseen[layer] += [past, hidden[rows.to(hidden.device)]]
-            if prompt is not None and past.shape[0] == len(request.token_ids) - 1:  # read from the first token on
-                prompt[layer] = [past[: request.num_prompt_tokens - 1]]
+            states = hidden[layer]
+            read = len(states) - num_drafts  # tokens up to the root, itself included
+            kept = states[: read + len(path)].clone()
+            if path != list(range(len(path))):  # in a tree
+                kept[read:] = states[read:][path]
+            unseen[layer].append(kept)
+            if prompt is not None and read == len(request.token_ids):  # from the first token on
+                prompt[layer] = [kept[: request.num_prompt_tokens - 1]]
 
     def attach(self, context: Context) -> Context:
         """The context with everything unseen. It stays unseen until ``seen``, so that a failed round loses nothing."""

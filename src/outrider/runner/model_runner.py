@@ -120,11 +120,10 @@ class ModelRunner:
         given = laid.ids if states is None else laid.join(states)
         logits, hidden = self.passes.run(given, laid.layout, self.needs_hidden, places, span)
         self._round = _Round(context.request_ids, [base + at for base, at in zip(bases, first, strict=True)], is_tree)
-        before = (context.request_ids, laid.starts, first)
-        past = {index: self._read.before(index, states, *before) for index, states in hidden.items()}
-        rows_of = {index: rows_from(states, roots, counts, width) for index, states in hidden.items()}
+        own = (context.request_ids, laid.starts, [len(text) for text in tokens])
+        whole = {index: self._read.whole(index, states, *own) for index, states in hidden.items()}
         logits = rows_from(logits, [0, *accumulate(counts)][:-1], counts, width).float()
-        return Scores(logits, rows_of, past, first_layer=span.start)
+        return Scores(logits, whole, first_layer=span.start)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Keeps the accepted path of the round just scored; rejected drafts are simply overwritten by the next pass."""

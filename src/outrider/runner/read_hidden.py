@@ -22,11 +22,13 @@ class ReadHidden:
                 # a copy: a captured graph writes there again
                 self._chunks.setdefault((request_id, index), []).append(states[start : start + length].clone())
 
-    def before(
+    def whole(
         self, index: int, states: Tensor, request_ids: Sequence[str], starts: Sequence[int], lens: Sequence[int]
     ) -> list[Tensor]:
         """One tensor [T_b, H] a request: what was added, then ``lens[b]`` rows of ``states`` [T, H] from ``starts[b]`` on."""
         rows = [states[start : start + length] for start, length in zip(starts, lens, strict=True)]
+        if not self._chunks:
+            return rows
         return [torch.cat([*self._chunks.get((name, index), ()), own]) for name, own in zip(request_ids, rows, strict=True)]
 
     def forget(self, request_ids: Sequence[str]) -> None:

@@ -125,10 +125,7 @@ def _captured(runner: ModelRunner, rows: Tensor) -> dict[str, Tensor]:
         finally:
             runner.release(context.request_ids)
         for layer, chunks in found.items():
-            whole = [
-                torch.cat((past, root)) for past, root in zip(scores.past_hidden[layer], scores.hidden[layer], strict=True)
-            ]
-            chunks.append(torch.stack(whole).to("cpu", torch.bfloat16))
+            chunks.append(torch.stack(list(scores.hidden[layer])).to("cpu", torch.bfloat16))
     return {"ids": rows.int().clone()} | {f"hidden_{layer}": torch.cat(chunks).contiguous() for layer, chunks in found.items()}
 
 
