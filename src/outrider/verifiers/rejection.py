@@ -45,28 +45,32 @@ def _verify_chain(proposal: Proposal, target_probs: Tensor, random: Randomness) 
 def _verify_tree(proposal: Proposal, parents: Tensor, target_probs: Tensor, random: Randomness) -> Verdict:
     """One walk in index order: parents precede children and siblings stand in the order in which they are tried."""
     batch, num_nodes = proposal.token_ids.shape
-    device = target_probs.device
-    drafts, parents = proposal.token_ids.to(device), parents.to(device)
-    in_use = torch.arange(num_nodes, device=device) < proposal.lens.to(device).unsqueeze(-1)  # [B, N]
-    node = torch.full((batch,), -1, device=device)  # [B] the last accepted draft
-    left = target_probs[:, 0]  # [B, V] the target's distribution after node, less what rejected children stood for
-    accepted = torch.zeros(batch, num_nodes, dtype=torch.bool, device=device)
+    drafts, above, lens = proposal.token_ids.tolist(), parents.tolist(), proposal.lens.tolist()
+    node = [-1] * batch  # the last accepted draft
+    left = target_probs[:, 0].clone()  # [B, V] the target's distribution after node, less what rejected children stood for
+    accepted = torch.zeros(batch, num_nodes, dtype=torch.bool)
     for i in range(num_nodes):
-        tried = in_use[:, i] & (parents[:, i] == node)  # [B]
-        draft = drafts[:, i : i + 1]  # [B, 1]
-        chance = left.gather(-1, draft)
-        if proposal.probs is None:
-            draft_probs = torch.zeros_like(left).scatter_(-1, draft, 1.0)
-        else:
-            draft_probs = proposal.probs[:, i]
-            chance = accept_prob(chance, draft_probs.gather(-1, draft))
+        tried = [b for b in range(batch) if i < lens[b] and above[b][i] == node[b]]
+        chances = left.new_zeros(batch, 1)
+        for b in tried:
+            draft = drafts[b][i]
+            chance = left[b, draft]
+            chances[b] = chance if proposal.probs is None else accept_prob(chance, proposal.probs[b, i, draft])
         # a coin for every node, tried or not, so that a request's coins do not depend on the others'
-        taken = random.bernoulli(torch.where(tried.unsqueeze(-1), chance, 0.0)).squeeze(-1)
-        accepted[:, i] = taken
-        node = torch.where(taken, i, node)
-        left = torch.where((tried & ~taken).unsqueeze(-1), residual(left, draft_probs), left)
-        left = torch.where(taken.unsqueeze(-1), target_probs[:, i + 1], left)
+        taken = random.bernoulli(chances)
+        for b in tried:
+            if taken[b]:
+                accepted[b, i], node[b], left[b] = True, i, target_probs[b, i + 1]
+            else:
+                left[b] = residual(left[b], _drawn_from(proposal, b, i, left[b]))
     return tree_verdict(accepted, random.categorical(left))
+
+
+def _drawn_from(proposal: Proposal, b: int, i: int, like: Tensor) -> Tensor:
+    """[V]: the distribution that draft i of request b was drawn from."""
+    if proposal.probs is not None:
+        return proposal.probs[b, i]
+    return torch.zeros_like(like).index_fill_(0, proposal.token_ids[b, i].to(like.device), 1.0)
 
 
 def tree_verdict(accepted: Tensor, next_token: Tensor) -> Verdict:
