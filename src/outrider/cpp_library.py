@@ -26,7 +26,7 @@ def find_compiler() -> str | None:
 def library_path(source: Path, compiler: str, *versions: str) -> Path:
     """Where the library stands, or will: under a name that changes with source, headers, compiler, CPU and ``versions``."""
     texts = [path.read_text() for path in [source, *sorted(source.parent.glob("*.h"))]]
-    what = "|".join([*texts, *versions, compiler, platform.machine(), _cpu_flags()])
+    what = "|".join([*texts, *versions, compiler, platform.machine(), cpu_flags()])
     return cache_dir("kernels") / f"{source.stem}-{hashlib.sha256(what.encode()).hexdigest()[:16]}.so"
 
 
@@ -45,8 +45,8 @@ def first_line(error: Exception) -> list[str]:
     return details.strip().splitlines()[:1]
 
 
-def _cpu_flags() -> str:
-    """What ``-march=native`` depends on."""
+def cpu_flags() -> str:
+    """What ``-march=native`` depends on, of this machine."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -22,6 +22,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outrider.cpp_library import cpu_flags
 from outrider.disk_cache import cache_dir
 from outrider.runner.linear import is_packed
 from outrider.runner.loading import text_config
@@ -68,11 +69,12 @@ def load(module: Pass, build: bool) -> Run | None:
 
 
 def _load(module: Pass, path: Path) -> Run:
-    package = torch._inductor.aoti_load_package(str(path))
+    # What torch._inductor.aoti_load_package does, less its look at the processor: it starts Pythons that load torch, two
+    # seconds before a first token, to compare what the package's path already says.
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)  # type: ignore[attr-defined]
     tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
-    names = package.loader.get_constant_fqns()
-    package.loader.load_constants({name: tensors[name] for name in names}, False, True, True)
-    run: Run = package.loader.boxed_run
+    loader.load_constants({name: tensors[name] for name in loader.get_constant_fqns()}, False, True, True)
+    run: Run = loader.boxed_run
     return run
 
 
@@ -126,7 +128,7 @@ def _package_path(module: Pass) -> Path:
         str((module.layers, module.span)),
         torch.__version__,
         transformers.__version__,
-        torch.backends.cpu.get_cpu_capability(),
+        cpu_flags(),
         hashlib.sha256(b"".join(sources)).hexdigest(),
     ]
     digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:20]
