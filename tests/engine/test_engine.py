@@ -227,6 +227,26 @@ def test_features_of_every_committed_token_reach_the_proposer_once():
     assert engine.stats.faults == 0 and engine.stats.num_accepted > 20
 
 
+class TreeFeatures(Features):
+    """Drafts a wrong token before each right one, so that no accepted path is the first nodes of its tree."""
+
+    drafts_trees = True
+
+    def propose(self, context, k):
+        chain = super().propose(context, k)
+        wrong = (chain.token_ids + 1) % VOCAB
+        parents = 2 * torch.arange(chain.num_nodes).repeat_interleave(2) - 1
+        tokens = torch.stack((wrong, chain.token_ids), 2).flatten(1)
+        return Proposal(tokens, 2 * chain.lens, None, parents.repeat(len(tokens), 1))
+
+
+def test_features_of_a_trees_accepted_path_reach_the_proposer():
+    runner = TableRunner()
+    engine = make_engine(TreeFeatures(runner), 3, runner=runner)
+    assert outputs(run(engine, requests())) == plain()
+    assert engine.stats.faults == 0 and engine.stats.num_accepted > 20
+
+
 def test_features_come_in_rounds_without_drafts_too():
     runner, lengths = TableRunner(), iter([3, 0, 0, 2, 0, 3] + [1] * 40)
     policy = FixedLength(0)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import torch
+from torch import Tensor
 
 from outrider.heads.checkpoint import MODEL, kind_of
 from outrider.proposers.portable import NoDrafts, Portable
@@ -287,6 +288,14 @@ def merged(parts: Sequence[tuple[Sequence[int], Proposal]], batch: int, vocab_si
         if parents is not None and part.parents is not None:
             parents[index, nodes] = part.parents.to(device)
     return Proposal(token_ids, lens, probs, parents)
+
+
+def spread(values: Tensor, rows: Sequence[int], batch: int) -> Tensor:
+    """[A, ...] of the requests ``rows`` -> [B, ...], all that the sampler knows: the others' rows are zero and lead nowhere."""
+    if len(rows) == batch:
+        return values
+    index = torch.tensor(rows, device=values.device)
+    return values.new_zeros(batch, *values.shape[1:]).index_copy_(0, index, values)
 
 
 def rows_of(proposal: Proposal, rows: list[int]) -> Proposal:

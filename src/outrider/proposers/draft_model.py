@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from outrider.proposers.base import NoOptions, Proposer, Setting
+from outrider.proposers.base import NoOptions, Proposer, Setting, spread
 from outrider.proposers.portable import Portable, SmallModel
 from outrider.runner import ModelRunner
 from outrider.runner.loading import load_config, text_config
@@ -93,7 +93,7 @@ class DraftModelProposer(Proposer):
         probs: list[Tensor] = []
 
         def pick(logits: Tensor, step: int) -> Tensor:
-            logits = _spread(self.in_target(logits), able, len(requests))
+            logits = spread(self.in_target(logits), able, len(requests))
             if sampler.is_deterministic:
                 token = sampler.tokens(logits, drafts, start=step)  # [B, 1]
             else:
@@ -149,15 +149,6 @@ class DraftModelProposer(Proposer):
     def retire(self, request_ids: Sequence[str]) -> None:
         self.draft.retire(request_ids)
         self.release(request_ids)
-
-
-def _spread(logits: Tensor, able: list[int], batch: int) -> Tensor:
-    """[A, 1, V] logits of the requests that can draft -> [B, 1, V]: the others' rows are zero, their drafts unused."""
-    if len(able) == batch:
-        return logits
-    full = logits.new_zeros(batch, 1, logits.shape[2])
-    full[able] = logits
-    return full
 
 
 def draft_tokenizer(setting: Setting) -> PreTrainedTokenizerBase | None:

@@ -22,7 +22,7 @@ from outrider.heads import eagle_formats, findings
 from outrider.heads.checkpoint import EAGLE, folder_of
 from outrider.heads.eagle import EagleHead, check_fit
 from outrider.heads.head_runner import HeadRunner
-from outrider.proposers.base import Proposer, Setting
+from outrider.proposers.base import Proposer, Setting, spread
 from outrider.proposers.portable import FeatureHead
 from outrider.proposers.sample_text import TEXT
 from outrider.proposers.tree_chances import Calibration, Drafted, DrawnTree, Floats, GrownTree, SiblingRates, learn_from
@@ -176,11 +176,8 @@ class _Round:
         self.is_whole = len(able) == self.batch
 
     def spread(self, values: Tensor) -> Tensor:
-        """[A, ...] -> [B, ...]: the sampler knows all requests. Rows of the others are zero and lead nowhere."""
-        if self.is_whole:
-            return values
-        index = torch.tensor(self.able, device=values.device)
-        return values.new_zeros(self.batch, *values.shape[1:]).index_copy_(0, index, values)
+        """[A, ...] -> [B, ...]."""
+        return spread(values, self.able, self.batch)
 
     def pick(self, values: Tensor) -> Tensor:
         """[B, ...] -> [A, ...]."""

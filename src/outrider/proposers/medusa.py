@@ -21,7 +21,7 @@ from outrider.heads import findings
 from outrider.heads.checkpoint import MEDUSA, folder_of
 from outrider.heads.medusa import Accuracies, MedusaHeads, check_fit, load
 from outrider.heads.own_logits import finish_of
-from outrider.proposers.base import Proposer, Setting
+from outrider.proposers.base import Proposer, Setting, spread
 from outrider.proposers.portable import ParallelHeads
 from outrider.proposers.sample_text import TEXT
 from outrider.proposers.tree_chances import Drafted, DrawnTree, SiblingRates, learn_from
@@ -135,10 +135,8 @@ class MedusaProposer(Proposer):
         numbers = self.heads(last, depth)
         if self._finish is not None:
             numbers = self._finish(numbers)
-        numbers = self.heads.spread(numbers, self._vocab_size)  # [D, A, V]
-        logits = numbers.new_zeros(depth, batch, self._vocab_size)  # rows of the others are zero and lead nowhere
-        logits[:, able] = numbers
-        return logits
+        logits = self.heads.spread(numbers, self._vocab_size)  # [D, A, V]
+        return spread(logits.transpose(0, 1), able, batch).transpose(0, 1)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Compares the trees with what the target took."""
