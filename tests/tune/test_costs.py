@@ -155,9 +155,10 @@ def test_passes_that_begin_behind_the_first_layers_have_prices_of_their_own():
     assert passes.seconds(1, 1, 0) == 1.0
     assert passes.behind(3).seconds(5, 1, 0) == pytest.approx(0.2)
     assert passes.behind(2).seconds(5, 1, 0) is None
-    assert model.scores(np.array([5.0]), 1, 0) >= 1.0
+    model.observe(0, 0, 1, PhaseTimes(), False, False)
+    assert model.prices(1, 0).score(5.0) >= 1.0
     model.observe(4, 1, 1, PhaseTimes(draft=0.4), False, True, first_layer=3)
-    assert model.scores(np.array([5.0]), 1, 0) == pytest.approx(0.2)
+    assert model.prices(1, 0).score(5.0) == pytest.approx(0.2)
     assert model.round(4, [4], 4, 1, 0) == pytest.approx(0.2 + model.draft(4, 1, 1.0))
     assert model.round(0, [0], 0, 0, 0) == 1.0
 

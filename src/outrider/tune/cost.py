@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-import numpy as np
-
 from outrider.engine.stats import PhaseTimes
 from outrider.runner.costs import SPIKE, WEIGHT, PassCosts
-from outrider.tune.sharing import Floats, Ints, RoundPrices
+from outrider.tune.sharing import RoundPrices
 
 UNKNOWN_COST_RATIO = 0.1  # of a draft step to a plain pass, until one was measured
 MOST_TO_READ = 0.05  # of a plain round, for each token that a proposer had not seen, until it was measured twice
 LINE_MEMORY = 0.95  # of what a line was fitted to, per reading
 START_WEIGHT = 0.3  # of the point through which every line is drawn at first: a draft of -1 tokens takes no time
+FAR = 1024.0  # a width beyond which nothing is scored
 HICCUP = 2.0  # a reading this far above what is expected is cut
 
 
@@ -70,13 +70,6 @@ class CostModel:
             line = self._draft[self._nearest(batch)]
         return line.at(k)
 
-    def drafts(self, k: int, batches: Ints, plain_pass: float) -> Floats:
-        """``draft`` for each of some numbers of requests."""
-        if not self._draft:
-            return np.full(len(batches), UNKNOWN_COST_RATIO * plain_pass * k)
-        by_batch = np.array([self._draft[self._nearest(batch)].at(k) for batch in range(1, int(batches.max()) + 1)])
-        return by_batch[batches - 1]
-
     def _nearest(self, batch: int) -> int:
         return min(self._draft, key=lambda known: abs(known - batch))
 
@@ -99,7 +92,7 @@ class CostModel:
         batch = len(lens)
         plain_pass = score = self.passes.seconds(1, batch, cache_len) or 0.0
         if longest:
-            score = float(self.scores(np.array([self.passes.width(lens)]), batch, cache_len)[0])
+            score = self._scores(batch, cache_len)(self.passes.width(lens))
         return self.draft(longest or k, num_drafting, plain_pass) + score + self.outside(batch, longest > 0)
 
     def plain_round(self, batch: int, cache_len: int) -> float | None:
@@ -117,21 +110,28 @@ class CostModel:
         return RoundPrices(
             plain,
             self.outside(batch, True),
-            lambda k, num_drafting: self.drafts(k, num_drafting, plain_pass),
-            lambda widths: self.scores(widths, batch, cache_len),
+            lambda k, num_drafting: self.draft(k, num_drafting, plain_pass),
+            self._scores(batch, cache_len),
             self.passes.is_padded,
         )
 
-    def scores(self, widths: Floats, batch: int, cache_len: int) -> Floats:
-        """Seconds of passes over drafts, by their width."""
-        widest = float(widths.max())
-        begun = self.passes.behind(self._first_layer).curve(widest, batch, cache_len)
-        known = begun or self.passes.curve(widest, batch, cache_len)
+    def _scores(self, batch: int, cache_len: int) -> Callable[[float], float]:
+        """Width -> seconds of a pass over drafts."""
+        begun = self.passes.behind(self._first_layer).curve(FAR, batch, cache_len)
+        known = begun or self.passes.curve(FAR, batch, cache_len)
         if known is None:
-            return np.zeros_like(widths)
-        seconds: Floats = np.interp(widths, *known)
+            return lambda width: 0.0
+        widths, seconds = known
         # A wider pass is never cheaper, unless a part of it was run before: where it measured so, that was noise.
-        return seconds if self._first_layer else np.maximum(seconds, self.passes.seconds(1, batch, cache_len) or 0.0)
+        least = 0.0 if self._first_layer else self.passes.seconds(1, batch, cache_len) or 0.0
+
+        def score(width: float) -> float:
+            above = min(max(bisect_right(widths, width), 1), len(widths) - 1)
+            below = above - 1
+            part = (width - widths[below]) / (widths[above] - widths[below])
+            return max(seconds[below] + part * (seconds[above] - seconds[below]), least)
+
+        return score
 
     def nodes(self, k: int) -> list[int]:
         """Tokens that each depth of a proposal up to k adds to a pass; at least one."""

@@ -11,21 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from itertools import accumulate
+from operator import mul
 
 from outrider.engine.stats import Round
 from outrider.runner.costs import PassCosts
 from outrider.tune.acceptance import OPTIMISM, Acceptance
 from outrider.tune.cost import CostModel
-from outrider.tune.sharing import Floats, RoundPrices, Shares
+from outrider.tune.sharing import RoundPrices, Shares
 from outrider.types import Context, Request
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 23)  # what is chosen from, beside the longest
+CAPS = (1, 2, 4, 8, 16)  # the same where each has its own: below the longest K of all, it has what its drafts are worth
 PERIOD = 6  # rounds between decisions
 FRESH = 16  # drafted rounds in which every one is decided on
 HYSTERESIS = 1.02  # a change of K must promise this much
 APART = 1.04  # a K of its own for each request must: what is known of single requests is uncertain, and luck looks like merit
+ALIKE = 0.1  # requests whose first drafts are worth the same but for this part get one K
 MEMORY = 0.93  # of a request's counts, per round: about 14 rounds
 SHARED_MEMORY = 0.99  # of the counts that new requests begin with
 PROBE_MEMORY = 0.5  # of the counts when a probe adds to them: what was seen before the pause may be over
@@ -56,11 +58,11 @@ class Track:
     rest: int = FIRST_PAUSE  # rounds in which others draft, until a draft for it is tried again
     pause: int = FIRST_PAUSE  # that rest, when it begins
 
-    def worths(self, expected: Sequence[float], most: int) -> Floats:
+    def worths(self, expected: Sequence[float], most: int) -> list[float]:
         """Chances that a draft at depth 1, 2, ... survives, if there is one; 0 below ``most``. As many as ``expected``."""
-        worths: Floats = np.cumprod(self.own.rates(self.shared.rates(expected)), dtype=np.float64)
-        worths[max(most, 0) :] = 0.0
-        return worths
+        worths = list(accumulate(self.own.rates(self.shared.rates(expected)), mul))
+        most = max(most, 0)
+        return worths[:most] + [0.0] * len(worths[most:])
 
     def made_rate(self) -> float:
         return self.own.made_rate(self.shared.made_rate(1.0))
@@ -266,12 +268,11 @@ class DraftLengthPolicy:
             worths.append(track.worths(expected, longest if own is None else own))  # no more than it wants
             made.append(track.made_rate())
             reading.append(self.costs.catch_up(self._num_unseen(b)) / min(HORIZON, 1 + limit))
-        nodes = np.array(self.costs.nodes(longest))
-        shares = Shares(np.array(worths), np.array(made), nodes, np.array(reading), prices)
+        shares = Shares(worths, made, self.costs.nodes(longest), reading, prices)
         lengths = [k for k in self._lengths if 0 < k <= longest]
         speed, lens = shares.best_together(lengths)
-        if batch > 1:
-            apart = shares.best(lengths)
+        if not shares.are_alike(ALIKE):
+            apart = shares.best([k for k in lengths if k in CAPS or k == lengths[-1]])
             speed, lens = apart if apart[0] >= APART * speed else (speed, lens)
         plain = batch / prices.plain
         if max(before) <= longest:
@@ -295,8 +296,8 @@ class DraftLengthPolicy:
         if prices is None:  # they were renewed since the last decision: a plain round tells the new ones
             return 0
         batch, longest = len(self._batch), min(MAX_PROBE, self.max_k)
-        worths, nodes = np.tile(PROBE_RATE ** np.arange(1, longest + 1), (batch, 1)), self.costs.nodes(longest)
-        shares = Shares(worths, np.ones(batch), np.array(nodes), np.zeros(batch), prices)
+        worths, nodes = [PROBE_RATE**depth for depth in range(1, longest + 1)], self.costs.nodes(longest)
+        shares = Shares([worths] * batch, [1.0] * batch, nodes, [0.0] * batch, prices)
         k = shares.best_together(range(1, longest + 1))[1][0]
         seconds = self.costs.round(k, [sum(nodes[:k])] * batch, k, batch, len(context.requests[0].token_ids))
         seconds += self.costs.catch_up(sum([self._num_unseen(b) for b in range(batch)]))
@@ -309,13 +310,15 @@ class DraftLengthPolicy:
 
     def _judge_probe(self, round_: Round, context: Context) -> None:
         """A probe that failed doubles the pause; one that held goes on, until the estimate says so or the purse is empty."""
-        self._decide(context, self._lens)
         made = [(drafts, accepted) for drafts, accepted in zip(round_.depths, round_.num_accepted, strict=True) if drafts]
+        if not made:  # nothing is known that was not before
+            self._wait = self._pause
+            return
+        self._decide(context, self._lens)
         if self._k:
             self._pause = FIRST_PAUSE
-        elif made and all([drafts == accepted for drafts, accepted in made]):
+        elif all([drafts == accepted for drafts, accepted in made]):
             self._wait = 0
         else:
-            if made:
-                self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
             self._wait = self._pause

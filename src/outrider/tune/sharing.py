@@ -2,19 +2,19 @@
 
 A further draft of a request is worth the chance that it survives, and every one takes the same room in the pass. So the most
 tokens a second are found among few candidates: the best drafts of all requests, one more each time.
+
+Plain numbers: the arrays of a batch are so small that numpy would take five times as long as their sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
+from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+NEVER = 1e-9  # a chance as good as none
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +23,23 @@ class RoundPrices:
 
     plain: float  # a whole round without drafts
     outside: float  # verifier and host of a round with drafts
-    draft: Callable[[int, Ints], Floats]  # (k, requests drafted for) -> seconds
-    score: Callable[[Floats], Floats]  # width -> seconds
+    draft: Callable[[int, int], float]  # (k, requests drafted for) -> seconds
+    score: Callable[[float], float]  # width -> seconds
     is_padded: bool  # a pass runs as many tokens of each request as of the one with the most
 
 
 class Shares:
     """The drafts of a batch in the order of their worth."""
 
-    def __init__(self, worths: Floats, made: Floats, nodes: Ints, reading: Floats, prices: RoundPrices) -> None:
-        """``worths`` [B, N]: accepted drafts that depth i + 1 adds, if the request has drafts; ``made`` [B]: how often it has.
+    def __init__(
+        self,
+        worths: Sequence[Sequence[float]],
+        made: Sequence[float],
+        nodes: Sequence[int],
+        reading: Sequence[float],
+        prices: RoundPrices,
+    ) -> None:
+        """``worths`` [B][N]: accepted drafts that depth i + 1 adds, if the request has drafts; ``made`` [B]: how often it has.
 
         ``nodes`` [N]: tokens in the pass at each depth; ``reading`` [B]: seconds that a proposer owes for each emitted token,
         because it has not seen the text before.
@@ -40,66 +47,94 @@ class Shares:
         self.batch, self._nodes, self._prices = len(worths), nodes, prices
         self._worths, self._made, self._reading = worths, made, reading
 
+    def are_alike(self, within: float) -> bool:
+        """Whether the first drafts of all requests are worth the same, but for that part of the best."""
+        firsts = [worths[0] * made for worths, made in zip(self._worths, self._made, strict=True)]
+        return max(firsts) - min(firsts) <= within * max(firsts)
+
     def best_together(self, lengths: Sequence[int]) -> tuple[float, list[int]]:
         """The most tokens a second that one K of ``lengths`` for all requests brings, and that K for each."""
         speeds = self.together(lengths)
-        at = int(speeds.argmax())
-        return float(speeds[at]), [lengths[at]] * self.batch
+        at = speeds.index(max(speeds))
+        return speeds[at], [lengths[at]] * self.batch
 
-    def together(self, lengths: Sequence[int]) -> Floats:
-        """Tokens a second if all requests have one K, for each of ``lengths``: as ``speed`` says, all at once."""
-        at, prices, everybody = np.array(lengths) - 1, self._prices, np.array([self.batch])
-        made, nobody = self._made, float(np.prod(1 - self._made))
-        worths = (self._worths * made[:, None]).cumsum(axis=1)[:, at]
-        drafts = self._nodes.cumsum()[at] * (1 - nobody if prices.is_padded else made.sum() / self.batch)
-        widths = 1 + drafts / max(1 - nobody, 1e-9)
-        seconds = np.array([prices.draft(k, everybody)[0] for k in lengths]) + nobody * prices.plain
-        seconds += (1 - nobody) * (prices.score(widths) + prices.outside) + self._reading @ (1 + worths)
-        speeds: Floats = (self.batch + worths.sum(axis=0)) / seconds
+    def together(self, lengths: Sequence[int]) -> list[float]:
+        """Tokens a second if all requests have one K, for each of ``lengths``, which ascend: as ``speed`` says."""
+        prices, nobody = self._prices, prod([1 - made for made in self._made])
+        somebody = 1 - nobody
+        share = 1.0 if prices.is_padded else sum(self._made) / self.batch / max(somebody, NEVER)
+        gained, reading, width, reached, speeds = 0.0, sum(self._reading), 1.0, 0, []
+        for k in lengths:
+            for depth in range(reached, k):
+                for worths, made, owed in zip(self._worths, self._made, self._reading, strict=True):
+                    gained += worths[depth] * made
+                    reading += worths[depth] * made * owed
+                width += self._nodes[depth] * share
+            reached = k
+            seconds = prices.draft(k, self.batch) + nobody * prices.plain + reading
+            seconds += somebody * (prices.score(width) + prices.outside)
+            speeds.append((self.batch + gained) / seconds)
         return speeds
 
     def best(self, lengths: Sequence[int]) -> tuple[float, list[int]]:
         """The most tokens a second that drafts no longer than one of ``lengths`` bring, and the K of each request."""
         found, lens = 0.0, [0] * self.batch
-        rows, depths = self._ranked
         for k in lengths:
-            chosen = depths <= k
+            chosen = [draft for draft in self._ranked if draft.depth <= k]
             speeds = self._speeds(k, chosen)
-            at = int(speeds.argmax())
-            if speeds[at] > found:
-                found, lens = float(speeds[at]), np.bincount(rows[chosen][: at + 1], minlength=self.batch).tolist()
+            most = max(speeds)
+            if most > found:
+                found, lens = most, [0] * self.batch
+                for draft in chosen[: speeds.index(most) + 1]:
+                    lens[draft.b] += 1
         return found, lens
 
     def speed(self, lens: Sequence[int]) -> float:
         """Tokens a second if each request has its own K; ``lens[b]`` at most N, one of them above 0."""
         if min(lens) == max(lens):
-            return float(self.together(lens[:1])[0])
-        rows, depths = self._ranked
-        return float(self._speeds(max(lens), depths <= np.array(lens)[rows])[-1])
+            return self.together(lens[:1])[0]
+        return self._speeds(max(lens), [draft for draft in self._ranked if draft.depth <= lens[draft.b]])[-1]
 
     @cached_property
-    def _ranked(self) -> tuple[Ints, Ints]:
-        """Request and depth of every draft, the most worth first. None stands before the one that it hangs on."""
-        ranks = np.minimum.accumulate(self._worths / self._nodes, axis=1)
-        order = np.argsort(-ranks, axis=None, kind="stable")
-        rows, depths = np.divmod(order, self._worths.shape[1])
-        return rows, depths + 1
+    def _ranked(self) -> list[_Draft]:
+        """Every draft, the most worth first. None stands before the one that it hangs on."""
+        ranks, drafts = [], []
+        for b, (worths, made) in enumerate(zip(self._worths, self._made, strict=True)):
+            least = float("inf")
+            for depth, (worth, nodes) in enumerate(zip(worths, self._nodes, strict=True), 1):
+                least = min(least, worth / nodes)
+                ranks.append(-least)
+                drafts.append(_Draft(b, depth, worth * made, nodes))  # rarely made, it is as rarely paid for
+        return [drafts[at] for at in sorted(range(len(ranks)), key=ranks.__getitem__)]
 
-    def _speeds(self, k: int, chosen: NDArray[np.bool_]) -> Floats:
-        """Tokens a second with the first one of the chosen drafts, the first two, ..., asking for k."""
-        rows, depths, prices = self._ranked[0][chosen], self._ranked[1][chosen], self._prices
-        rows_made, reading = self._made[rows], self._reading[rows]
-        worths = self._worths[rows, depths - 1] * rows_made  # a draft that is rarely made is as rarely paid for
-        is_first = depths == 1
-        num_drafting = is_first.cumsum()
-        nobody = np.where(
-            is_first, 1 - rows_made, 1.0
-        ).cumprod()  # chance that no request has a draft, and the pass is a plain one
-        drafts = (rows_made * self._nodes[depths - 1]).cumsum() / self.batch
-        if prices.is_padded:
-            drafts = self._nodes.cumsum()[np.maximum.accumulate(depths) - 1] * (1 - nobody)
-        widths = 1 + drafts / np.maximum(1 - nobody, 1e-9)
-        seconds = prices.draft(k, num_drafting) + nobody * prices.plain + (1 - nobody) * (prices.score(widths) + prices.outside)
-        seconds += (reading * (is_first + worths)).cumsum()
-        speeds: Floats = (self.batch + worths.cumsum()) / seconds
+    def _speeds(self, k: int, drafts: Iterable[_Draft]) -> list[float]:
+        """Tokens a second with the first one of the drafts, the first two, ..., asking for k."""
+        prices, batch, made, owed = self._prices, self.batch, self._made, self._reading
+        score, outside, is_padded = prices.score, prices.outside, prices.is_padded
+        gained, reading, tokens, num_drafting, deepest = 0.0, 0.0, 0.0, 0, 0
+        nobody = 1.0  # chance that no request has a draft, and the pass is a plain one
+        somebody = around = width = 0.0
+        speeds = []
+        for b, depth, gain, nodes in drafts:
+            if depth == 1:
+                num_drafting, nobody, reading = num_drafting + 1, nobody * (1 - made[b]), reading + owed[b]
+                somebody = 1 - nobody
+                around = prices.draft(k, num_drafting) + nobody * prices.plain + somebody * outside
+            gained, reading = gained + gain, reading + owed[b] * gain
+            if not is_padded:
+                tokens += made[b] * nodes
+                width = 1 + tokens / batch / max(somebody, NEVER)
+            elif depth > deepest:
+                deepest, tokens = depth, tokens + nodes
+                width = 1 + tokens
+            speeds.append((batch + gained) / (around + reading + somebody * score(width)))
         return speeds
+
+
+class _Draft(NamedTuple):
+    """A draft that a request may have."""
+
+    b: int
+    depth: int  # from 1
+    gain: float  # accepted drafts that it adds
+    nodes: int  # tokens in the pass that its depth adds
