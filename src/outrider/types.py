@@ -183,7 +183,7 @@ class Scores:
     logits: Tensor  # [B, N + 1, V] float32
     hidden: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
     # index -> B tensors [T_b + 1 + lens[b], H]: of the committed tokens before the root that this round had to read, in order,
-    # of the root, and of its drafts. In memory that the next pass may write.
+    # of the root, and of its drafts
     first_layer: int = 0  # of the pass: drafting had run those before it
 
 

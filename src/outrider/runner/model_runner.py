@@ -121,6 +121,8 @@ class ModelRunner:
         logits, hidden = self.passes.run(given, laid.layout, self.needs_hidden, places, span)
         self._round = _Round(context.request_ids, [base + at for base, at in zip(bases, first, strict=True)], is_tree)
         own = (context.request_ids, laid.starts, [len(text) for text in tokens])
+        if self.layouts.is_padded:  # a captured graph writes there again
+            hidden = {index: states.clone() for index, states in hidden.items()}
         whole = {index: self._read.whole(index, states, *own) for index, states in hidden.items()}
         logits = rows_from(logits, [0, *accumulate(counts)][:-1], counts, width).float()
         return Scores(logits, whole, first_layer=span.start)

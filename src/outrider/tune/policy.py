@@ -22,7 +22,7 @@ from outrider.tune.sharing import RoundPrices, Shares
 from outrider.types import Context, Request
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 23)  # what is chosen from, beside the longest
-CAPS = (1, 2, 4, 8, 16)  # the same where each has its own: below the longest K of all, it has what its drafts are worth
+CAPS = (1, 2, 4, 8, 16)  # tried as the longest K of all where each request has its own, which is what its drafts are worth
 PERIOD = 6  # rounds between decisions
 FRESH = 16  # drafted rounds in which every one is decided on
 HYSTERESIS = 1.02  # a change of K must promise this much
