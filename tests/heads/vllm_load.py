@@ -14,6 +14,7 @@ def main() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
 
+    torch.accelerator.empty_cache = lambda: None  # as vLLM's own CPU worker does: without an accelerator it raises
     target, head, method, out = sys.argv[1:]
     speculative = {"method": method, "model": head, "num_speculative_tokens": 2}
     args = EngineArgs(
