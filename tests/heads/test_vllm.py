@@ -38,11 +38,11 @@ def runner(target):
     return ModelRunner.load(target, RunnerConfig(compile="never", device="cpu"))
 
 
-def loaded_by_vllm(target: Path, head: Path, method: str, out: Path) -> dict[str, torch.Tensor]:
-    """The parameters of vLLM's module, by their names."""
+def loaded_by_vllm(target: Path, head: Path, method: str, tokens: int, out: Path) -> dict[str, torch.Tensor]:
+    """The parameters of vLLM's module, by their names, where it is to draft `tokens` tokens (it builds so many Medusa heads)."""
     script = Path(__file__).with_name("vllm_load.py")
     environment = {**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    command = [str(PYTHON), str(script), str(target), str(head), method, str(out)]
+    command = [str(PYTHON), str(script), str(target), str(head), method, str(tokens), str(out)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return load_file(out)
@@ -56,7 +56,7 @@ def test_vllm_loads_an_exported_eagle3_head(kind, is_reduced, target, runner, tm
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     eagle_formats.export(head, tmp_path / "head", kind, verifier=str(target))
-    held = loaded_by_vllm(target, tmp_path / "head", "eagle3", tmp_path / "held.safetensors")
+    held = loaded_by_vllm(target, tmp_path / "head", "eagle3", 2, tmp_path / "held.safetensors")
     assert bytes(held["tag"].tolist()) == b"Eagle3LlamaForCausalLM"
     own = head.state_dict()
     attention = [own[f"layers.0.self_attn.{name}_proj.weight"] for name in "qkv"]
@@ -75,6 +75,6 @@ def test_vllm_loads_exported_medusa_heads(target, runner, tmp_path):
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     medusa.export(heads, tmp_path / "heads", VOCAB)
-    held = loaded_by_vllm(target, tmp_path / "heads", "medusa", tmp_path / "held.safetensors")
+    held = loaded_by_vllm(target, tmp_path / "heads", "medusa", 3, tmp_path / "held.safetensors")
     for name, tensor in heads.state_dict().items():
         assert torch.equal(held[name][: len(tensor)], tensor), name

@@ -1,6 +1,6 @@
-"""Run by vLLM's Python: loads a draft with vLLM's own code and prints the weights it holds as JSON, without running a model.
+"""Run by vLLM's Python: loads a draft with vLLM's own code and writes the weights it holds, without running a model.
 
-python vllm_load.py TARGET HEAD METHOD OUT.safetensors
+python vllm_load.py TARGET HEAD METHOD TOKENS OUT.safetensors
 """
 
 import sys
@@ -12,11 +12,13 @@ def main() -> None:
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader import get_model
+    from vllm.model_executor.model_loader import base_loader, get_model
 
     torch.accelerator.empty_cache = lambda: None  # as vLLM's own CPU worker does: without an accelerator it raises
-    target, head, method, out = sys.argv[1:]
-    speculative = {"method": method, "model": head, "num_speculative_tokens": 2}
+    # after loading, vLLM packs the weights for the CPU's kernels and drops them: what was loaded is compared, not its packing
+    base_loader.process_weights_after_loading = lambda *_: None
+    target, head, method, tokens, out = sys.argv[1:]
+    speculative = {"method": method, "model": head, "num_speculative_tokens": int(tokens)}
     args = EngineArgs(
         model=target,
         dtype="float32",
