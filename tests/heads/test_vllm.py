@@ -39,7 +39,7 @@ def runner(target):
 
 
 def loaded_by_vllm(target: Path, head: Path, method: str, tokens: int, out: Path) -> dict[str, torch.Tensor]:
-    """The parameters of vLLM's module, by their names, where it is to draft `tokens` tokens (it builds so many Medusa heads)."""
+    """The parameters of vLLM's module, by their names, which builds as many Medusa heads as it is to draft tokens."""
     script = Path(__file__).with_name("vllm_load.py")
     environment = {**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     command = [str(PYTHON), str(script), str(target), str(head), method, str(tokens), str(out)]

@@ -110,6 +110,19 @@ def test_the_steps_of_training_are_those_of_drafting(generation, runner, cache):
             torch.testing.assert_close(out[0, 0], outs[depth][0, length - 1], rtol=2e-3, atol=2e-3)
 
 
+@torch.no_grad()
+def test_a_run_goes_deeper_in_its_second_half(runner, cache):
+    loss = EagleLoss(shapes.new_eagle(runner, 3, (0, 2, 3), None), cache, LAYERS, steps=3)
+    assert [loss.depth(progress) for progress in (0.0, 0.5, 0.6, 0.7, 0.75, 1.0)] == [1, 1, 2, 3, 3, 3]
+    assert EagleLoss(loss.head, cache, LAYERS, steps=1).depth(1.0) == 1
+    for progress, depth in ((0.2, 1), (0.6, 2), (0.9, 3)):
+        parts = loss(torch.tensor([0, 1]), 0, progress)[1]
+        assert [name for name in parts if name.startswith("step_")] == [f"step_{step + 1}" for step in range(depth)]
+        assert sum(0.8**step * parts[f"step_{step + 1}"] for step in range(depth)) == pytest.approx(
+            float(parts["loss"]) * sum(0.8**step for step in range(depth))
+        )
+
+
 def job(kind, runner, cache, folder, steps=6):
     torch.manual_seed(0)
     if kind == "medusa":

@@ -67,8 +67,13 @@ class MedusaHeads(nn.Module):
 
     def forward(self, hidden: Tensor, num_heads: int | None = None) -> Tensor:
         """Hidden states [..., H] -> logits [heads, ..., V'] of the first ``num_heads`` heads (None: all)."""
-        pairs = list(zip(self.blocks, self.lm_heads, strict=True))[:num_heads]
-        return torch.stack([head(block(hidden)) for block, head in pairs])
+        count = self.shape.num_heads if num_heads is None else min(num_heads, self.shape.num_heads)
+        return torch.stack([self.one(index, hidden) for index in range(count)])
+
+    def one(self, index: int, hidden: Tensor) -> Tensor:
+        """Hidden states [..., H] -> logits [..., V'] of the head of that number."""
+        logits: Tensor = self.lm_heads[index](self.blocks[index](hidden))
+        return logits
 
     def spread(self, logits: Tensor, vocab_size: int) -> Tensor:
         """[..., V'] -> float32 [..., V] over the target's vocabulary: ``UNSAID`` where the heads have no such token."""

@@ -17,7 +17,6 @@ from outrider.train.precision import arithmetic
 DIVERGENCES = ("kl", "tv")
 
 Divergence = Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]]
-SoftCrossEntropy = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 def divergence(draft_logits: Tensor, target_logits: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -33,18 +32,6 @@ def divergence(draft_logits: Tensor, target_logits: Tensor, kind: str) -> tuple[
     else:
         loss = 0.5 * (draft_logprobs.exp() - target_logprobs.exp()).abs().sum(-1).mean()
     return loss, (draft_logprobs.argmax(-1) == target_logprobs.argmax(-1)).float().mean()
-
-
-def soft_cross_entropy(logits: Tensor, target_logits: Tensor, draft_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Mean cross entropy of logits [..., Vd] against the target's distribution, and the share of equal greedy tokens.
-
-    ``target_logits``: [..., V], of which the tokens ``draft_ids`` [Vd] are drafted (None: all).
-    """
-    wanted, logits = target_logits if draft_ids is None else target_logits[..., draft_ids], logits.float()
-    entropy = -(wanted.float().softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
-    is_best = wanted == target_logits.amax(-1, keepdim=True)  # two argmax would take half of the time
-    hits = logits.masked_fill(~is_best, float("-inf")).amax(-1) == logits.amax(-1)
-    return entropy, hits.float().mean()
 
 
 def next_token_loss(model: PreTrainedModel, ids: Tensor) -> Tensor:

@@ -4,10 +4,13 @@ EAGLE-1 (arXiv 2401.15077, section 3.2): smooth L1 to the target's next feature 
 target's head makes of it, on features with noise. EAGLE-3 (arXiv 2503.01840, section 3): cross entropy alone, over several
 steps on the head's own outputs (training-time test), weighted 0.8 ** step. EAGLE-1 over several steps is HASS (arXiv
 2408.15766).
+
+A step of depth costs as much as the first and teaches less, so a run begins with one and goes deeper in its second half.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +21,18 @@ from torch.nn.functional import smooth_l1_loss
 from outrider.heads.eagle import EagleHead
 from outrider.train import rollout_attention
 from outrider.train.capture import FeatureCache
-from outrider.train.distillation import SoftCrossEntropy, soft_cross_entropy
 from outrider.train.precision import arithmetic
+from outrider.train.soft_entropy import Said, SoftEntropy, said_by, soft_entropy
 
 NOISE = 0.1  # EAGLE-1: features are off by as much when the head feeds itself
 CLASS_WEIGHT = 0.1  # EAGLE-1: of the cross entropy beside the regression
 NUM_SIBLINGS = 6  # whose acceptance is measured
+ONE_DEEP, ALL_DEEP = 0.5, 0.75  # shares of a run: until the one a single step of depth is trained, from the other on all
 
 
 @dataclass
 class EagleLoss:
-    """``head`` is trained for ``steps`` steps of depth at once. ``last``: the hidden state after the target's final norm."""
+    """``head`` is trained for up to ``steps`` steps of depth at once. ``last``: the hidden state after the target's final norm."""
 
     head: EagleHead
     cache: FeatureCache
@@ -37,7 +41,7 @@ class EagleLoss:
     decay: float = 0.8
     seed: int = 0
     dtype: torch.dtype = torch.float32  # of the arithmetic
-    entropy: SoftCrossEntropy = soft_cross_entropy
+    entropy: SoftEntropy = soft_entropy
 
     def __call__(self, rows: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         """Loss of the cached rows of these numbers [B]."""
@@ -47,19 +51,26 @@ class EagleLoss:
             noise = torch.rand(last.shape, generator=generator).to(ids.device)
             features = [last + (2 * noise - 1) * NOISE]
         with arithmetic(ids.device, self.dtype):
-            losses, hits = self._step_losses(ids, features, last)
+            losses, hits = self._step_losses(ids, features, last, self.depth(progress))
         parts = {f"step_{depth + 1}": loss.detach() for depth, loss in enumerate(losses)}
         parts |= {f"hit_{depth + 1}": hit for depth, hit in enumerate(hits)}
-        weights = [self.decay**depth for depth in range(self.steps)]
+        weights = [self.decay**depth for depth in range(len(losses))]
         total = torch.stack([weight * loss for weight, loss in zip(weights, losses, strict=True)]).sum() / sum(weights)
         return total, {"loss": total.detach(), **parts}
 
-    def _step_losses(self, ids: Tensor, features: list[Tensor], last: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def depth(self, progress: float) -> int:
+        """Steps of depth that are trained at this point of a run."""
+        share = (progress - ONE_DEEP) / (ALL_DEEP - ONE_DEEP)
+        return 1 + math.ceil((self.steps - 1) * min(max(share, 0.0), 1.0))
+
+    def _step_losses(
+        self, ids: Tensor, features: list[Tensor], last: Tensor, steps: int
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Loss and hits of each step of depth, of tokens [B, S] and features [B, S, H]."""
         said, found = self._said(last), []
-        for depth, out in enumerate(self._rollout(ids, features, self.steps)):
+        for depth, out in enumerate(self._rollout(ids, features, steps)):
             there = slice(1 + depth, 1 + depth + out.shape[1])
-            found.append(self._step_loss(out, said[:, there], last[:, there]))
+            found.append(self._step_loss(out, said.at(there), last[:, there]))
         return [loss for loss, _ in found], [hit for _, hit in found]
 
     def _read(self, rows: list[int]) -> tuple[Tensor, list[Tensor], Tensor]:
@@ -69,9 +80,9 @@ class EagleLoss:
         return ids.to(device), [found[layer].to(device) for layer in self.head.shape.hidden_states], found[self.last].to(device)
 
     @torch.no_grad()
-    def _said(self, last: Tensor) -> Tensor:
-        """The target's logits [B, S, V] from its features after the final norm."""
-        return self.head.target_logits(last)
+    def _said(self, last: Tensor) -> Said:
+        """What the target says behind each token, from its features [B, S, H] after the final norm."""
+        return said_by(self.head.target_logits(last), self.head.draft_ids)
 
     def _rollout(self, ids: Tensor, features: list[Tensor], steps: int) -> list[Tensor]:
         """The head's outputs of each step of depth: [B, T, H], those of entry t pointing to token 2 + t + depth."""
@@ -84,10 +95,10 @@ class EagleLoss:
                 hidden = self.head.feedback(outputs[-1])
         return outputs
 
-    def _step_loss(self, out: Tensor, said: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss of outputs [B, T, H] that should lead to logits [B, T, V], and how often both name the same likeliest token."""
+    def _step_loss(self, out: Tensor, said: Said, goal: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss of outputs [B, T, H] that should say the same, and how often both name the same likeliest token."""
         head = self.head
-        entropy, hit = self.entropy(head.logits(out), said, head.draft_ids)
+        entropy, hit = self.entropy(head.logits(out), said)
         if head.shape.generation == 1:
             return smooth_l1_loss(out.float(), goal) + CLASS_WEIGHT * entropy, hit
         return entropy, hit
@@ -99,7 +110,7 @@ class EagleLoss:
         rows = range(self.cache.num_training, self.cache.num_rows)
         for row in rows:
             ids, features, last = self._read([row])
-            for depth, hit in enumerate(self._step_losses(ids, features, last)[1]):
+            for depth, hit in enumerate(self._step_losses(ids, features, last, self.steps)[1]):
                 hits[depth] += float(hit) / len(rows)
         return {f"held_{depth + 1}": round(float(hit), 4) for depth, hit in enumerate(hits)}
 
@@ -116,7 +127,7 @@ class EagleLoss:
         for row in range(self.cache.num_training, self.cache.num_rows):
             ids, features, last = self._read([row])
             out = self._rollout(ids, features, steps=1)[0]
-            target_probs = self._said(last)[0, 1 : 1 + out.shape[1]].softmax(-1)  # [T, V]
+            target_probs = head.target_logits(last[0, 1 : 1 + out.shape[1]]).softmax(-1)  # [T, V]
             draft_probs = head.spread(head.logits(out[0]), target_probs.shape[-1]).softmax(-1)
             alive = torch.ones(len(target_probs), device=device)
             for sibling in range(min(NUM_SIBLINGS, draft_probs.shape[-1] - 1)):

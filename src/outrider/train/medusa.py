@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 
 from outrider.heads.medusa import Accuracies, MedusaHeads
 from outrider.train.capture import FeatureCache
-from outrider.train.distillation import SoftCrossEntropy, soft_cross_entropy
 from outrider.train.precision import arithmetic
+from outrider.train.soft_entropy import SoftEntropy, said_by, soft_entropy
 
 NUM_RANKS = 10  # candidates of a head whose accuracy is measured
 
@@ -31,7 +31,7 @@ class MedusaLoss:
     decay: float = 0.8
     distil: bool = True
     dtype: torch.dtype = torch.float32  # of the arithmetic
-    entropy: SoftCrossEntropy = soft_cross_entropy
+    entropy: SoftEntropy = soft_entropy
 
     def __call__(self, rows: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         """Loss of the cached rows of these numbers [B]."""
@@ -39,12 +39,12 @@ class MedusaLoss:
         count, length = self.heads.shape.num_heads, ids.shape[1]
         with arithmetic(ids.device, self.dtype):
             with torch.no_grad():
-                said = self.output(hidden[:, 1:])  # [B, S - 1, V]: after each token but the first
-            logits = self.heads(hidden[:, : length - count - 1])  # [heads, B, T, V]
+                said = said_by(self.output(hidden[:, 1:]))  # behind each token but the first
+            logits = [self.heads.one(head, hidden[:, : length - count - 1]) for head in range(count)]  # each [B, T, V]
         total, parts = hidden.new_zeros(()), dict[str, Any]()
-        for head, own in enumerate(logits.unbind(0)):
+        for head, own in enumerate(logits):
             there = slice(head, head + length - count - 1)
-            loss, hit = self.entropy(own, said[:, there], None)
+            loss, hit = self.entropy(own, said.at(there))
             if not self.distil:
                 loss = cross_entropy(own.flatten(0, 1).float(), ids[:, 2:][:, there].flatten())
             total = total + self.decay**head * loss

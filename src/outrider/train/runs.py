@@ -22,12 +22,12 @@ from outrider.runner import ModelRunner
 from outrider.train import plots, shapes
 from outrider.train.capture import CachedRows, FeatureCache, capture, check_captured
 from outrider.train.claims import claim, digest, fingerprint
-from outrider.train.distillation import SoftCrossEntropy, soft_cross_entropy
 from outrider.train.eagle import EagleLoss
 from outrider.train.medusa import MedusaLoss, measure_accuracies
 from outrider.train.plan import SEED, Plan
 from outrider.train.precision import autocast_dtype
 from outrider.train.progress import Progress
+from outrider.train.soft_entropy import SoftEntropy, compiled, soft_entropy
 from outrider.train.text import regenerate, token_rows
 from outrider.train.trainer import Batches, Job, Loss, Trainer
 from outrider.types import OutriderError, first_line
@@ -217,6 +217,9 @@ def train_eagle(bench: Bench, out: Path, how: HeadPlan, kind: EagleRun = EagleRu
     cache = bench.features([*kind.layers, runner.num_layers])
     torch.manual_seed(how.seed)
     head = shapes.new_eagle(runner, kind.generation, kind.layers, draft_ids).to(runner.device)
+    if how.compiled:
+        for layer in head.layers:
+            layer.compile(dynamic=False)
     loss = EagleLoss(
         head,
         cache,
@@ -238,9 +241,9 @@ def train_eagle(bench: Bench, out: Path, how: HeadPlan, kind: EagleRun = EagleRu
     return True
 
 
-def entropy_of(how: HeadPlan) -> SoftCrossEntropy:
+def entropy_of(how: HeadPlan) -> SoftEntropy:
     """The loss of logits as wide as the vocabulary: most of what a step does beside matrix products."""
-    return torch.compile(soft_cross_entropy, dynamic=False) if how.compiled else soft_cross_entropy
+    return compiled() if how.compiled else soft_entropy
 
 
 def run_job(bench: Bench, name: str, model: nn.Module, batches: Batches, loss: Loss, plan: Plan, evaluate: Evaluate) -> bool:
