@@ -28,8 +28,8 @@ NAMES = ("medusa", "eagle1", "eagle3")
 class Options:
     """Of both commands."""
 
-    minutes: Annotated[float, typer.Option(help="of training a head")] = 25.0
-    rows: Annotated[int, typer.Option(help=f"rows of {SEQ_LEN} tokens; half are written by the target")] = 6000
+    minutes: Annotated[float, typer.Option(help="of training a head")] = 28.0
+    rows: Annotated[int, typer.Option(help=f"rows of {SEQ_LEN} tokens; half are written by the target")] = 12000
     target: Annotated[Path, typer.Option(help="the target's folder")] = PACKAGE / "target"
     tokens: Annotated[Path, typer.Option(help="the family recipe's tokenised text")] = Path("build/family/tokens")
     package: Annotated[Path, typer.Option(help="folder that gets a folder for each head")] = PACKAGE
@@ -53,7 +53,7 @@ def train(name: str, at: Bench, package: Path, minutes: float, on: str) -> bool:
     elif name == "eagle1":
         finished = train_eagle(at, out, how, EagleRun(generation=1, steps=2))
     else:
-        finished = train_eagle(at, out, how, EagleRun(generation=3, steps=3, layers=layers))
+        finished = train_eagle(at, out, how, EagleRun(generation=3, steps=4, layers=layers))
     if finished:
         publish(name, out, len(at.training_rows()), on)
     return finished
