@@ -49,7 +49,7 @@ def train(name: str, at: Bench, package: Path, minutes: float, on: str) -> bool:
     how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=2048, muon_lr=0.01, adam_lr=0.001, seed=SEED, compiled=True)
     out = package / name
     if name == "medusa":
-        finished = train_medusa(at, out, how, num_heads=4)
+        finished = train_medusa(at, out, how, num_heads=4, num_layers=3)
     elif name == "eagle1":
         finished = train_eagle(at, out, how, EagleRun(generation=1, steps=2))
     else:
