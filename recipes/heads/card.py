@@ -11,7 +11,7 @@ from recipes.heads.rows import PROMPT_LEN, SEQ_LEN
 
 WHAT = {
     "medusa": (
-        "Medusa heads (Cai et al. 2024, arXiv 2401.10774): four heads of one residual block, each with its own output layer, on"
+        "Medusa heads (Cai et al. 2024, arXiv 2401.10774): four heads of three residual blocks, each with its own output layer, on"
         " the target's last hidden state. vLLM's format.",
         "medusa",
     ),
