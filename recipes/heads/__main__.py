@@ -53,7 +53,7 @@ def train(name: str, at: Bench, package: Path, minutes: float, on: str) -> bool:
     elif name == "eagle1":
         finished = train_eagle(at, out, how, EagleRun(generation=1, steps=2))
     else:
-        finished = train_eagle(at, out, how, EagleRun(generation=3, steps=4, layers=layers))
+        finished = train_eagle(at, out, how, EagleRun(generation=3, steps=3, layers=layers))
     if finished:
         publish(name, out, len(at.training_rows()), on)
     return finished

@@ -11,8 +11,8 @@ from recipes.heads.rows import PROMPT_LEN, SEQ_LEN
 
 WHAT = {
     "medusa": (
-        "Medusa heads (Cai et al. 2024, arXiv 2401.10774): four heads of three residual blocks, each with its own output layer, on"
-        " the target's last hidden state. vLLM's format.",
+        "Medusa heads (Cai et al. 2024, arXiv 2401.10774): four heads of three residual blocks, each with its own output layer,"
+        " on the target's last hidden state. vLLM's format.",
         "medusa",
     ),
     "eagle1": (

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from outrider import LLM, SamplingParams, family
+from outrider.runner import kernels
 
 PROMPTS = ["def is_prime(n):\n", "import os\n\ndef read(path):\n"]
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -18,7 +19,11 @@ def plain():
     return [each.token_ids for each in LLM(method="plain", **OPTIONS).generate(PROMPTS, GREEDY)]
 
 
-@pytest.mark.parametrize(("method", "least"), [("medusa", 1.3), ("eagle:draft=eagle1", 1.8), ("eagle:draft=eagle3", 1.6)])
+needs_kernels = pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
+HEADS = [("medusa", 1.3), ("eagle:draft=eagle1", 1.8), ("eagle:draft=eagle3", 1.6)]
+
+
+@pytest.mark.parametrize(("method", "least"), [*HEADS, pytest.param("eagle:bits=8", 1.6, marks=needs_kernels)])
 def test_a_shipped_head_drafts_for_the_embedded_target(method, least, plain):
     llm = LLM(method=method, num_draft_tokens=3, **OPTIONS)
     assert [each.token_ids for each in llm.generate(PROMPTS, GREEDY)] == plain

@@ -86,7 +86,7 @@ PAIRS = [(32, 32), (97, 64), (40, 512), (200, 1056), (416, 96)]  # depths of 1, 
 def test_packing_in_pairs_loses_nothing(outputs, inputs):
     weight = torch.randn(outputs, inputs).bfloat16()
     packed = kernels.pack_weight(weight, in_pairs=True)
-    assert packed.shape == (math.ceil(outputs / 32), inputs // 2, 32, 2) and kernels.is_in_pairs(packed)
+    assert packed.shape == (math.ceil(outputs / 32), inputs // 2, 32, 2) and kernels.is_for_units(packed)
     assert torch.equal(kernels.unpack_weight(packed, outputs), weight)
     assert torch.equal(kernels.one_by_one(packed), kernels.pack_weight(weight))
     assert kernels.packed_shape(packed) == kernels.packed_shape(kernels.pack_weight(weight))

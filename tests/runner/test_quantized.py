@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.runner import ModelRunner, RunnerConfig, kernels
-from outrider.runner.quantized import quantize, quantized_bytes, quantized_copy
+from outrider.runner import ModelRunner, RunnerConfig, kernels, linear
+from outrider.runner.quantized import make_8_bits, quantize, quantize_for_units, quantized_bytes, quantized_copy
+from outrider.types import OutriderError
 
 from .rounds import make_model, untouched
 from .test_architectures import small_config
@@ -74,3 +75,67 @@ def test_a_quantised_copy_takes_the_memory_told_and_leaves_the_model_alone(bits)
     assert copy.lm_head.packed.dtype == torch.int8
     for name, tensor in [*model.named_buffers(), *model.named_parameters()]:
         assert torch.equal(tensor, before[name])
+
+
+needs_matrix_units = pytest.mark.skipif(not kernels.has_matrix_units(), reason="no matrix units (AMX)")
+UNITS = pytest.param(torch.ops.outrider.linear_scaled, marks=needs_matrix_units, id="units")
+IN_FOURS = [(31, 64), (97, 128), (200, 1088), (416, 320)]  # depths of 1, 2, 17 and 5 tiles
+
+
+@pytest.mark.parametrize("in_pairs", [False, True])
+@pytest.mark.parametrize("outputs, inputs", IN_FOURS)
+def test_codes_for_matrix_units_are_the_nearest_with_one_scale_an_output(outputs, inputs, in_pairs):
+    torch.manual_seed(outputs)
+    weight = torch.randn(outputs, inputs).bfloat16()
+    packed = kernels.pack_weight(weight, in_pairs)
+    codes, scales = quantize_for_units(packed)
+    assert codes.shape == (packed.shape[0], inputs // 4, 32, 4) and codes.dtype == torch.int8
+    assert kernels.packed_shape(codes) == kernels.packed_shape(packed)
+    step = weight.float().abs().amax(1) / 127
+    torch.testing.assert_close(scales[0, :outputs], step)
+    restored = kernels.unpack_codes(codes, scales).transpose(1, 2).reshape(-1, inputs)[:outputs]
+    assert ((restored - weight.float()).abs() <= 0.501 * step[:, None]).all()
+
+
+@pytest.mark.parametrize("multiply", [UNITS, pytest.param(kernels.reference_linear_scaled, id="reference")])
+@pytest.mark.parametrize("outputs, inputs", IN_FOURS)
+def test_matrix_units_multiply_codes_by_codes(multiply, outputs, inputs):
+    torch.manual_seed(inputs)
+    weight, x, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(2, 35, inputs), torch.randn(outputs)
+    x[0, 3], x[1, 2] = 0, 1000 * x[1, 2]  # a row's scale is its own
+    codes, scales = quantize_for_units(kernels.pack_weight(weight))
+    got = multiply(x, codes, scales, bias, outputs)
+    step = x.abs().amax(-1, keepdim=True) / 127
+    rounded = (x / step.clamp_min(1e-30)).round() * step
+    expected = rounded.double() @ kernels.unpack_codes(codes, scales).transpose(1, 2).reshape(-1, inputs)[:outputs].double().T
+    torch.testing.assert_close(got, (expected + bias).float(), rtol=1e-5, atol=1e-4)
+    assert multiply(x[:, :0], codes, scales, bias, outputs).shape == (2, 0, outputs)
+
+
+@needs_matrix_units
+@pytest.mark.parametrize("outputs, inputs", [(97, 128), (64, 2048)])
+def test_codes_on_matrix_units_give_a_row_the_same_bits_among_any_number_of_rows(outputs, inputs):
+    codes, scales = quantize_for_units(kernels.pack_weight(torch.randn(outputs, inputs)))
+    x = torch.randn(600, inputs)
+    together = torch.ops.outrider.linear_scaled(x, codes, scales, None, outputs)
+    for rows in (1, 2, 15, 16, 17, 31, 32, 33, 100, 513):
+        assert torch.equal(torch.ops.outrider.linear_scaled(x[:rows], codes, scales, None, outputs), together[:rows]), rows
+        assert torch.equal(
+            torch.ops.outrider.linear_scaled(x[600 - rows :], codes, scales, None, outputs), together[600 - rows :]
+        )
+
+
+@needs_kernels
+def test_a_head_in_8_bits_says_nearly_the_same_and_needs_the_cpus_kernels():
+    runner = ModelRunner.load(untouched(make_model(small_config("llama"))), RunnerConfig())
+    layers = linear.packed_layers(runner.model)
+    x = {layer: torch.randn(7, kernels.packed_shape(layer.packed)[1]) for layer in layers}
+    before = {layer: linear.apply(x[layer], layer.packed, None, None, 32 * layer.packed.shape[0]) for layer in layers}
+    size = sum(layer.packed.nbytes for layer in layers)
+    make_8_bits(runner.model)
+    assert sum(layer.packed.nbytes for layer in layers) <= size / 2
+    for layer in layers:
+        after = linear.apply(x[layer], layer.packed, layer.scales, None, 32 * layer.packed.shape[0])
+        assert 0 < (after - before[layer]).norm() < 0.02 * before[layer].norm()
+    with pytest.raises(OutriderError, match="leave out bits=8"):
+        make_8_bits(torch.nn.Linear(64, 64))

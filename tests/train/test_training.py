@@ -111,11 +111,11 @@ def test_the_steps_of_training_are_those_of_drafting(generation, runner, cache):
 
 
 @torch.no_grad()
-def test_a_run_goes_deeper_in_its_second_half(runner, cache):
+def test_a_run_begins_one_step_deep(runner, cache):
     loss = EagleLoss(shapes.new_eagle(runner, 3, (0, 2, 3), None), cache, LAYERS, steps=3)
-    assert [loss.depth(progress) for progress in (0.0, 0.5, 0.6, 0.7, 0.75, 1.0)] == [1, 1, 2, 3, 3, 3]
+    assert [loss.depth(progress) for progress in (0.0, 0.2, 0.24, 0.28, 0.3, 1.0)] == [1, 1, 2, 3, 3, 3]
     assert EagleLoss(loss.head, cache, LAYERS, steps=1).depth(1.0) == 1
-    for progress, depth in ((0.2, 1), (0.6, 2), (0.9, 3)):
+    for progress, depth in ((0.1, 1), (0.24, 2), (0.9, 3)):
         parts = loss(torch.tensor([0, 1]), 0, progress)[1]
         assert [name for name in parts if name.startswith("step_")] == [f"step_{step + 1}" for step in range(depth)]
         assert sum(0.8**step * parts[f"step_{step + 1}"] for step in range(depth)) == pytest.approx(

@@ -124,7 +124,7 @@ def eagle(  # noqa: PLR0913 - one parameter an option
         int, typer.Option(help="1 (EAGLE-1 and EAGLE-2, which share their weights) or 3.", rich_help_panel=WHAT)
     ] = 3,
     steps: Annotated[
-        int | None, typer.Option(help="Steps of depth that are trained, all in the last quarter (default: 5; EAGLE-1: 1).", rich_help_panel=WHAT)
+        int | None, typer.Option(help="Steps of depth trained at once (default: 5; EAGLE-1: 1).", rich_help_panel=WHAT)
     ] = None,
     layers: Annotated[
         str | None,

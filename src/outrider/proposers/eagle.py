@@ -42,10 +42,13 @@ class EagleConfig:
     max_nodes: int | None = None  # drafts in a proposal; None: as many as pay
     acceptance: tuple[float, ...] = (0.72, 0.13, 0.05, 0.025, 0.01)  # of the first, second, ... sibling when sampling
     hidden_states: tuple[int, ...] | None = None  # of the target, in the place of those that the head names
+    bits: int | None = None  # 8: of the head's weights, and on matrix units of what they multiply; half of what a level reads
 
     def __post_init__(self) -> None:
         if self.top_k < 1 or self.max_depth < 1 or (self.max_nodes is not None and self.max_nodes < 1) or not self.acceptance:
             raise OutriderError("top_k, max_depth and max_nodes must be at least 1, and acceptance must not be empty")
+        if self.bits not in (None, 8):
+            raise OutriderError(f"a head's weights are as they are or in 8 bits, not {self.bits}")
 
 
 class EagleProposer(Proposer):
@@ -65,7 +68,7 @@ class EagleProposer(Proposer):
         if len(self.needs_hidden) != len(head.shape.hidden_states) or not is_there:
             said = f"the head reads {len(head.shape.hidden_states)} of the hidden states 0 to {target.num_layers}"
             raise OutriderError(f"{said}, not {self.needs_hidden}")
-        self.head = HeadRunner(head, target)
+        self.head = HeadRunner(head, target, config.bits)
         self.max_drafts = config.max_depth
         self._config, self._vocab_size = config, target.vocab_size
         self._sizes = TreeSizes(target, config.max_nodes)

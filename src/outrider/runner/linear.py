@@ -181,7 +181,7 @@ def arithmetic(model: nn.Module) -> torch.dtype:
     """What the model's layers multiply in."""
     layers = packed_layers(model)
     if layers:
-        return torch.bfloat16 if any(kernels.is_in_pairs(layer.packed) for layer in layers) else torch.float32
+        return torch.bfloat16 if any(kernels.is_for_units(layer.packed) for layer in layers) else torch.float32
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 

@@ -1,7 +1,10 @@
-"""A second form of a packed model's weights, in 8 or 4 bits: half or a quarter of the bytes that a pass reads.
+"""Packed weights in 8 or 4 bits: half or a quarter of the bytes that a pass reads.
 
-By groups (128 inputs of an output share a scale) and to nearest: no text is needed to calibrate on. Everything but the linear
-layers is shared with the model, its embeddings included.
+A second form of a model beside the first, by groups (128 inputs of an output share a scale) and to nearest: no text is needed
+to calibrate on. Everything but the linear layers is shared with the model, its embeddings included.
+
+Or a head's only form, in 8 bits. Making numbers of codes takes longer than reading them where several rows are drafted at a time,
+so on matrix units codes are multiplied by codes, with a scale for each output and one for each row.
 """
 
 from __future__ import annotations
@@ -9,11 +12,12 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.runner import huge_pages, kernels
 from outrider.runner.linear import FusedLinears, PackedLinear, packed_layers, structural_copy
+from outrider.types import OutriderError
 
 CHUNK = 1 << 19  # weights quantised at a time: their float32 copies stay in the CPU's cache
 
@@ -70,6 +74,28 @@ def quantize(packed: Tensor, bits: int) -> tuple[Tensor, Tensor]:
             codes[at : at + step] = nearest[..., : lanes // 2] | nearest[..., lanes // 2 :] << 4
         scales[:, at : at + step] = largest.transpose(0, 1)
     return codes, scales.view(groups, panels * lanes)
+
+
+def make_8_bits(head: nn.Module) -> None:
+    """Puts the packed layers of a head that drafts into 8 bits, in place. Raises ``OutriderError`` where there are none."""
+    layers = packed_layers(head)
+    if not layers:
+        raise OutriderError("heads run in 8 bits on a CPU with Outrider's kernels only: leave out bits=8")
+    for layer in layers:
+        is_on_units = kernels.is_for_units(layer.packed) and kernels.packed_shape(layer.packed)[1] % kernels.DEEP_BYTES == 0
+        layer.packed, layer.scales = quantize_for_units(layer.packed) if is_on_units else quantize(layer.packed, 8)
+
+
+def quantize_for_units(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """A packed weight -> int8 [panels, inputs / 4, 32, 4] and scales [1, panels * 32]: what matrix units multiply in 8 bits."""
+    panels, inputs, lanes = kernels.packed_shape(packed)
+    codes, scales = huge_pages.empty((panels, inputs // 4, lanes, 4), torch.int8), torch.empty(1, panels, lanes)
+    step = max(1, CHUNK // (inputs * lanes))
+    for at in range(0, panels, step):
+        part = kernels.one_by_one(packed[at : at + step]).float()  # [n, inputs, 32]
+        scales[0, at : at + step] = largest = part.abs().amax(1).clamp_(min=1e-30) / 127
+        codes[at : at + step] = part.div_(largest[:, None]).round_().view(-1, inputs // 4, 4, lanes).transpose(2, 3)
+    return codes, scales.view(1, panels * lanes)
 
 
 @cache

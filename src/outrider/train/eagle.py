@@ -5,7 +5,8 @@ target's head makes of it, on features with noise. EAGLE-3 (arXiv 2503.01840, se
 steps on the head's own outputs (training-time test), weighted 0.8 ** step. EAGLE-1 over several steps is HASS (arXiv
 2408.15766).
 
-A step of depth costs as much as the first and teaches less, so a run begins with one and goes deeper in its second half.
+A step of depth costs as much as the first and teaches less, so a run begins with one. Not for long: while the learning rate
+falls, and most is learned, all are trained.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from outrider.train.soft_entropy import Said, SoftEntropy, said_by, soft_entropy
 NOISE = 0.1  # EAGLE-1: features are off by as much when the head feeds itself
 CLASS_WEIGHT = 0.1  # EAGLE-1: of the cross entropy beside the regression
 NUM_SIBLINGS = 6  # whose acceptance is measured
-ONE_DEEP, ALL_DEEP = 0.5, 0.75  # shares of a run: until the one a single step of depth is trained, from the other on all
+ONE_DEEP, ALL_DEEP = 0.2, 0.3  # shares of a run: until the one a single step of depth is trained, from the other on all
 
 
 @dataclass
 class EagleLoss:
-    """``head`` is trained for up to ``steps`` steps of depth at once. ``last``: the hidden state after the target's final norm."""
+    """``head`` is trained for up to ``steps`` steps of depth. ``last``: the hidden state after the target's final norm."""
 
     head: EagleHead
     cache: FeatureCache
@@ -63,9 +64,7 @@ class EagleLoss:
         share = (progress - ONE_DEEP) / (ALL_DEEP - ONE_DEEP)
         return 1 + math.ceil((self.steps - 1) * min(max(share, 0.0), 1.0))
 
-    def _step_losses(
-        self, ids: Tensor, features: list[Tensor], last: Tensor, steps: int
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def _step_losses(self, ids: Tensor, features: list[Tensor], last: Tensor, steps: int) -> tuple[list[Tensor], list[Tensor]]:
         """Loss and hits of each step of depth, of tokens [B, S] and features [B, S, H]."""
         said, found = self._said(last), []
         for depth, out in enumerate(self._rollout(ids, features, steps)):

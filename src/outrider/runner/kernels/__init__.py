@@ -22,7 +22,7 @@ from outrider.runner import huge_pages
 logger = logging.getLogger(__name__)
 
 PANEL = 32  # outputs whose weights stand side by side in a packed weight
-DEEP = 32  # inputs that matrix units take at once
+DEEP, DEEP_BYTES = 32, 64  # inputs that matrix units take at once, in bfloat16 and in 8 bits
 
 _library = torch.library.Library("outrider", "DEF")
 _library.define("linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
@@ -68,20 +68,20 @@ def pack_weight(weight: Tensor, in_pairs: bool = False) -> Tensor:
     return huge_pages.empty(turned.shape, weight.dtype).copy_(turned) if weight.is_cpu else turned.contiguous()
 
 
-def is_in_pairs(packed: Tensor) -> bool:
-    """Whether a packed weight is one for matrix units."""
+def is_for_units(packed: Tensor) -> bool:
+    """Whether a packed weight is one for matrix units: bfloat16 in pairs of inputs, or 8 bits in fours."""
     return packed.dim() == 4
 
 
 def packed_shape(packed: Tensor) -> tuple[int, int, int]:
-    """Panels, inputs and 32, of a packed weight of numbers in either form."""
+    """Panels, inputs and 32, of a packed weight, for matrix units or not."""
     panels, inputs, lanes = packed.shape[:3]
-    return panels, inputs * 2 if is_in_pairs(packed) else inputs, lanes
+    return panels, inputs * packed.shape[3] if is_for_units(packed) else inputs, lanes
 
 
 def one_by_one(packed: Tensor) -> Tensor:
-    """[panels, inputs, 32] of a packed weight in either form."""
-    return packed.transpose(2, 3).flatten(1, 2) if is_in_pairs(packed) else packed
+    """[panels, inputs, 32] of a packed weight, for matrix units or not."""
+    return packed.transpose(2, 3).flatten(1, 2) if is_for_units(packed) else packed
 
 
 def unpack_weight(packed: Tensor, outputs: int) -> Tensor:
@@ -94,13 +94,18 @@ def reference_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: in
 
     For a weight in pairs x is rounded to bfloat16 first: that is what matrix units multiply; sums are float32.
     """
-    rows = x.bfloat16().float() if is_in_pairs(packed) else x.float()
+    rows = x.bfloat16().float() if is_for_units(packed) else x.float()
     result = functional.linear(rows, unpack_weight(packed, outputs).float(), None if bias is None else bias.float())
     return result.to(x.dtype)
 
 
 def unpack_codes(packed: Tensor, scales: Tensor) -> Tensor:
-    """int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], scales [groups, panels * 32] -> float32 [panels, inputs, 32]."""
+    """int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], scales [groups, panels * 32] -> float32 [panels, inputs, 32].
+
+    In fours, int8 [panels, inputs / 4, 32, 4], there is one scale an output: [1, panels * 32].
+    """
+    if is_for_units(packed):
+        return one_by_one(packed).float() * scales.view(-1, 1, PANEL)
     panels, inputs = packed.shape[:2]
     if packed.dtype == torch.uint8:
         codes = torch.tensor(CODES, device=packed.device)
@@ -112,8 +117,13 @@ def unpack_codes(packed: Tensor, scales: Tensor) -> Tensor:
 
 
 def reference_linear_scaled(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    """``reference_linear`` for a weight of codes."""
-    return reference_linear(x, unpack_codes(packed, scales), bias, outputs)
+    """``reference_linear`` for a weight of codes; where it is one for matrix units, of rows that are codes too."""
+    if not is_for_units(packed):
+        return reference_linear(x, unpack_codes(packed, scales), bias, outputs)
+    row_scales = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+    codes, weights = (x.float() / row_scales).round().double(), unpack_weight(packed, outputs).double()  # sums are exact
+    result = functional.linear(codes, weights).float() * (scales[0, :outputs] * row_scales)
+    return (result if bias is None else result + bias.float()).to(x.dtype)
 
 
 def reference_embed(token_ids: Tensor, packed: Tensor) -> Tensor:

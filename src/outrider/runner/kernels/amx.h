@@ -1,12 +1,13 @@
-// Linear layers on a CPU's matrix units (AMX): bfloat16 weights times inputs rounded to bfloat16, summed in float32.
+// Linear layers on a CPU's matrix units (AMX): bfloat16 weights times inputs rounded to bfloat16, summed in float32, or weights in
+// 8 bits times inputs rounded to 8 bits, a scale for each output and one for each row, summed exactly: half of the bytes to read.
 //
-// A tile instruction multiplies 16 rows x 32 inputs by 32 inputs x 16 outputs in 16 cycles, so that dozens of rows cost what one
-// costs: reading the weights. Batch-invariant as the rest: each sum is one chain of additions in the order of the inputs, and a
-// chain that is put down in memory and taken up again, as long ones of many rows are, goes on with the same bits.
+// A tile instruction multiplies 16 rows x 64 bytes of inputs by as many inputs x 16 outputs in 16 cycles, so that dozens of rows cost
+// what one costs: reading the weights. Batch-invariant as the rest: each sum is one chain of additions in the order of the inputs, and
+// a chain that is put down in memory and taken up again, as long ones of many rows are, goes on with the same bits.
 
 #pragma once
 
-#if defined(__linux__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#if defined(__linux__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__)
 #define OUTRIDER_AMX 1
 
 #include <ATen/Parallel.h>
@@ -17,13 +18,14 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 namespace amx {
 
 constexpr int64_t kSide = 16;                // rows, or outputs, of a tile
-constexpr int64_t kDeep = 32;                // inputs of a tile
-constexpr int64_t kTile = kSide * kDeep;     // numbers in a tile of bfloat16
+constexpr int64_t kLine = 64;                // bytes of a row of a tile
+constexpr int64_t kTile = kSide * kLine;     // bytes of a tile
 constexpr int64_t kPanel = 2 * kSide;        // outputs whose weights stand side by side
 constexpr int64_t kAhead = 1024;             // bytes that weights are fetched ahead of their use
 constexpr int64_t kSteps = 16;               // tiles of a panel's depth that stay in the L1 cache while many rows pass
@@ -53,18 +55,59 @@ inline void shape(int64_t first, int64_t second) {
   asm volatile("ldtilecfg %0" ::"m"(shapes));
 }
 
-struct alignas(64) Line { uint16_t numbers[kDeep]; };
+struct alignas(kLine) Line { uint8_t bytes[kLine]; };
 
-// Rows in the order in which tiles read them: [ceil(rows / 16)][inputs / 32][16][32], so that no two evict each other.
-inline void to_tiles(const float* x, int64_t rows, int64_t inputs, uint16_t* tiles) {
+// Numbers as they are, rounded to bfloat16.
+struct Halves {
+  using Sum = float;
+  static constexpr int64_t kDeep = kLine / 2;  // inputs of a tile
+  float scale(const float*, int64_t) const { return 1.0f; }
+  // What stands in a line for kDeep inputs.
+  __m512i line(const float* x, float) const {
+    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + kSide), _mm512_loadu_ps(x)));
+  }
+  // Sums of 32 outputs, in place, as what they stand for.
+  void finish(float*, float, int64_t) const {}
+};
+
+// Codes from -127 to 127: of a row by its largest number, of weights by scales[outputs].
+struct Bytes {
+  using Sum = int32_t;
+  static constexpr int64_t kDeep = kLine;
+  const float* scales;
+  float scale(const float* x, int64_t inputs) const {
+    __m512 largest = _mm512_set1_ps(1e-30f);
+    for (int64_t k = 0; k < inputs; k += kSide) largest = _mm512_max_ps(largest, _mm512_abs_ps(_mm512_loadu_ps(x + k)));
+    return _mm512_reduce_max_ps(largest) / 127.0f;
+  }
+  __m512i line(const float* x, float scale) const {
+    alignas(kLine) int8_t codes[kLine];
+    for (int64_t k = 0; k < kLine; k += kSide) {
+      const __m512i whole = _mm512_cvtps_epi32(_mm512_div_ps(_mm512_loadu_ps(x + k), _mm512_set1_ps(scale)));
+      _mm_store_si128(reinterpret_cast<__m128i*>(codes + k), _mm512_cvtsepi32_epi8(whole));
+    }
+    return _mm512_load_si512(codes);
+  }
+  void finish(float* sums, float scale, int64_t output) const {
+    for (int64_t j = 0; j < kPanel; j += kSide) {
+      const __m512 whole = _mm512_cvtepi32_ps(_mm512_loadu_si512(sums + j));
+      const __m512 each = _mm512_mul_ps(_mm512_loadu_ps(scales + output + j), _mm512_set1_ps(scale));
+      _mm512_storeu_ps(sums + j, _mm512_mul_ps(whole, each));
+    }
+  }
+};
+
+// Rows in the order in which tiles read them: [ceil(rows / 16)][inputs of a tile's][16][64 bytes], so that no two evict each other.
+// row_scales[rows]: what a code of each stands for.
+template <typename Form>
+void to_tiles(const Form form, const float* x, int64_t rows, int64_t inputs, uint8_t* tiles, float* row_scales) {
+  const int64_t row_bytes = inputs / Form::kDeep * kLine;
   at::parallel_for(0, rows, std::max<int64_t>(1, 65536 / inputs), [&](int64_t from, int64_t to) {
     for (int64_t r = from; r < to; ++r) {
-      uint16_t* into = tiles + r / kSide * kSide * inputs + r % kSide * kDeep;
-      for (int64_t k = 0; k < inputs; k += kDeep, into += kTile) {
-        const float* at = x + r * inputs + k;
-        const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(at + kSide), _mm512_loadu_ps(at));
-        _mm512_store_si512(into, reinterpret_cast<__m512i>(both));
-      }
+      uint8_t* into = tiles + r / kSide * kSide * row_bytes + r % kSide * kLine;
+      const float* at = x + r * inputs;
+      row_scales[r] = form.scale(at, inputs);
+      for (int64_t k = 0; k < inputs; k += Form::kDeep, into += kTile) _mm512_store_si512(into, form.line(at + k, row_scales[r]));
     }
   });
 }
@@ -83,9 +126,16 @@ struct Order {
 
 // sums[rows][32] = (its own, after step 0) + x . w over the tiles from `step` to `end`; rows: 16 + up to 16 where `two`, else up to 16.
 // x and w stand at the first tile of these rows and this panel, `second` is from there to the next 16 rows; `fetch`: weights ahead.
-template <bool two, bool fetch>
-inline void block(const uint16_t* x, int64_t second, const uint16_t* w, const Order order, int64_t step, int64_t end, float* sums,
+template <typename Form, bool two, bool fetch>
+inline void block(const uint8_t* x, int64_t second, const uint8_t* w, const Order order, int64_t step, int64_t end, float* sums,
                   int64_t stride) {
+// The intrinsics take nothing but written numbers for registers.
+#define OUTRIDER_ADD(into, rows, weights)                      \
+  if constexpr (std::is_same_v<typename Form::Sum, float>)     \
+    _tile_dpbf16ps(into, rows, weights);                       \
+  else                                                         \
+    _tile_dpbssd(into, rows, weights)
+  static_assert(sizeof(typename Form::Sum) == sizeof(float));  // they stand where results will
   const int64_t bytes = stride * static_cast<int64_t>(sizeof(float));
   if (step > 0) {
     _tile_loadd(0, sums, bytes);
@@ -100,35 +150,38 @@ inline void block(const uint16_t* x, int64_t second, const uint16_t* w, const Or
   }
   for (; step < end; ++step) {
     const int64_t tile = order(step);
-    const uint16_t *rows = x + tile * kTile, *weights = w + tile * 2 * kTile;
-    const char* ahead = reinterpret_cast<const char*>(weights) + kAhead;
-    _tile_loadd(4, rows, 64);
-    if (two) _tile_loadd(5, rows + second, 64);
-    _tile_loadd(6, weights, 128);
-    _tile_dpbf16ps(0, 4, 6);
-    if (two) _tile_dpbf16ps(2, 5, 6);
-    for (int i = 0; fetch && i < 1024; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T0);
-    _tile_loadd(6, weights + kDeep, 128);
-    _tile_dpbf16ps(1, 4, 6);
-    if (two) _tile_dpbf16ps(3, 5, 6);
-    for (int i = 1024; fetch && i < 2048; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T0);
+    const uint8_t *rows = x + tile * kTile, *weights = w + tile * 2 * kTile, *ahead = weights + kAhead;
+    _tile_loadd(4, rows, kLine);
+    if (two) _tile_loadd(5, rows + second, kLine);
+    _tile_loadd(6, weights, 2 * kLine);
+    OUTRIDER_ADD(0, 4, 6);
+    if (two) { OUTRIDER_ADD(2, 5, 6); }
+    for (int i = 0; fetch && i < kTile; i += kLine) _mm_prefetch(reinterpret_cast<const char*>(ahead + i), _MM_HINT_T0);
+    _tile_loadd(6, weights + kLine, 2 * kLine);
+    OUTRIDER_ADD(1, 4, 6);
+    if (two) { OUTRIDER_ADD(3, 5, 6); }
+    for (int i = kTile; fetch && i < 2 * kTile; i += kLine) _mm_prefetch(reinterpret_cast<const char*>(ahead + i), _MM_HINT_T0);
   }
   _tile_stored(0, sums, bytes);
   _tile_stored(1, sums + kSide, bytes);
   if (two) _tile_stored(2, sums + kSide * stride, bytes);
   if (two) _tile_stored(3, sums + kSide * stride + kSide, bytes);
+#undef OUTRIDER_ADD
 }
 
 // As `linear`, of rows that fit the cache.
-inline void some_rows(const float* x, int64_t rows, int64_t inputs, const uint16_t* w, int64_t panels, float* out) {
-  const int64_t whole = (rows + kSide - 1) / kSide * kSide, stride = panels * kPanel, panel_stride = inputs * kPanel;
-  const std::unique_ptr<Line[]> lines(new Line[whole * inputs / kDeep]);
-  uint16_t* tiles = lines[0].numbers;
-  to_tiles(x, rows, inputs, tiles);
+template <typename Form>
+void some_rows(const Form form, const float* x, int64_t rows, int64_t inputs, const uint8_t* w, int64_t panels, float* out) {
+  const int64_t whole = (rows + kSide - 1) / kSide * kSide, stride = panels * kPanel, depth = inputs / Form::kDeep;
+  const int64_t row_bytes = depth * kLine, panel_bytes = depth * 2 * kTile;
+  const std::unique_ptr<Line[]> lines(new Line[whole * depth]);
+  const std::unique_ptr<float[]> row_scales(new float[rows]);
+  uint8_t* tiles = lines[0].bytes;
+  to_tiles(form, x, rows, inputs, tiles, row_scales.get());
   const bool in_one = rows <= 2 * kSide;  // one block of rows: its sums stay in the registers
-  const int64_t depth = inputs / kDeep, steps = in_one ? depth : std::min(kSteps, depth);
+  const int64_t steps = in_one ? depth : std::min(kSteps, depth);
   const Order order(depth);
-  const int64_t work = panel_stride * (2 + whole / kSide);
+  const int64_t work = panel_bytes / 2 * (2 + whole / kSide);
   at::parallel_for(0, panels, std::max<int64_t>(1, 400'000 / work), [&](int64_t begin, int64_t end) {
     std::vector<float> kept(in_one ? 0 : whole * kPanel);
     int64_t shaped = 0;
@@ -138,24 +191,30 @@ inline void some_rows(const float* x, int64_t rows, int64_t inputs, const uint16
         for (int64_t r = 0; r < rows; r += 2 * kSide) {
           const int64_t count = std::min(2 * kSide, rows - r), first = std::min(kSide, count);
           if (shaped != count) shape(first, count - first), shaped = count;
-          const auto run = count > kSide ? (r == 0 ? block<true, true> : block<true, false>)
-                                         : (r == 0 ? block<false, true> : block<false, false>);
-          run(tiles + r * inputs, kSide * inputs, w + panel * panel_stride, order, step, std::min(depth, step + steps),
+          const auto run = count > kSide ? (r == 0 ? block<Form, true, true> : block<Form, true, false>)
+                                         : (r == 0 ? block<Form, false, true> : block<Form, false, false>);
+          run(tiles + r * row_bytes, kSide * row_bytes, w + panel * panel_bytes, order, step, std::min(depth, step + steps),
               in_one ? to : kept.data() + r * kPanel, in_one ? stride : kPanel);
         }
       }
-      for (int64_t r = 0; !in_one && r < rows; ++r) std::copy_n(kept.data() + r * kPanel, kPanel, to + r * stride);
+      for (int64_t r = 0; r < rows; ++r) {
+        if (!in_one) std::copy_n(kept.data() + r * kPanel, kPanel, to + r * stride);
+        form.finish(to + r * stride, row_scales[r], panel * kPanel);
+      }
     }
     _tile_release();
   });
 }
 
-// x[rows][inputs] times w [panels][inputs / 2][32 outputs][2] -> out[rows][panels * 32]. inputs: a multiple of 32.
-inline void linear(const float* x, int64_t rows, int64_t inputs, const uint16_t* w, int64_t panels, float* out) {
-  const int64_t pair = 2 * kSide, fitting = kRowBytes / static_cast<int64_t>(sizeof(uint16_t)) / inputs / pair * pair;
+// x[rows][inputs] times w [panels][inputs / n][32 outputs][n] -> out[rows][panels * 32], n numbers of the form being four bytes.
+// inputs: a multiple of Form::kDeep.
+template <typename Form>
+void linear(const Form form, const float* x, int64_t rows, int64_t inputs, const void* w, int64_t panels, float* out) {
+  const int64_t pair = 2 * kSide, fitting = kRowBytes / (inputs / Form::kDeep * kLine) / pair * pair;
   const int64_t at_once = std::max(pair, fitting);
   for (int64_t r = 0; r < rows; r += at_once)
-    some_rows(x + r * inputs, std::min(at_once, rows - r), inputs, w, panels, out + r * panels * kPanel);
+    some_rows(form, x + r * inputs, std::min(at_once, rows - r), inputs, static_cast<const uint8_t*>(w), panels,
+              out + r * panels * kPanel);
 }
 
 }  // namespace amx

@@ -341,20 +341,25 @@ bool has_matrix_units() {
 #endif
 }
 
-// A weight for matrix units, [panels, inputs / 2, 32, 2]: the weights of two inputs side by side.
-inline bool in_pairs(const at::Tensor& packed) { return packed.dim() == 4; }
+// A weight for matrix units, [panels, inputs / n, 32, n]: those of n inputs side by side, two in bfloat16 or four in 8 bits.
+inline bool for_units(const at::Tensor& packed) { return packed.dim() == 4; }
 
-void linear_in_pairs(const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, float* out) {
-  TORCH_CHECK(has_matrix_units() && packed.scalar_type() == at::kBFloat16 && inputs % 32 == 0,
+void linear_on_units(const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, const float* scales, float* out) {
+  const bool is_bytes = packed.scalar_type() == at::kChar;
+  TORCH_CHECK(has_matrix_units() && (is_bytes ? packed.size(3) == 4 && inputs % 64 == 0
+                                              : packed.scalar_type() == at::kBFloat16 && inputs % 32 == 0),
               "linear: this weight is packed for matrix units (AMX), which this processor does not have or which do not take it");
 #if defined(OUTRIDER_AMX)
-  amx::linear(x, rows, inputs, reinterpret_cast<const uint16_t*>(packed.const_data_ptr<at::BFloat16>()), packed.size(0), out);
+  if (is_bytes)
+    amx::linear(amx::Bytes{scales}, x, rows, inputs, packed.const_data_ptr(), packed.size(0), out);
+  else
+    amx::linear(amx::Halves{}, x, rows, inputs, packed.const_data_ptr(), packed.size(0), out);
 #endif
 }
 
 at::Tensor apply(const at::Tensor& x, const at::Tensor& packed, const float* scales, const std::optional<at::Tensor>& bias,
                  int64_t outputs) {
-  const int64_t panels = packed.size(0), inputs = packed.size(1) * (in_pairs(packed) ? 2 : 1);
+  const int64_t panels = packed.size(0), inputs = packed.size(1) * (for_units(packed) ? packed.size(3) : 1);
   TORCH_CHECK(x.size(-1) == inputs, "linear: input of size ", x.size(-1), ", weight for ", inputs);
   const at::Tensor source = x.to(at::kFloat).contiguous();
   const int64_t rows = source.numel() / std::max<int64_t>(1, inputs);
@@ -363,8 +368,8 @@ at::Tensor apply(const at::Tensor& x, const at::Tensor& packed, const float* sca
   at::Tensor out = at::empty(shape, source.options());
   const float* from = source.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
-  if (in_pairs(packed)) {
-    linear_in_pairs(from, rows, inputs, packed, to);
+  if (for_units(packed)) {
+    linear_on_units(from, rows, inputs, packed, scales, to);
   } else switch (packed.scalar_type()) {
     case at::kBFloat16: linear_of<at::BFloat16>(from, rows, packed, scales, to); break;
     case at::kHalf: linear_of<at::Half>(from, rows, packed, scales, to); break;
@@ -383,10 +388,11 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::opti
   return apply(x, packed, nullptr, bias, outputs);
 }
 
-// The same for codes: packed int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], scales [ceil(inputs / 128), panels * 32].
+// The same for codes: packed int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], scales [ceil(inputs / 128), panels * 32]; or for
+// matrix units, which round x to 8 bits too: int8 [panels, inputs / 4, 32, 4], scales [1, panels * 32].
 at::Tensor linear_scaled(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,
                          const std::optional<at::Tensor>& bias, int64_t outputs) {
-  TORCH_CHECK(scales.is_contiguous() && scales.size(0) == (packed.size(1) + kScaled - 1) / kScaled &&
+  TORCH_CHECK(scales.is_contiguous() && scales.size(0) == (for_units(packed) ? 1 : (packed.size(1) + kScaled - 1) / kScaled) &&
                   scales.size(1) == packed.size(0) * kPanel && !packed.is_floating_point(),
               "linear_scaled: scales ", scales.sizes(), " for weights ", packed.sizes());
   return apply(x, packed, scales.const_data_ptr<float>(), bias, outputs);
@@ -407,7 +413,7 @@ at::Tensor embed(const at::Tensor& token_ids, const at::Tensor& packed) {
   const int64_t *from = ids.const_data_ptr<int64_t>(), count = ids.numel(), rows = packed.size(0) * kPanel;
   for (int64_t i = 0; i < count; ++i) TORCH_CHECK_INDEX(from[i] >= 0 && from[i] < rows, "embed: no token ", from[i]);
   auto shape = ids.sizes().vec();
-  const int64_t together = in_pairs(packed) ? 2 : 1, inputs = packed.size(1) * together;
+  const int64_t together = for_units(packed) ? packed.size(3) : 1, inputs = packed.size(1) * together;
   shape.push_back(inputs);
   at::Tensor out = at::empty(shape, packed.options().dtype(at::kFloat));
   float* to = out.mutable_data_ptr<float>();
