@@ -3,8 +3,8 @@
 A second form of a model beside the first, by groups (128 inputs of an output share a scale) and to nearest: no text is needed
 to calibrate on. Everything but the linear layers is shared with the model, its embeddings included.
 
-Or a head's only form, in 8 bits. Making numbers of codes takes longer than reading them where several rows are drafted at a time,
-so on matrix units codes are multiplied by codes, with a scale for each output and one for each row.
+Or a head's only form, in 8 bits. Making numbers of codes takes longer than reading them where several rows are drafted at a
+time, so on matrix units codes are multiplied by codes, with a scale for each output and one for each row.
 """
 
 from __future__ import annotations
