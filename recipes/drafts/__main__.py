@@ -30,7 +30,7 @@ Family = Annotated[Path, typer.Option("--family", help="folder of the family: ta
 Tokens = Annotated[Path, typer.Option("--tokens", help="the family recipe's tokenised text")]
 Out = Annotated[Path, typer.Option("--out", help="folder for the finished draft")]
 Minutes = Annotated[float, typer.Option("--minutes", help="of training")]
-Rows = Annotated[int, typer.Option("--rows", help="rows of 256 tokens, half of them written by the target")]
+Rows = Annotated[int, typer.Option("--rows", help="rows of 256 tokens, begun by the corpus and written by the target")]
 
 
 @app.command()

@@ -48,8 +48,8 @@ def card(name: str, measured: dict[str, Any], end: dict[str, Any], rows: int, si
         " sources of the text: as the target's (`../MODEL_CARD.md`). No prompts that the project measures with were used.\n",
         f"Made by `python -m recipes.heads one {name}`; this card too. {size / 1e6:.1f} MB, bfloat16.\n",
         "## Training\n",
-        f"{rows} rows of {SEQ_LEN} tokens: half are corpus text, half were written by the target after {PROMPT_LEN} tokens of"
-        " training text, greedily and at temperature 1 in equal parts. Its hidden states were captured once and kept.\n",
+        f"{rows} rows of {SEQ_LEN} tokens, written by the target after {PROMPT_LEN} tokens of training text, greedily and at"
+        " temperature 1 in equal parts. Its hidden states were captured once and kept.\n",
         f"The head saw {end['tokens'] / 1e6:.2f} M tokens in {end['step']} steps and {minutes:.0f} minutes on {machine}. Loss"
         f" curve: `recipes/heads/{name}_curve.png`.\n",
         "## Acceptance by position\n",

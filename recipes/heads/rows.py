@@ -1,4 +1,4 @@
-"""The rows that everything trained on the embedded target shares: half corpus text, half text of the target's own."""
+"""The rows that everything trained on the embedded target shares: beginnings of corpus text that the target goes on from."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def bench(target: Path, tokens: Path, work: Path, count: int) -> Bench:
 
 
 def training_rows(runner: ModelRunner, learned: PreTrainedTokenizerFast, tokens: Path, work: Path, count: int) -> torch.Tensor:
-    """Half corpus text, half continuations the target wrote itself, greedily and at temperature 1, in turn: [R, 256].
+    """Beginnings of corpus text and what the target wrote behind them, greedily and at temperature 1 in equal parts: [R, 256].
 
     Raises ``OutriderError`` where ``work`` holds another number of rows.
     """
@@ -41,11 +41,8 @@ def training_rows(runner: ModelRunner, learned: PreTrainedTokenizerFast, tokens:
         if len(found) != count:
             raise OutriderError(f"{path} holds {len(found)} rows, not {count}: name another folder or delete it")
         return found
-    half = count // 2
-    mixture = data.training_mixture(tokens, SEED + 7)
-    plain = mixture.batch(0, half, SEQ_LEN)[:, :SEQ_LEN].int()
-    others = data.training_mixture(tokens, SEED + 8).batch(0, count - half, PROMPT_LEN)
-    starts = prompts.mixed_prompts(tokens, learned, count - half, PROMPT_LEN, others)
+    others = data.training_mixture(tokens, SEED + 8).batch(0, count, PROMPT_LEN)
+    starts = prompts.mixed_prompts(tokens, learned, count, PROMPT_LEN, others)
     filled = torch.zeros(len(starts), SEQ_LEN, dtype=torch.int32)
     filled[:, :PROMPT_LEN] = starts.int()
     written = []
@@ -53,7 +50,7 @@ def training_rows(runner: ModelRunner, learned: PreTrainedTokenizerFast, tokens:
         with Progress(f"text at temperature {temperature:g}") as bar:
             folder = work / f"text_{temperature:g}"
             written.append(regenerate(runner, part, PROMPT_LEN, temperature, SEED, folder, bar.update))
-    rows = torch.cat([plain, *written])
+    rows = torch.cat(written)
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED))]
     torch.save(rows, path)
     return rows
