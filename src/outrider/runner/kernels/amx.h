@@ -17,6 +17,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <type_traits>
 #include <vector>
@@ -215,6 +216,124 @@ void linear(const Form form, const float* x, int64_t rows, int64_t inputs, const
   for (int64_t r = 0; r < rows; r += at_once)
     some_rows(form, x + r * inputs, std::min(at_once, rows - r), inputs, static_cast<const uint8_t*>(w), panels,
               out + r * panels * kPanel);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------
+// Attention: tiles of 16 x 64 bytes throughout, as `shape(16, 16)` takes them
+// ---------------------------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kSlotsAtOnce = 256;  // whose values stand paired in the cache while all queries pass
+
+// Floats that one attention's tiles and sums take.
+inline int64_t attention_size(int64_t rows, int64_t slots, int64_t key_dim, int64_t value_dim) {
+  const int64_t tall = (rows + kSide - 1) / kSide * kSide;
+  return kLine + tall * value_dim + (tall * (key_dim + slots) + kSlotsAtOnce * value_dim) / 2;
+}
+
+inline float* next_line(float* from) {
+  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(from) + kLine - 1) / kLine * kLine);
+}
+
+// Asks for `bytes` bytes that will be read soon.
+inline void fetch(const void* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += kLine) _mm_prefetch(static_cast<const char*>(from) + i, _MM_HINT_T1);
+}
+
+inline __m512i to_halves(const float* x) {
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + kSide), _mm512_loadu_ps(x)));
+}
+
+// Queries [rows][dim] -> for each 16 of them and each 32 numbers of theirs a right-hand tile, [16 pairs][16 queries][2]. `transpose`:
+// of 16 vectors of 16 pairs. Rows that are missing to 16 are 0.
+template <typename Vec, typename Transpose>
+void turn_queries(const float* queries, int64_t rows, int64_t dim, uint16_t* to, const Transpose transpose) {
+  constexpr int64_t numbers = kTile / 2;
+  for (int64_t from = 0; from < rows; from += kSide) {
+    const int64_t count = std::min(kSide, rows - from);
+    for (int64_t d = 0; d < dim; d += 32, to += numbers) {
+      Vec block[kSide] = {};
+      for (int64_t q = 0; q < count; ++q) block[q] = reinterpret_cast<Vec>(to_halves(queries + (from + q) * dim + d));
+      transpose(block);
+      std::memcpy(to, block, kTile);
+    }
+  }
+}
+
+// products[16 slots][16 queries] = keys [16][dim] . queries, as turned.
+inline void score_block(const uint16_t* keys, int64_t dim, const uint16_t* queries, float* products) {
+  _tile_zero(0);
+  for (int64_t d = 0; d < dim; d += 32, queries += kTile / 2) {
+    _tile_loadd(4, keys + d, dim * 2);
+    _tile_loadd(6, queries, kLine);
+    _tile_dpbf16ps(0, 4, 6);
+  }
+  _tile_stored(0, products, kLine);
+}
+
+// Weights of `slots` slots of one row -> bfloat16, in its line of a left-hand tile for every 32.
+inline void to_line_of_tiles(const float* weights, int64_t slots, uint16_t* to) {
+  for (int64_t s = 0; s < slots; s += 32, to += kTile / 2) _mm512_store_si512(to, to_halves(weights + s));
+}
+
+// Values [slots][dim], 0 from `written` on -> for every 32 slots and 16 numbers a right-hand tile, [16 pairs of slots][16][2].
+inline void pair_values(const uint16_t* values, int64_t slots, int64_t written, int64_t dim, uint16_t* to) {
+  alignas(kLine) uint16_t low[32], high[32];
+  for (uint16_t i = 0; i < 32; ++i) low[i] = i / 2 + i % 2 * 32, high[i] = low[i] + 16;
+  const __m512i lows = _mm512_load_si512(low), highs = _mm512_load_si512(high);
+  for (int64_t s = 0; s < slots; s += 2) {
+    uint16_t* into = to + s / 32 * 32 * dim + s % 32 / 2 * 32;
+    for (int64_t d = 0; d < dim; d += 32) {
+      const bool is_whole = d + 32 <= dim;
+      const __mmask32 some = is_whole ? 0xffffffffu : 0xffffu;
+      const __m512i first = _mm512_maskz_loadu_epi16(s < written ? some : 0, values + s * dim + d);
+      const __m512i second = _mm512_maskz_loadu_epi16(s + 1 < written ? some : 0, values + (s + 1) * dim + d);
+      _mm512_store_si512(into + d / 16 * (kTile / 2), _mm512_permutex2var_epi16(first, lows, second));
+      if (is_whole) _mm512_store_si512(into + (d / 16 + 1) * (kTile / 2), _mm512_permutex2var_epi16(first, highs, second));
+    }
+  }
+}
+
+// sums[16][dim] = (their own, where `more`) + weights, as lines of tiles, . values, as paired, of `slots` slots.
+inline void mix(const uint16_t* weights, const uint16_t* values, int64_t slots, int64_t dim, float* sums, bool more) {
+  constexpr int64_t numbers = kTile / 2;
+  const int64_t tiles = dim / kSide, bytes = dim * static_cast<int64_t>(sizeof(float));
+  for (int64_t tile = 0; tile < tiles; tile += 4) {
+    const int64_t count = std::min<int64_t>(4, tiles - tile);
+    float* to = sums + tile * kSide;
+    if (more) {
+      _tile_loadd(0, to, bytes);
+      if (count > 1) _tile_loadd(1, to + kSide, bytes);
+      if (count > 2) _tile_loadd(2, to + 2 * kSide, bytes);
+      if (count > 3) _tile_loadd(3, to + 3 * kSide, bytes);
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    for (int64_t s = 0; s < slots; s += 32) {
+      const uint16_t* from = values + (s / 32 * tiles + tile) * numbers;
+      _tile_loadd(4, weights + s / 32 * numbers, kLine);
+      _tile_loadd(5, from, kLine);
+      _tile_dpbf16ps(0, 4, 5);
+      if (count > 1) {
+        _tile_loadd(6, from + numbers, kLine);
+        _tile_dpbf16ps(1, 4, 6);
+      }
+      if (count > 2) {
+        _tile_loadd(5, from + 2 * numbers, kLine);
+        _tile_dpbf16ps(2, 4, 5);
+      }
+      if (count > 3) {
+        _tile_loadd(6, from + 3 * numbers, kLine);
+        _tile_dpbf16ps(3, 4, 6);
+      }
+    }
+    _tile_stored(0, to, bytes);
+    if (count > 1) _tile_stored(1, to + kSide, bytes);
+    if (count > 2) _tile_stored(2, to + 2 * kSide, bytes);
+    if (count > 3) _tile_stored(3, to + 3 * kSide, bytes);
+  }
 }
 
 }  // namespace amx

@@ -25,6 +25,8 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -532,32 +534,45 @@ inline void mix(const float* weights, int64_t weights_stride, const Cache* value
   for (int i = 0; i < count; ++i) for (int c = 0; c < chunks; ++c) store(out + i * out_stride + c * kLanes, acc[i][c]);
 }
 
+// Whether attention over this cache runs on matrix units: keys, queries, weights and values are then rounded to bfloat16.
+template <typename Cache>
+inline bool attends_on_units(int64_t key_dim, int64_t value_dim) {
+  return std::is_same_v<Cache, at::BFloat16> && has_matrix_units() && key_dim % 32 == 0 && value_dim % 16 == 0;
+}
+
 // Queries of one request that look at the same keys and values: those of `tokens` tokens from `token` on, of a group of heads. Row
 // w * group + g of `queries`, `scores` and `out`. Slots count from `first`, and `padded` of them are looked at.
 template <typename Cache>
 struct Attention {
   static constexpr int64_t kTogether = 4;  // queries that share what is loaded
-  static constexpr int64_t kRows = 32;     // queries at once, about: their scores stay in the cache
+  static constexpr int64_t kSlots = 32;    // of a block
   static constexpr float kUnseen = -std::numeric_limits<float>::infinity();
   const Pass& pass;
   const int64_t b, length, token, tokens, group, base, open, first, count, padded;
   const Cache *keys, *values;
-  float *queries, *scores, *out, *turned;
+  float *queries, *scores, *out, *turned, *tiles;
 
   Attention(const Pass& of, int64_t row, int64_t from, const Cache* k_plane, const Cache* v_plane, float* buffer)
       : pass(of), b(row), length(of.length(row)), token(from), tokens(std::min(tokens_at_once(of), length - from)),
         group(of.heads / of.kv_heads),
         base(of.bases[row]), open(base + of.width - of.reach),  // slots before it are seen by all, but for a window
-        first(std::min(earliest(), open) / kLanes * kLanes),  // blocks start at the same slots whatever the pass
-        count(end() - first), padded((count + kLanes - 1) / kLanes * kLanes), keys(k_plane), values(v_plane), queries(buffer),
-        scores(queries + rows() * of.key_dim), out(scores + rows() * padded), turned(out + rows() * of.value_dim) {}
+        first(std::min(earliest(), open) / kSlots * kSlots),  // blocks start at the same slots whatever the pass
+        count(end() - first), padded((count + kSlots - 1) / kSlots * kSlots), keys(k_plane), values(v_plane), queries(buffer),
+        scores(queries + rows() * of.key_dim), out(scores + rows() * padded), turned(out + rows() * of.value_dim),
+        tiles(turned + kLanes * (of.key_dim + kLanes)) {}
 
+  static bool on_units(const Pass& pass) { return attends_on_units<Cache>(pass.key_dim, pass.value_dim); }
+  // So that about 32 queries are looked at together, or 64 on matrix units: their scores stay in the cache.
   static int64_t tokens_at_once(const Pass& pass) {
-    return std::clamp<int64_t>(kRows * pass.kv_heads / pass.heads, 1, pass.width);
+    return std::clamp<int64_t>((on_units(pass) ? 64 : 32) * pass.kv_heads / pass.heads, 1, pass.width);
   }
   static int64_t buffer_size(const Pass& pass, int64_t longest) {
-    const int64_t rows = tokens_at_once(pass) * pass.heads / pass.kv_heads;
-    return rows * (pass.key_dim + longest + kLanes + pass.value_dim) + kLanes * (pass.key_dim + kLanes);
+    const int64_t rows = tokens_at_once(pass) * pass.heads / pass.kv_heads, slots = longest + 2 * kSlots;
+    int64_t size = rows * (pass.key_dim + slots + pass.value_dim) + kLanes * (pass.key_dim + kLanes);
+#if defined(OUTRIDER_AMX)
+    if (on_units(pass)) size += amx::attention_size(rows, slots, pass.key_dim, pass.value_dim);
+#endif
+    return size;
   }
   int64_t rows() const { return tokens * group; }
   int64_t position(int64_t w) const { return pass.positions[pass.start(b) + w]; }
@@ -580,6 +595,9 @@ struct Attention {
   }
 
   void run() {
+#if defined(OUTRIDER_AMX)
+    if (on_units(pass)) return run_on_units();
+#endif
     score();
     std::fill_n(out, rows() * pass.value_dim, 0.0f);
     std::vector<float> inverse(rows());
@@ -592,6 +610,59 @@ struct Attention {
     for (row = 0; row < rows(); ++row)
       for (int64_t d = 0; d < pass.value_dim; ++d) out[row * pass.value_dim + d] *= inverse[row];
   }
+
+#if defined(OUTRIDER_AMX)
+  // The same by tiles. Sums run through the slots in blocks of 32 that stand at the same places whatever the pass, so that a row's bits
+  // do not depend on the other rows either; what a row does not see has weight 0, and what was never written counts as 0.
+  void run_on_units() {
+    const int64_t groups = (rows() + amx::kSide - 1) / amx::kSide, tall = groups * amx::kSide;
+    const int64_t written = base + length - first;  // slots behind it may hold anything
+    float* sums = amx::next_line(tiles);  // [tall, value_dim]
+    uint16_t* turned_queries = reinterpret_cast<uint16_t*>(sums + tall * pass.value_dim);
+    uint16_t *weights = turned_queries + tall * pass.key_dim, *paired = weights + tall * padded;
+    amx::turn_queries<vec>(queries, rows(), pass.key_dim, turned_queries, [](vec* block) { transpose(block); });
+    for (int64_t i = 0; i < padded; i += kLanes) {
+      const int64_t slot = first + i, there = std::min<int64_t>(kLanes, pass.capacity - slot);
+      if (there <= 0) {  // behind the cache's end: seen by none
+        for (int64_t row = 0; row < rows(); ++row) store(scores + row * padded + i, vec{});
+        continue;
+      }
+      const uint16_t* block = reinterpret_cast<const uint16_t*>(keys + slot * pass.key_dim);
+      amx::fetch(keys + (slot + 4 * kLanes) * pass.key_dim, kLanes * pass.key_dim * 2);
+      amx::fetch(values + slot * pass.value_dim, kLanes * pass.value_dim * 2);
+      std::vector<uint16_t> copied;
+      if (there < kLanes) {
+        copied.resize(kLanes * pass.key_dim);
+        std::copy_n(block, there * pass.key_dim, copied.data());
+        block = copied.data();
+      }
+      for (int64_t group_of = 0; group_of < groups; ++group_of) {
+        alignas(64) float products[kLanes * kLanes];
+        amx::score_block(block, pass.key_dim, turned_queries + group_of * amx::kSide * pass.key_dim, products);
+        vec by_query[kLanes];
+        for (int j = 0; j < kLanes; ++j) by_query[j] = load(products + j * kLanes);
+        transpose(by_query);
+        const int64_t from = group_of * amx::kSide, till = std::min(rows(), from + amx::kSide);
+        for (int64_t row = from; row < till; ++row) store(scores + row * padded + i, by_query[row - from]);
+      }
+    }
+    std::vector<float> inverse(rows());
+    for (int64_t row = 0; row < rows(); ++row) {
+      inverse[row] = weigh(token + row / group, scores + row * padded);
+      amx::to_line_of_tiles(scores + row * padded, padded, weights + row / amx::kSide * amx::kSide * padded + row % amx::kSide * 32);
+    }
+    for (int64_t from = 0; from < padded; from += amx::kSlotsAtOnce) {
+      const int64_t slots = std::min(amx::kSlotsAtOnce, padded - from);
+      amx::pair_values(reinterpret_cast<const uint16_t*>(values + (first + from) * pass.value_dim), slots,
+                       std::clamp<int64_t>(written - from, 0, slots), pass.value_dim, paired);
+      for (int64_t group_of = 0; group_of < groups; ++group_of)
+        amx::mix(weights + group_of * amx::kSide * padded + from * amx::kSide, paired, slots, pass.value_dim,
+                 sums + group_of * amx::kSide * pass.value_dim, from > 0);
+    }
+    for (int64_t row = 0; row < rows(); ++row)
+      for (int64_t d = 0; d < pass.value_dim; ++d) out[row * pass.value_dim + d] = sums[row * pass.value_dim + d] * inverse[row];
+  }
+#endif
 
   // Products of all queries with all keys, 16 slots at a time.
   void score() {
@@ -684,6 +755,10 @@ void attend_all(const Pass& pass, const float* query, const float* key, const fl
   const int64_t work = pass.width * group * longest * (pass.key_dim + pass.value_dim);
   at::parallel_for(0, pass.rows * pass.kv_heads, std::max<int64_t>(1, 100'000 / work), [&](int64_t from, int64_t to) {
     std::vector<float> buffer(Attention<Cache>::buffer_size(pass, longest));
+#if defined(OUTRIDER_AMX)
+    const bool on_units = Attention<Cache>::on_units(pass);
+    if (on_units) amx::shape(amx::kSide, amx::kSide);
+#endif
     for (int64_t task = from; task < to; ++task) {
       const int64_t b = task / pass.kv_heads, h = task % pass.kv_heads;
       const int64_t plane = (pass.cache_rows[b] * pass.kv_heads + h) * pass.capacity;
@@ -708,6 +783,9 @@ void attend_all(const Pass& pass, const float* query, const float* key, const fl
                       out + ((start + token + w) * pass.heads + h * group) * pass.value_dim);
       }
     }
+#if defined(OUTRIDER_AMX)
+    if (on_units) _tile_release();
+#endif
   });
 }
 
