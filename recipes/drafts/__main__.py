@@ -17,7 +17,7 @@ from recipes import run
 from recipes.drafts import foreign as foreign_draft
 from recipes.family import model, report, tokenizer
 from recipes.family.config import PRESETS, SEED
-from recipes.heads.rows import bench
+from recipes.heads.rows import COUNT, bench
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -38,7 +38,7 @@ def distilled(  # noqa: PLR0913 - one parameter an option
     minutes: Minutes = 25.0,
     fresh: Annotated[bool, typer.Option("--fresh", help="begin as the target's layers, not as the family's draft")] = False,
     loss: Annotated[str, typer.Option("--loss", help=" or ".join(DIVERGENCES))] = "kl",
-    rows: Rows = 12000,
+    rows: Rows = COUNT,
     family: Family = PACKAGE,
     tokens: Tokens = Path("build/family/tokens"),
     work: Annotated[Path, typer.Option("--work", help="rows and checkpoints; the heads' folder has rows")] = Path(
@@ -72,7 +72,7 @@ def compare(family: Path, out: Path, tokens: Path) -> None:
 def foreign(  # noqa: PLR0913 - one parameter an option
     minutes: Minutes = 8.0,
     vocab: Annotated[int, typer.Option("--vocab", help="tokens of the draft's own tokenizer")] = 6144,
-    rows: Rows = 12000,
+    rows: Rows = COUNT,
     megabytes: Annotated[float, typer.Option("--megabytes", help="at most this much text of each source")] = 12.0,
     corpus: Annotated[Path, typer.Option("--corpus", help="folder of the xz text files")] = Path("../shared/corpus"),
     family: Family = PACKAGE,

@@ -16,7 +16,7 @@ from recipes import run
 from recipes.family.config import SEED
 from recipes.family.stages import hardware
 from recipes.heads.card import publish
-from recipes.heads.rows import SEQ_LEN, bench
+from recipes.heads.rows import COUNT, SEQ_LEN, bench
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -29,7 +29,7 @@ class Options:
     """Of both commands."""
 
     minutes: Annotated[float, typer.Option(help="of training a head")] = 28.0
-    rows: Annotated[int, typer.Option(help=f"rows of {SEQ_LEN} tokens, begun by the corpus and written by the target")] = 12000
+    rows: Annotated[int, typer.Option(help=f"rows of {SEQ_LEN} tokens, begun by the corpus and written by the target")] = COUNT
     target: Annotated[Path, typer.Option(help="the target's folder")] = PACKAGE / "target"
     tokens: Annotated[Path, typer.Option(help="the family recipe's tokenised text")] = Path("build/family/tokens")
     package: Annotated[Path, typer.Option(help="folder that gets a folder for each head")] = PACKAGE

@@ -16,7 +16,7 @@ from outrider.types import OutriderError
 from recipes.family import data, prompts, tokenizer
 from recipes.family.config import SEED
 
-SEQ_LEN, PROMPT_LEN = 256, 96
+SEQ_LEN, PROMPT_LEN, COUNT = 256, 96, 12000
 
 
 def bench(target: Path, tokens: Path, work: Path, count: int) -> Bench:

@@ -37,18 +37,18 @@ class MedusaLoss:
         """Loss of the cached rows of these numbers [B]."""
         ids, hidden = _read(self.cache, rows, self.layer)
         count, length = self.heads.shape.num_heads, ids.shape[1]
+        total, parts = hidden.new_zeros(()), dict[str, Any]()
         with arithmetic(ids.device, self.dtype):
             with torch.no_grad():
                 said = said_by(self.output(hidden[:, 1:]))  # behind each token but the first
-            logits = [self.heads.one(head, hidden[:, : length - count - 1]) for head in range(count)]  # each [B, T, V]
-        total, parts = hidden.new_zeros(()), dict[str, Any]()
-        for head, own in enumerate(logits):
-            there = slice(head, head + length - count - 1)
-            loss, hit = self.entropy(own, said.at(there))
-            if not self.distil:
-                loss = cross_entropy(own.flatten(0, 1).float(), ids[:, 2:][:, there].flatten())
-            total = total + self.decay**head * loss
-            parts |= {f"head_{head + 1}": loss.detach(), f"hit_{head + 1}": hit}
+            for head in range(count):
+                there = slice(head, head + length - count - 1)
+                own = self.heads.one(head, hidden[:, : length - count - 1])  # [B, T, V]
+                loss, hit = self.entropy(own, said.at(there))
+                if not self.distil:
+                    loss = cross_entropy(own.flatten(0, 1).float(), ids[:, 2:][:, there].flatten())
+                total = total + self.decay**head * loss
+                parts |= {f"head_{head + 1}": loss.detach(), f"hit_{head + 1}": hit}
         return total, {"loss": total.detach(), **parts}
 
 

@@ -58,15 +58,18 @@ inline void shape(int64_t first, int64_t second) {
 
 struct alignas(kLine) Line { uint8_t bytes[kLine]; };
 
+// 32 numbers, rounded to bfloat16.
+inline __m512i to_halves(const float* x) {
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + kSide), _mm512_loadu_ps(x)));
+}
+
 // Numbers as they are, rounded to bfloat16.
 struct Halves {
   using Sum = float;
   static constexpr int64_t kDeep = kLine / 2;  // inputs of a tile
   float scale(const float*, int64_t) const { return 1.0f; }
   // What stands in a line for kDeep inputs.
-  __m512i line(const float* x, float) const {
-    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + kSide), _mm512_loadu_ps(x)));
-  }
+  __m512i line(const float* x, float) const { return to_halves(x); }
   // Sums of 32 outputs, in place, as what they stand for.
   void finish(float*, float, int64_t) const {}
 };
@@ -224,23 +227,18 @@ void linear(const Form form, const float* x, int64_t rows, int64_t inputs, const
 
 constexpr int64_t kSlotsAtOnce = 256;  // whose values stand paired in the cache while all queries pass
 
-// Floats that one attention's tiles and sums take.
-inline int64_t attention_size(int64_t rows, int64_t slots, int64_t key_dim, int64_t value_dim) {
-  const int64_t tall = (rows + kSide - 1) / kSide * kSide;
-  return kLine + tall * value_dim + (tall * (key_dim + slots) + kSlotsAtOnce * value_dim) / 2;
+// Floats of room for one attention's tiles: of its queries first, then of its weights and values. tall: its rows, to whole tiles.
+inline int64_t attention_size(int64_t tall, int64_t slots, int64_t key_dim, int64_t value_dim) {
+  return kLine + std::max(tall * key_dim, tall * slots + kSlotsAtOnce * value_dim) / 2;
 }
 
-inline float* next_line(float* from) {
-  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(from) + kLine - 1) / kLine * kLine);
+inline uint16_t* next_line(float* from) {
+  return reinterpret_cast<uint16_t*>((reinterpret_cast<uintptr_t>(from) + kLine - 1) / kLine * kLine);
 }
 
 // Asks for `bytes` bytes that will be read soon.
 inline void fetch(const void* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kLine) _mm_prefetch(static_cast<const char*>(from) + i, _MM_HINT_T1);
-}
-
-inline __m512i to_halves(const float* x) {
-  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + kSide), _mm512_loadu_ps(x)));
 }
 
 // Queries [rows][dim] -> for each 16 of them and each 32 numbers of theirs a right-hand tile, [16 pairs][16 queries][2]. `transpose`:

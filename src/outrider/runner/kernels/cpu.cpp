@@ -25,7 +25,6 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <memory>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -345,6 +344,7 @@ bool has_matrix_units() {
 
 // A weight for matrix units, [panels, inputs / n, 32, n]: those of n inputs side by side, two in bfloat16 or four in 8 bits.
 inline bool for_units(const at::Tensor& packed) { return packed.dim() == 4; }
+inline int64_t together(const at::Tensor& packed) { return for_units(packed) ? packed.size(3) : 1; }
 
 void linear_on_units(const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, const float* scales, float* out) {
   const bool is_bytes = packed.scalar_type() == at::kChar;
@@ -361,7 +361,7 @@ void linear_on_units(const float* x, int64_t rows, int64_t inputs, const at::Ten
 
 at::Tensor apply(const at::Tensor& x, const at::Tensor& packed, const float* scales, const std::optional<at::Tensor>& bias,
                  int64_t outputs) {
-  const int64_t panels = packed.size(0), inputs = packed.size(1) * (for_units(packed) ? packed.size(3) : 1);
+  const int64_t panels = packed.size(0), inputs = packed.size(1) * together(packed);
   TORCH_CHECK(x.size(-1) == inputs, "linear: input of size ", x.size(-1), ", weight for ", inputs);
   const at::Tensor source = x.to(at::kFloat).contiguous();
   const int64_t rows = source.numel() / std::max<int64_t>(1, inputs);
@@ -415,16 +415,16 @@ at::Tensor embed(const at::Tensor& token_ids, const at::Tensor& packed) {
   const int64_t *from = ids.const_data_ptr<int64_t>(), count = ids.numel(), rows = packed.size(0) * kPanel;
   for (int64_t i = 0; i < count; ++i) TORCH_CHECK_INDEX(from[i] >= 0 && from[i] < rows, "embed: no token ", from[i]);
   auto shape = ids.sizes().vec();
-  const int64_t together = for_units(packed) ? packed.size(3) : 1, inputs = packed.size(1) * together;
+  const int64_t side_by_side = together(packed), inputs = packed.size(1) * side_by_side;
   shape.push_back(inputs);
   at::Tensor out = at::empty(shape, packed.options().dtype(at::kFloat));
   float* to = out.mutable_data_ptr<float>();
   if (packed.scalar_type() == at::kBFloat16)
-    embed_rows(from, count, packed.const_data_ptr<at::BFloat16>(), inputs, together, to);
+    embed_rows(from, count, packed.const_data_ptr<at::BFloat16>(), inputs, side_by_side, to);
   else if (packed.scalar_type() == at::kHalf)
-    embed_rows(from, count, packed.const_data_ptr<at::Half>(), inputs, together, to);
+    embed_rows(from, count, packed.const_data_ptr<at::Half>(), inputs, side_by_side, to);
   else
-    embed_rows(from, count, packed.const_data_ptr<float>(), inputs, together, to);
+    embed_rows(from, count, packed.const_data_ptr<float>(), inputs, side_by_side, to);
   return out;
 }
 
@@ -534,11 +534,7 @@ inline void mix(const float* weights, int64_t weights_stride, const Cache* value
   for (int i = 0; i < count; ++i) for (int c = 0; c < chunks; ++c) store(out + i * out_stride + c * kLanes, acc[i][c]);
 }
 
-// Whether attention over this cache runs on matrix units: keys, queries, weights and values are then rounded to bfloat16.
-template <typename Cache>
-inline bool attends_on_units(int64_t key_dim, int64_t value_dim) {
-  return std::is_same_v<Cache, at::BFloat16> && has_matrix_units() && key_dim % 32 == 0 && value_dim % 16 == 0;
-}
+inline int64_t to_lanes(int64_t rows) { return (rows + kLanes - 1) / kLanes * kLanes; }  // a tile puts out 16, be they fewer
 
 // Queries of one request that look at the same keys and values: those of `tokens` tokens from `token` on, of a group of heads. Row
 // w * group + g of `queries`, `scores` and `out`. Slots count from `first`, and `padded` of them are looked at.
@@ -558,19 +554,22 @@ struct Attention {
         base(of.bases[row]), open(base + of.width - of.reach),  // slots before it are seen by all, but for a window
         first(std::min(earliest(), open) / kSlots * kSlots),  // blocks start at the same slots whatever the pass
         count(end() - first), padded((count + kSlots - 1) / kSlots * kSlots), keys(k_plane), values(v_plane), queries(buffer),
-        scores(queries + rows() * of.key_dim), out(scores + rows() * padded), turned(out + rows() * of.value_dim),
+        scores(queries + rows() * of.key_dim), out(scores + rows() * padded), turned(out + to_lanes(rows()) * of.value_dim),
         tiles(turned + kLanes * (of.key_dim + kLanes)) {}
 
-  static bool on_units(const Pass& pass) { return attends_on_units<Cache>(pass.key_dim, pass.value_dim); }
+  // Whether this runs on matrix units: queries and weights are then rounded to bfloat16, as keys and values are.
+  static bool on_units(const Pass& pass) {
+    return std::is_same_v<Cache, at::BFloat16> && has_matrix_units() && pass.key_dim % 32 == 0 && pass.value_dim % 16 == 0;
+  }
   // So that about 32 queries are looked at together, or 64 on matrix units: their scores stay in the cache.
   static int64_t tokens_at_once(const Pass& pass) {
     return std::clamp<int64_t>((on_units(pass) ? 64 : 32) * pass.kv_heads / pass.heads, 1, pass.width);
   }
   static int64_t buffer_size(const Pass& pass, int64_t longest) {
     const int64_t rows = tokens_at_once(pass) * pass.heads / pass.kv_heads, slots = longest + 2 * kSlots;
-    int64_t size = rows * (pass.key_dim + slots + pass.value_dim) + kLanes * (pass.key_dim + kLanes);
+    int64_t size = rows * (pass.key_dim + slots) + to_lanes(rows) * pass.value_dim + kLanes * (pass.key_dim + kLanes);
 #if defined(OUTRIDER_AMX)
-    if (on_units(pass)) size += amx::attention_size(rows, slots, pass.key_dim, pass.value_dim);
+    if (on_units(pass)) size += amx::attention_size(to_lanes(rows), slots, pass.key_dim, pass.value_dim);
 #endif
     return size;
   }
@@ -595,31 +594,18 @@ struct Attention {
   }
 
   void run() {
-#if defined(OUTRIDER_AMX)
-    if (on_units(pass)) return run_on_units();
-#endif
     score();
-    std::fill_n(out, rows() * pass.value_dim, 0.0f);
     std::vector<float> inverse(rows());
     for (int64_t row = 0; row < rows(); ++row) inverse[row] = weigh(token + row / group, scores + row * padded);
-    const int64_t shared = pass.window > 0 ? 0 : std::max<int64_t>(0, open - first);
-    int64_t row = 0;
-    for (; row + kTogether <= rows(); row += kTogether) gather<kTogether, false>(row, 0, shared);
-    for (; row < rows(); ++row) gather<1, false>(row, 0, shared);
-    for (row = 0; row < rows(); ++row) gather<1, true>(row, shared, count);
-    for (row = 0; row < rows(); ++row)
+    gather();
+    for (int64_t row = 0; row < rows(); ++row)
       for (int64_t d = 0; d < pass.value_dim; ++d) out[row * pass.value_dim + d] *= inverse[row];
   }
 
 #if defined(OUTRIDER_AMX)
-  // The same by tiles. Sums run through the slots in blocks of 32 that stand at the same places whatever the pass, so that a row's bits
-  // do not depend on the other rows either; what a row does not see has weight 0, and what was never written counts as 0.
-  void run_on_units() {
-    const int64_t groups = (rows() + amx::kSide - 1) / amx::kSide, tall = groups * amx::kSide;
-    const int64_t written = base + length - first;  // slots behind it may hold anything
-    float* sums = amx::next_line(tiles);  // [tall, value_dim]
-    uint16_t* turned_queries = reinterpret_cast<uint16_t*>(sums + tall * pass.value_dim);
-    uint16_t *weights = turned_queries + tall * pass.key_dim, *paired = weights + tall * padded;
+  // `score` by tiles: keys as they lie in the cache times queries, turned once.
+  void score_on_units() {
+    uint16_t* turned_queries = amx::next_line(tiles);
     amx::turn_queries<vec>(queries, rows(), pass.key_dim, turned_queries, [](vec* block) { transpose(block); });
     for (int64_t i = 0; i < padded; i += kLanes) {
       const int64_t slot = first + i, there = std::min<int64_t>(kLanes, pass.capacity - slot);
@@ -636,36 +622,40 @@ struct Attention {
         std::copy_n(block, there * pass.key_dim, copied.data());
         block = copied.data();
       }
-      for (int64_t group_of = 0; group_of < groups; ++group_of) {
+      for (int64_t from = 0; from < rows(); from += amx::kSide) {
         alignas(64) float products[kLanes * kLanes];
-        amx::score_block(block, pass.key_dim, turned_queries + group_of * amx::kSide * pass.key_dim, products);
+        amx::score_block(block, pass.key_dim, turned_queries + from * pass.key_dim, products);
         vec by_query[kLanes];
         for (int j = 0; j < kLanes; ++j) by_query[j] = load(products + j * kLanes);
         transpose(by_query);
-        const int64_t from = group_of * amx::kSide, till = std::min(rows(), from + amx::kSide);
+        const int64_t till = std::min(rows(), from + amx::kSide);
         for (int64_t row = from; row < till; ++row) store(scores + row * padded + i, by_query[row - from]);
       }
     }
-    std::vector<float> inverse(rows());
-    for (int64_t row = 0; row < rows(); ++row) {
-      inverse[row] = weigh(token + row / group, scores + row * padded);
+  }
+
+  // `gather` by tiles. Sums run through the slots in blocks of 32 that stand at the same places whatever the pass, so that
+  // a row's bits do not depend on the other rows either; what a row does not see has weight 0, and what was never written counts as 0.
+  void gather_on_units() {
+    uint16_t *weights = amx::next_line(tiles), *paired = weights + to_lanes(rows()) * padded;
+    const int64_t written = base + length - first;  // slots behind it may hold anything
+    for (int64_t row = 0; row < rows(); ++row)
       amx::to_line_of_tiles(scores + row * padded, padded, weights + row / amx::kSide * amx::kSide * padded + row % amx::kSide * 32);
-    }
     for (int64_t from = 0; from < padded; from += amx::kSlotsAtOnce) {
       const int64_t slots = std::min(amx::kSlotsAtOnce, padded - from);
       amx::pair_values(reinterpret_cast<const uint16_t*>(values + (first + from) * pass.value_dim), slots,
                        std::clamp<int64_t>(written - from, 0, slots), pass.value_dim, paired);
-      for (int64_t group_of = 0; group_of < groups; ++group_of)
-        amx::mix(weights + group_of * amx::kSide * padded + from * amx::kSide, paired, slots, pass.value_dim,
-                 sums + group_of * amx::kSide * pass.value_dim, from > 0);
+      for (int64_t row = 0; row < rows(); row += amx::kSide)
+        amx::mix(weights + row * padded + from * amx::kSide, paired, slots, pass.value_dim, out + row * pass.value_dim, from > 0);
     }
-    for (int64_t row = 0; row < rows(); ++row)
-      for (int64_t d = 0; d < pass.value_dim; ++d) out[row * pass.value_dim + d] = sums[row * pass.value_dim + d] * inverse[row];
   }
 #endif
 
   // Products of all queries with all keys, 16 slots at a time.
   void score() {
+#if defined(OUTRIDER_AMX)
+    if (on_units(pass)) return score_on_units();
+#endif
     const int64_t dim = pass.key_dim;
     const bool turn = rows() >= kTogether && dim % kLanes == 0;  // where turning the keys pays off; the bits are the same
     for (int64_t i = 0; i < padded; i += kLanes) {
@@ -727,9 +717,22 @@ struct Attention {
     return pass.window <= 0 || position(w) - position(slot - base) < pass.window;
   }
 
+  // All values by weight.
+  void gather() {
+#if defined(OUTRIDER_AMX)
+    if (on_units(pass)) return gather_on_units();
+#endif
+    std::fill_n(out, rows() * pass.value_dim, 0.0f);
+    const int64_t shared = pass.window > 0 ? 0 : std::max<int64_t>(0, open - first);
+    int64_t row = 0;
+    for (; row + kTogether <= rows(); row += kTogether) add_values<kTogether, false>(row, 0, shared);
+    for (; row < rows(); ++row) add_values<1, false>(row, 0, shared);
+    for (row = 0; row < rows(); ++row) add_values<1, true>(row, shared, count);
+  }
+
   // Adds the values of the slots from..to, by weight, to what `together` rows put out.
   template <int together, bool masked>
-  void gather(int64_t row, int64_t from, int64_t to) {
+  void add_values(int64_t row, int64_t from, int64_t to) {
     const int64_t dim = pass.value_dim, slots = to - from;
     const float* weights = scores + row * padded + from;
     const Cache* start = values + (first + from) * dim;
