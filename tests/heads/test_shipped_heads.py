@@ -8,6 +8,7 @@ import pytest
 
 from outrider import LLM, SamplingParams, family
 from outrider.runner import kernels
+from outrider.types import OutriderError
 
 PROMPTS = ["def is_prime(n):\n", "import os\n\ndef read(path):\n"]
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -21,14 +22,21 @@ def plain():
 
 needs_kernels = pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
 HEADS = [("medusa", 1.3), ("eagle:draft=eagle1", 1.8), ("eagle:draft=eagle3", 1.6)]
+IN_8_BITS = [pytest.param("medusa:bits=8", 1.3, marks=needs_kernels), pytest.param("eagle:bits=8", 1.6, marks=needs_kernels)]
 
 
-@pytest.mark.parametrize(("method", "least"), [*HEADS, pytest.param("eagle:bits=8", 1.6, marks=needs_kernels)])
+@pytest.mark.parametrize(("method", "least"), [*HEADS, *IN_8_BITS])
 def test_a_shipped_head_drafts_for_the_embedded_target(method, least, plain):
     llm = LLM(method=method, num_draft_tokens=3, **OPTIONS)
     assert [each.token_ids for each in llm.generate(PROMPTS, GREEDY)] == plain
     assert llm.stats.faults == 0
     assert llm.stats.mean_acceptance_length > least
+
+
+@pytest.mark.parametrize("method", ["medusa:bits=4", "eagle:bits=3"])
+def test_a_head_comes_in_8_bits_or_as_it_is(method):
+    with pytest.raises(OutriderError, match="as they are or in 8 bits, not"):
+        LLM(method=method, **OPTIONS)
 
 
 def test_every_shipped_head_has_a_card_with_what_was_measured():

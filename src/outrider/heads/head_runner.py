@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.heads.eagle import EagleHead, Rotation
 from outrider.heads.own_logits import finish_of
-from outrider.runner import ModelRunner, linear, quantized
+from outrider.runner import ModelRunner, quantized
 from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.kv_cache import CacheShape, KVCache
 from outrider.runner.layouts import Layouts
@@ -27,9 +27,7 @@ class HeadRunner:
 
     def __init__(self, head: EagleHead, target: ModelRunner, bits: int | None = None) -> None:
         """``bits``: 8, or None for weights of the target's kind. Raises ``OutriderError`` where there are no 8."""
-        self.head, self.dtype = head, linear.place(head, target.model)
-        if bits == 8:
-            quantized.make_8_bits(head)
+        self.head, self.dtype = head, quantized.place_head(head, target.model, bits)
         # Moved to 16 bits, the frequencies were rounded too: a hundred tokens on, angles would be off.
         head.rotary_emb = LlamaRotaryEmbedding(head.shape.llama).to(target.device)
         model, finish = target.model, finish_of(target.model) if head.uses_targets_output else None

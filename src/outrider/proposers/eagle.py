@@ -29,6 +29,7 @@ from outrider.proposers.tree_chances import Calibration, Drafted, DrawnTree, Flo
 from outrider.proposers.tree_sizes import Bill, TreeSizes
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
+from outrider.runner.quantized import check_head_bits
 from outrider.sampling import Sampler
 from outrider.types import Context, Finding, OutriderError, Proposal, Verdict
 
@@ -47,8 +48,7 @@ class EagleConfig:
     def __post_init__(self) -> None:
         if self.top_k < 1 or self.max_depth < 1 or (self.max_nodes is not None and self.max_nodes < 1) or not self.acceptance:
             raise OutriderError("top_k, max_depth and max_nodes must be at least 1, and acceptance must not be empty")
-        if self.bits not in (None, 8):
-            raise OutriderError(f"a head's weights are as they are or in 8 bits, not {self.bits}")
+        check_head_bits(self.bits)
 
 
 class EagleProposer(Proposer):

@@ -28,7 +28,7 @@ from outrider.proposers.tree_chances import Drafted, DrawnTree, SiblingRates, le
 from outrider.proposers.tree_sizes import TreeSizes
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
-from outrider.runner.linear import place
+from outrider.runner.quantized import check_head_bits, place_head
 from outrider.types import Context, Finding, OutriderError, Proposal, Verdict
 
 # What heads of the paper's kind reach by rank, falling by head: for heads whose accuracies were never measured.
@@ -42,10 +42,12 @@ class MedusaConfig:
 
     accuracies: Accuracies | None = None  # [head][rank]; None: the usual ones
     max_nodes: int | None = None  # drafts in a proposal; None: as many as pay
+    bits: int | None = None  # 8: of the heads' weights, and on matrix units of what they multiply; half of what a round reads
 
     def __post_init__(self) -> None:
         if (self.max_nodes is not None and self.max_nodes < 1) or (self.accuracies is not None and not self.accuracies):
             raise OutriderError("max_nodes must be at least 1, and accuracies must not be empty")
+        check_head_bits(self.bits)
 
 
 class MedusaProposer(Proposer):
@@ -60,7 +62,7 @@ class MedusaProposer(Proposer):
     def __init__(self, heads: MedusaHeads, target: ModelRunner, config: MedusaConfig = MedusaConfig()) -> None:
         """Raises ``OutriderError`` for heads that do not fit the target."""
         check_fit(heads, target)
-        self.heads, self.dtype = heads, place(heads, target.model)
+        self.heads, self.dtype = heads, place_head(heads, target.model, config.bits)
         self.device = target.device
         self.needs_hidden = (target.num_layers,)
         count = heads.shape.num_heads

@@ -82,16 +82,6 @@ def weight_of(module: nn.Module) -> Tensor:
     return kernels.unpack_weight(packed, int(getattr(module, "out_features", None) or module.num_embeddings))  # type: ignore[arg-type]
 
 
-def place(head: nn.Module, model: PreTrainedModel) -> torch.dtype:
-    """Puts a head where its target is, with weights of its kind, packed where the target's are. The dtype of arithmetic."""
-    layers, dtype = packed_layers(model), arithmetic(model)
-    head.to(model.device, layers[0].packed.dtype if layers else dtype).eval().requires_grad_(False)
-    if not layers:
-        return dtype
-    pack_model(head)  # type: ignore[arg-type]  # it looks at the modules alone
-    return torch.float32
-
-
 class FusedLinears(nn.Module):
     """Layers that read the same input, computed in one operation: one stream of weights instead of several short ones.
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.runner import huge_pages, kernels
-from outrider.runner.linear import FusedLinears, PackedLinear, packed_layers, structural_copy
+from outrider.runner.linear import FusedLinears, PackedLinear, arithmetic, pack_model, packed_layers, structural_copy
 from outrider.types import OutriderError
 
 CHUNK = 1 << 19  # weights quantised at a time: their float32 copies stay in the CPU's cache
@@ -74,6 +74,26 @@ def quantize(packed: Tensor, bits: int) -> tuple[Tensor, Tensor]:
             codes[at : at + step] = nearest[..., : lanes // 2] | nearest[..., lanes // 2 :] << 4
         scales[:, at : at + step] = largest.transpose(0, 1)
     return codes, scales.view(groups, panels * lanes)
+
+
+def check_head_bits(bits: int | None) -> None:
+    """Raises ``OutriderError`` for bits that no head's weights come in."""
+    if bits not in (None, 8):
+        raise OutriderError(f"a head's weights are as they are or in 8 bits, not {bits}")
+
+
+def place_head(head: nn.Module, model: PreTrainedModel, bits: int | None = None) -> torch.dtype:
+    """Puts a head where its target is, packed where the target's layers are, in 8 bits or in weights of the target's kind.
+
+    Returns the dtype of what it computes with. Raises ``OutriderError`` where there are no 8 bits.
+    """
+    layers, dtype = packed_layers(model), arithmetic(model)
+    head.to(model.device, layers[0].packed.dtype if layers else dtype).eval().requires_grad_(False)
+    if layers:
+        pack_model(head)  # type: ignore[arg-type]  # it looks at the modules alone
+    if bits == 8:
+        make_8_bits(head)
+    return torch.float32 if layers else dtype
 
 
 def make_8_bits(head: nn.Module) -> None:
