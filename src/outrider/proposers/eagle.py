@@ -39,7 +39,7 @@ class EagleConfig:
     """The trees it drafts."""
 
     top_k: int = 6  # children of a node, and nodes of a level that are expanded
-    max_depth: int = 8
+    max_depth: int = 12
     max_nodes: int | None = None  # drafts in a proposal; None: as many as pay
     acceptance: tuple[float, ...] = (0.72, 0.13, 0.05, 0.025, 0.01)  # of the first, second, ... sibling when sampling
     hidden_states: tuple[int, ...] | None = None  # of the target, in the place of those that the head names
