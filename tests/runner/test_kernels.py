@@ -229,6 +229,12 @@ def on_units(dtype, key_dim, value_dim):
     return dtype == torch.bfloat16 and key_dim % 32 == 0 and value_dim % 16 == 0 and kernels.has_matrix_units()
 
 
+def assert_close_but_for_rounding(got, expected):
+    """A weight in a few thousand lies where another order of additions rounds it to the next bfloat16."""
+    off = (got.double() - expected).abs()
+    assert off.median() < 1e-6 and off.quantile(0.99) < 1e-4 and off.max() < 5e-3
+
+
 SHAPES = {
     "grouped heads": {},
     "one kv head": {"kv_heads": 1},
@@ -252,9 +258,7 @@ def test_attend_is_softmax_attention_over_what_is_visible(which, dtype, shape):
             got = there.run(which, **options)
             assert torch.isfinite(got).all()
             if which == "cpu" and on_units(dtype, there.query.shape[3], there.value.shape[3]):
-                off = (got.double() - there.expected(**options, rounded=True)).abs()
-                # A weight in a few thousand lies where another order of additions rounds it to the next bfloat16.
-                assert off.median() < 1e-6 and off.quantile(0.99) < 1e-4 and off.max() < 5e-3
+                assert_close_but_for_rounding(got, there.expected(**options, rounded=True))
             else:
                 torch.testing.assert_close(got.double(), there.expected(**options), rtol=1e-4, atol=1e-5)
 
@@ -322,8 +326,7 @@ def test_long_texts_have_the_same_bits_too_and_are_right(options):
     for b in range(3):
         assert torch.equal(there.run("cpu", rows=[b], **options), together[b : b + 1])
     rounded = on_units(torch.bfloat16, 64, 64)
-    off = (together.double() - there.expected(**options, rounded=rounded)).abs()
-    assert off.median() < 1e-6 and off.quantile(0.99) < 1e-4 and off.max() < 5e-3
+    assert_close_but_for_rounding(together, there.expected(**options, rounded=rounded))
 
 
 @needs_kernels
