@@ -16,13 +16,14 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 import uvicorn
 from pydantic import ValidationError
 
 from outrider import LLM, SamplingParams
 from outrider.engine import Emission
 from outrider.engine.stats import GenerationStats
-from outrider.server.bridge import EngineBridge, Stream
+from outrider.server.bridge import EngineBridge, Stream, load_aside
 from outrider.server.config import Client, KeyRing
 from outrider.server.gate import CLOSED, JsonLines
 from outrider.server.protocol import ChatBody, CompletionBody
@@ -436,6 +437,28 @@ def test_the_bridge_hears_nothing_of_a_request_after_its_end(load: Callable[...,
 
     assert asyncio.run(run()) == 1
     assert not llm.engine.has_work
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")
+def test_loading_leaves_no_threads_of_openmps_behind() -> None:
+    def num_threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    def load() -> int:
+        torch.ones(1 << 22).exp()  # in as many threads as there are cores
+        return num_threads()
+
+    before = num_threads()
+    assert load_aside(load) > before + 1 or torch.get_num_threads() == 1
+    until(lambda: num_threads() == before)
+
+
+def test_an_error_while_loading_is_the_callers() -> None:
+    def fail() -> None:
+        raise OutriderError("no such model")
+
+    with pytest.raises(OutriderError, match="no such model"):
+        load_aside(fail)
 
 
 def test_metrics_have_vllms_names(served: Served) -> None:

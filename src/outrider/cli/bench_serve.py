@@ -41,6 +41,9 @@ class LoadOptions:
         int, typer.Option(min=0, help="Characters that all prompts of a run begin with.", rich_help_panel=LOAD)
     ] = 0
     repeat: Annotated[int, typer.Option(min=1, help="Repeats; medians are shown.", rich_help_panel=LOAD)] = 3
+    rest: Annotated[
+        float, typer.Option(min=0, help="Seconds before each run: some servers spin on after a request.", rich_help_panel=LOAD)
+    ] = 0.0
     seed: Annotated[int, typer.Option(min=0, help="Of arrivals and sampling.", rich_help_panel=LOAD)] = 0
 
 
@@ -118,7 +121,17 @@ def read_traffic(load: LoadOptions) -> Traffic:
     mixed = [workloads.as_text(kind[index]) for index in range(longest) for kind in kinds if index < len(kind)]
     story = "\n".join(workloads.as_text(prompt) for prompt in workloads.builtin("story"))
     prefix = (story * (load.shared_prefix // len(story) + 1))[: load.shared_prefix]
-    return Traffic(mixed, load.requests, load.arrivals, load.max_tokens, load.temperature, prefix, load.repeat, load.seed)
+    return Traffic(
+        mixed,
+        load.requests,
+        load.arrivals,
+        load.max_tokens,
+        load.temperature,
+        prefix,
+        load.repeat,
+        load.rest,
+        load.seed,
+    )
 
 
 def read_loads(load: LoadOptions) -> list[Load]:

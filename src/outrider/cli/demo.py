@@ -45,13 +45,14 @@ def command(
     try:
         import uvicorn
 
+        from outrider.server.bridge import load_aside
         from outrider.server.demo.app import Demo
     except ImportError as missing:
         raise OutriderError(f"the demo needs {missing.name}: pip install 'outrider[serve]'") from None
     with bind(host, port) as listening:
-        track = load_track(models, methods)
+        track = load_aside(lambda: load_track(models, methods))
         with waiting("warming up"):
-            speed = track.warm_up()
+            speed = load_aside(track.warm_up)
         demo = Demo(track, {"target": models.target or "embedded", "draft": models.draft, "plain_tok_s": speed})
         url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/"
         err.print(Text.assemble((url, "bold"), ("  (Ctrl-C ends it)", "dim")), soft_wrap=True)

@@ -121,6 +121,7 @@ def command(
     if passed or elsewhere.engine_python is not None or elsewhere.own_code:
         raise OutriderError("options of another engine need --engine: outrider serve --engine vllm plan.toml -- ...")
     try:
+        from outrider.server.bridge import load_aside
         from outrider.server.config import KeyRing, ServerConfig
         from outrider.server.run import listen, log_json, serve
     except ModuleNotFoundError as error:
@@ -143,7 +144,7 @@ def command(
         "trust_remote_code": listening.trust_remote_code,
     }
     with listen(config) as listener:  # a port that is taken is found before the model is loaded
-        llm = load(models, methods, **more)
+        llm = load_aside(lambda: load(models, methods, **more))
         log_json()
         serve(llm, config, keys, listener)
 

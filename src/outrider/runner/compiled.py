@@ -71,10 +71,10 @@ def load(module: Pass, build: bool) -> Run | None:
 def _load(module: Pass, path: Path) -> Run:
     # What torch._inductor.aoti_load_package does, less its look at the processor: it starts Pythons that load torch, two
     # seconds before a first token, to compare what the package's path already says.
-    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+    package = torch.classes.outrider.Package(str(path))
     tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
-    loader.load_constants({name: tensors[name] for name in loader.get_constant_fqns()}, False, True, True)
-    run: Run = loader.boxed_run
+    package.load({name: tensors[name] for name in package.names()})
+    run: Run = package.run
     return run
 
 

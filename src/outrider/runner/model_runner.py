@@ -258,7 +258,7 @@ class ModelRunner:
         logits, fed = logits.unsqueeze(1), token_ids.view(batch, 1)
         for step in range(steps - 1):
             fed.copy_(pick(logits, step))
-            out = run(inputs.copy())
+            out = run(inputs)
             logits = out[0].float().transpose(0, 1)
             yield fed, [states[0] for states in out[1:]]
             start.add_(1)

@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,7 +24,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Argument = TypeVar("Argument")
+Result = TypeVar("Result")
 IDLE = 1.0  # seconds after which a thread without work looks whether it should end
+
+
+def load_aside(load: Callable[[], Result]) -> Result:
+    """Loads what an ``EngineBridge`` will run, in a thread that ends with it. Raises what ``load`` raises.
+
+    OpenMP's threads belong to the thread that first needed them and stay as long as it does. Where they are more than the
+    cores, those between two operations of a pass sleep at once instead of looking out for the next, and to wake them takes
+    longer than most operations. So only the engine's thread may have some: no thread that waits for requests.
+    """
+    result: Future[Result] = Future()
+
+    def work() -> None:
+        try:
+            result.set_result(load())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=work, name="outrider-loading", daemon=True).start()
+    return result.result()
 
 
 class Busy(OutriderError):

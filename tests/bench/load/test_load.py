@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import math
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -122,6 +123,15 @@ def test_modes_take_turns_and_begin_in_turn() -> None:
     swept(server, Load(concurrency=1), repeat=2, requests_per_client=1)
     asked = ["plain" if "speculative" in body else "speculative" for body in server.bodies if body["max_tokens"] == 9]
     assert asked == ["plain", "speculative", "speculative", "plain"]
+
+
+def test_servers_rest_before_each_run() -> None:
+    sweep = swept(FakeServer(), Load(concurrency=2), rest=7.5)
+    runs = [sample for repeat in sweep.groups[0].repeats for run in repeat.values() for sample in run.samples]
+    moments = sorted(moment for sample in runs for moment in (sample.started, sample.ended))
+    silences = [later - earlier for earlier, later in pairwise(moments) if later - earlier > 1]
+    assert silences == pytest.approx([7.5] * 3)  # between the four runs, and nowhere within one
+    assert document(sweep, Objective(), {})["rest_s"] == 7.5
 
 
 def test_no_prompt_begins_like_another_unless_it_should() -> None:

@@ -44,6 +44,7 @@ def document(sweep: Sweep, objective: Objective, extra: Mapping[str, Any]) -> di
         "prompts": len(traffic.prompts),
         "shared_prefix_characters": len(traffic.shared_prefix),
         "repeat": traffic.repeat,
+        "rest_s": traffic.rest,
         "seed": traffic.seed,
         "objective_ms": {"first_token": 1000 * objective.first_token, "token": 1000 * objective.token},
         "definitions": DEFINITIONS,

@@ -43,6 +43,7 @@ class Traffic:
     temperature: float = 0.0
     shared_prefix: str = ""  # that all prompts of a run begin with
     repeat: int = 3
+    rest: float = 0.0  # seconds without requests before each run
     seed: int = 0
 
     def count(self, load: Load) -> int:
@@ -126,6 +127,7 @@ class Sweep:
                     for mode in self._order(repeat):
                         report(self._progress(done, spent, f"{load.label}, {mode.name}"))
                         before = clock()
+                        await asyncio.sleep(self.traffic.rest)
                         runs[mode.name] = await self._measure(load, Asker(askers[mode.name], bodies[mode.name]), mode, repeat)
                         spent += clock() - before
                         done += 1

@@ -14,6 +14,7 @@
 #include <torch/library.h>
 
 #include "amx.h"
+#include "package.h"
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -834,6 +835,14 @@ TORCH_LIBRARY_IMPL(outrider, CPU, library) {
   library.impl("linear_scaled", linear_scaled);
   library.impl("embed", embed);
   library.impl("attend", attend);
+}
+
+TORCH_LIBRARY_FRAGMENT(outrider, library) {
+  library.class_<Package>("Package")
+      .def(torch::init<std::string>())
+      .def("names", &Package::names)
+      .def("load", &Package::load)
+      .def("run", &Package::run);
 }
 
 TORCH_LIBRARY_IMPL(outrider, CompositeExplicitAutograd, library) { library.impl("has_matrix_units", has_matrix_units); }
