@@ -69,15 +69,23 @@ class Stream:
         self._bridge = bridge
         self._open = set(request_ids)
         self._deadline = deadline
-        self._emissions: asyncio.Queue[Emission] = asyncio.Queue()
+        self._emissions: asyncio.Queue[Emission | None] = asyncio.Queue()  # None: it is too late
 
     async def __aiter__(self) -> AsyncIterator[Emission]:
         """Raises ``asyncio.TimeoutError`` at the deadline."""
-        while self._open:
-            emission = await asyncio.wait_for(self._emissions.get(), max(self._deadline - monotonic(), 0.0))
-            if emission.finish_reason is not None:
-                self._open.discard(emission.request_id)
-            yield emission
+        # one timer for all: asyncio.wait_for would make one, and before Python 3.12 a task, for each
+        left = max(self._deadline - monotonic(), 0.0)
+        timer = asyncio.get_running_loop().call_later(left, self._emissions.put_nowait, None)
+        try:
+            while self._open:
+                emission = await self._emissions.get()
+                if emission is None:
+                    raise asyncio.TimeoutError
+                if emission.finish_reason is not None:
+                    self._open.discard(emission.request_id)
+                yield emission
+        finally:
+            timer.cancel()
 
     def put(self, emission: Emission) -> None:
         self._emissions.put_nowait(emission)

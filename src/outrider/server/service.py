@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 DONE = b"data: [DONE]\n\n"
+COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 class Service:
@@ -195,7 +196,7 @@ async def _whole(watched: Watched, http: Request) -> Response:
         tasks[0].result()
         return JSONResponse(watched.answer.whole())
     finally:
-        watched.close()  # first: before Python 3.12 wait_for may swallow a cancellation, if tokens come at the same moment
+        watched.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -260,7 +261,7 @@ def _invalid(errors: Sequence[Any]) -> str:
 
 
 def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + COMPACT.encode(body).encode() + b"\n\n"
 
 
 def _call(http: Request) -> Call:
