@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from outrider import LLM, SamplingParams
 from outrider.engine import Emission
+from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.stats import GenerationStats
 from outrider.server.bridge import EngineBridge, Stream, load_aside
 from outrider.server.config import Client, KeyRing
@@ -116,6 +117,38 @@ def test_a_client_that_goes_away_as_tokens_come_ends_its_request_too(turns: int)
     started = monotonic()
     answer = asyncio.run(_whole(Answering(), Leaving()))  # type: ignore[arg-type]
     assert answer.status_code == CLOSED and cancelled == {"r"} and monotonic() - started < 10
+
+
+def test_what_comes_within_the_interval_goes_out_together_but_an_end_at_once() -> None:
+    def emission(request_id: str, text: str, end: str | None = None) -> Emission:
+        logprobs = [TokenLogprobs(-1.0)]
+        return Emission(request_id, [len(text)], ["plain"], text, logprobs, end, None, GenerationStats())
+
+    async def run() -> list[tuple[float, str, str]]:
+        stream, seen, started = Stream(SimpleNamespace(), ["r", "s"], monotonic() + 20, 0.3), [], monotonic()  # type: ignore
+
+        async def tell() -> None:
+            stream.put(emission("r", "a"))
+            await asyncio.sleep(0.02)
+            for request_id, text in (("r", "bb"), ("s", "c"), ("r", "ddd")):
+                stream.put(emission(request_id, text))
+            await asyncio.sleep(0.4)
+            stream.put(emission("r", "e", "stop"))
+            stream.put(emission("s", "f", "length"))
+
+        telling = asyncio.ensure_future(tell())
+        async for each in stream:
+            assert len(each.origins) == len(each.token_ids) == len(each.logprobs or ())
+            seen.append((monotonic() - started, each.request_id, each.text))
+        await telling
+        return seen
+
+    seen = asyncio.run(run())
+    assert [(request_id, text) for _, request_id, text in seen] == [
+        ("r", "a"), ("r", "bbddd"), ("s", "c"), ("r", "e"), ("s", "f")
+    ]  # fmt: skip
+    times = [time for time, *_ in seen]
+    assert times[0] < 0.2 and 0.3 <= times[1] < 0.41 and times[3] < 0.55  # the end lies within 0.3 s of what came before
 
 
 def test_a_full_queue_says_when_to_come_again(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:

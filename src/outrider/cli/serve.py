@@ -71,6 +71,10 @@ class LimitOptions:
     request_timeout: Annotated[
         float | None, typer.Option(help="Seconds for one answer (default: 600).", rich_help_panel=LIMITS)
     ] = None
+    stream_interval: Annotated[
+        float | None,
+        typer.Option(help="Seconds between two chunks of a stream, at least (default: 0.02).", rich_help_panel=LIMITS),
+    ] = None
     shutdown_grace: Annotated[
         float | None, typer.Option(help="Seconds for running answers at the end (default: 60).", rich_help_panel=LIMITS)
     ] = None
@@ -165,7 +169,16 @@ def serve_elsewhere(
     from outrider.export.wanted import wanted
     from outrider.types import OutriderError
 
-    own = {"api_keys", "record", "trust_remote_code", "max_queue", "max_body", "request_timeout", "shutdown_grace"}
+    own = {
+        "api_keys",
+        "record",
+        "trust_remote_code",
+        "max_queue",
+        "max_body",
+        "request_timeout",
+        "stream_interval",
+        "shutdown_grace",
+    }
     for name, value in {**asdict(listening), **asdict(limits)}.items():
         if name in own and value:
             raise OutriderError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -43,6 +43,19 @@ class Emission:
     finish_reason: str | None  # None while it runs, then "stop", "length" or "error"
     error: str | None
     stats: GenerationStats  # the request's own, live
+
+    def followed_by(self, later: Emission) -> Emission:
+        """What the request gained in both."""
+        logprobs = self.logprobs
+        if later.logprobs is not None:
+            logprobs = (logprobs or []) + later.logprobs
+        return replace(
+            later,
+            token_ids=self.token_ids + later.token_ids,
+            origins=self.origins + later.origins,
+            text=self.text + later.text,
+            logprobs=logprobs,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
@@ -63,32 +63,52 @@ class Stopping(OutriderError):
 
 
 class Stream:
-    """The emissions of one call's requests, as they come, until the last of them has ended. Close it in any case."""
+    """The emissions of one call's requests, as they come, until the last of them has ended. Close it in any case.
 
-    def __init__(self, bridge: EngineBridge, request_ids: Sequence[str], deadline: float) -> None:
+    What comes within ``interval`` seconds of the last is held back and joined, unless it is an end: no reader is faster, and a
+    chunk costs a server, and its client, as much as some passes of a small model.
+    """
+
+    def __init__(self, bridge: EngineBridge, request_ids: Sequence[str], deadline: float, interval: float = 0.0) -> None:
         self._bridge = bridge
         self._open = set(request_ids)
-        self._deadline = deadline
-        self._emissions: asyncio.Queue[Emission | None] = asyncio.Queue()  # None: it is too late
+        self._deadline, self._interval = deadline, interval
+        self._held: dict[str, Emission] = {}  # by request
+        self._due = 0.0  # when what is held goes out
+        self._timer: asyncio.TimerHandle | None = None
+        self._woken = asyncio.Event()
 
     async def __aiter__(self) -> AsyncIterator[Emission]:
         """Raises ``asyncio.TimeoutError`` at the deadline."""
-        # one timer for all: asyncio.wait_for would make one, and before Python 3.12 a task, for each
-        left = max(self._deadline - monotonic(), 0.0)
-        timer = asyncio.get_running_loop().call_later(left, self._emissions.put_nowait, None)
+        late = asyncio.get_running_loop().call_later(max(self._deadline - monotonic(), 0.0), self._woken.set)
         try:
             while self._open:
-                emission = await self._emissions.get()
-                if emission is None:
+                await self._woken.wait()
+                for emission in self._taken():
+                    if emission.finish_reason is not None:
+                        self._open.discard(emission.request_id)
+                    yield emission
+                if self._open and monotonic() >= self._deadline:
                     raise asyncio.TimeoutError
-                if emission.finish_reason is not None:
-                    self._open.discard(emission.request_id)
-                yield emission
         finally:
-            timer.cancel()
+            late.cancel()
 
     def put(self, emission: Emission) -> None:
-        self._emissions.put_nowait(emission)
+        before = self._held.get(emission.request_id)
+        self._held[emission.request_id] = emission if before is None else before.followed_by(emission)
+        left = self._due - monotonic()
+        if emission.finish_reason is not None or left <= 0:
+            self._woken.set()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(left, self._woken.set)
+
+    def _taken(self) -> Iterable[Emission]:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._due = None, monotonic() + self._interval
+        self._woken.clear()
+        held, self._held = self._held, {}
+        return held.values()
 
     def close(self) -> None:
         """Ends whatever still runs: its place is free within a round."""
@@ -100,9 +120,10 @@ class Stream:
 class EngineBridge:
     """Runs an ``LLM``'s engine in a thread of its own. All methods but ``start`` are for the event loop's thread."""
 
-    def __init__(self, llm: LLM, max_queue: int = 256) -> None:
+    def __init__(self, llm: LLM, max_queue: int = 256, interval: float = 0.0) -> None:
+        """``max_queue``: sequences that may wait; ``interval``: see ``Stream``."""
         self.llm = llm
-        self.max_queue = max_queue
+        self.max_queue, self.interval = max_queue, interval
         self.is_draining = False
         self.num_failures = 0  # steps that failed as a whole
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -158,7 +179,7 @@ class EngineBridge:
         """
         requests = [request for group in samples for request in group]
         self.check_room(len(requests))
-        stream = Stream(self, [request.request_id for request in requests], monotonic() + timeout)
+        stream = Stream(self, [request.request_id for request in requests], monotonic() + timeout, self.interval)
         for request in requests:
             self._streams[request.request_id] = stream
         self._commands.put(lambda: self._add(samples, client))

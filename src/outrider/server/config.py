@@ -27,6 +27,7 @@ class ServerConfig:
     max_body: int = 4 << 20  # bytes
     body_timeout: float = 30.0  # seconds for a body to arrive
     request_timeout: float = 600.0  # seconds from arrival to the last token
+    stream_interval: float = 0.02  # seconds between two chunks of a stream, at least; 0: what a round gives goes out at once
     shutdown_grace: float = 60.0  # seconds that running streams get to finish
     record: Path | None = None  # file that what clients ask for is appended to, text included
 
@@ -35,6 +36,8 @@ class ServerConfig:
             raise OutriderError("max_queue, max_choices and max_body must be at least 1")
         if min(self.body_timeout, self.request_timeout, self.shutdown_grace) <= 0:
             raise OutriderError("body_timeout, request_timeout and shutdown_grace must be above 0")
+        if not 0 <= self.stream_interval < float("inf"):
+            raise OutriderError("stream_interval is in seconds: 0 or more")
         if not 0 <= self.port < 1 << 16:
             raise OutriderError(f"there is no port {self.port}")
 

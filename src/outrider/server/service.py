@@ -41,7 +41,7 @@ class Service:
 
     def __init__(self, llm: LLM, config: ServerConfig, keys: KeyRing) -> None:
         self.llm, self.config, self.keys = llm, config, keys
-        self.bridge = EngineBridge(llm, config.max_queue)
+        self.bridge = EngineBridge(llm, config.max_queue, config.stream_interval)
         self.metrics = Metrics(self.bridge, config.name)
         self._tokens = TokenTexts(llm.tokenizer)
         self._aside_thread = ThreadPoolExecutor(1, "outrider-aside")  # tokenizers are not made for two threads
