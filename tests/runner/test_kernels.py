@@ -117,11 +117,14 @@ def test_matrix_units_give_a_row_the_same_bits_among_any_number_of_rows(outputs,
 
 
 @needs_matrix_units
-def test_more_rows_than_the_cache_holds_get_the_same_bits():
-    packed, x = kernels.pack_weight(torch.randn(96, 2048).bfloat16(), in_pairs=True), torch.randn(600, 2048)
-    together = torch.ops.outrider.linear(x, packed, None, 96)  # 256 at once
-    for row in (0, 255, 256, 511, 512, 599):
-        assert torch.equal(together[row], torch.ops.outrider.linear(x[row : row + 1], packed, None, 96)[0]), row
+@pytest.mark.parametrize("inputs", [2048, 2080, 6048])
+def test_more_rows_than_the_cache_holds_get_the_same_bits(inputs):
+    """256 rows at once, and of so many 64 tiles' depth of inputs, 2048: the sums wait where results will be."""
+    packed, x = kernels.pack_weight(torch.randn(96, inputs).bfloat16(), in_pairs=True), torch.randn(600, inputs)
+    together = torch.ops.outrider.linear(x, packed, None, 96)
+    alone = torch.cat([torch.ops.outrider.linear(row[None], packed, None, 96) for row in x])
+    assert torch.equal(together, alone)
+    assert torch.equal(torch.ops.outrider.linear(x[:130], packed, None, 96), alone[:130])
 
 
 @needs_matrix_units

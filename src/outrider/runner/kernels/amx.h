@@ -29,8 +29,9 @@ constexpr int64_t kLine = 64;                // bytes of a row of a tile
 constexpr int64_t kTile = kSide * kLine;     // bytes of a tile
 constexpr int64_t kPanel = 2 * kSide;        // outputs whose weights stand side by side
 constexpr int64_t kAhead = 1024;             // bytes that weights are fetched ahead of their use
-constexpr int64_t kSteps = 16;               // tiles of a panel's depth that stay in the L1 cache while many rows pass
+constexpr int64_t kSteps = 64;               // tiles of a panel's depth that stay in the L2 cache while many rows pass
 constexpr int64_t kRowBytes = 1 << 20;       // of rows, as tiles, that stay in the L2 cache while all panels pass
+constexpr int64_t kRows = 256;               // at once
 
 // Whether the system lets this process use the tiles: asked for once, before the first of them.
 inline bool allowed() {
@@ -173,7 +174,13 @@ inline void block(const uint8_t* x, int64_t second, const uint8_t* w, const Orde
 #undef OUTRIDER_ADD
 }
 
-// As `linear`, of rows that fit the cache.
+// 32 sums to a whole line of results, which no cache has to keep: of a wide layer it would fetch them only to be written over, which
+// takes a third of the layer's time.
+inline void put_past_caches(const float* sums, float* to) {
+  for (int64_t j = 0; j < kPanel; j += kSide) _mm512_stream_ps(to + j, _mm512_loadu_ps(sums + j));
+}
+
+// As `linear`, of at most kRows rows.
 template <typename Form>
 void some_rows(const Form form, const float* x, int64_t rows, int64_t inputs, const uint8_t* w, int64_t panels, float* out) {
   const int64_t whole = (rows + kSide - 1) / kSide * kSide, stride = panels * kPanel, depth = inputs / Form::kDeep;
@@ -184,40 +191,47 @@ void some_rows(const Form form, const float* x, int64_t rows, int64_t inputs, co
   to_tiles(form, x, rows, inputs, tiles, row_scales.get());
   const bool in_one = rows <= 2 * kSide;  // one block of rows: its sums stay in the registers
   const int64_t steps = in_one ? depth : std::min(kSteps, depth);
+  const int64_t part = in_one ? depth : std::max(steps, kRowBytes / (whole * kLine) / steps * steps);
   const Order order(depth);
   const int64_t work = panel_bytes / 2 * (2 + whole / kSide);
   at::parallel_for(0, panels, std::max<int64_t>(1, 400'000 / work), [&](int64_t begin, int64_t end) {
     std::vector<float> kept(in_one ? 0 : whole * kPanel);
     int64_t shaped = 0;
-    for (int64_t panel = begin; panel < end; ++panel) {
-      float* to = out + panel * kPanel;
-      for (int64_t step = 0; step < depth; step += steps) {
-        for (int64_t r = 0; r < rows; r += 2 * kSide) {
-          const int64_t count = std::min(2 * kSide, rows - r), first = std::min(kSide, count);
-          if (shaped != count) shape(first, count - first), shaped = count;
-          const auto run = count > kSide ? (r == 0 ? block<Form, true, true> : block<Form, true, false>)
-                                         : (r == 0 ? block<Form, false, true> : block<Form, false, false>);
-          run(tiles + r * row_bytes, kSide * row_bytes, w + panel * panel_bytes, order, step, std::min(depth, step + steps),
-              in_one ? to : kept.data() + r * kPanel, in_one ? stride : kPanel);
+    // Weights are read once: what does not fit the cache of rows is done part by part of their depth, sums staying where results will.
+    for (int64_t from = 0; from < depth; from += part) {
+      const int64_t till = std::min(depth, from + part);
+      for (int64_t panel = begin; panel < end; ++panel) {
+        float* to = out + panel * kPanel;
+        for (int64_t r = 0; from > 0 && r < rows; ++r) std::copy_n(to + r * stride, kPanel, kept.data() + r * kPanel);
+        for (int64_t step = from; step < till; step += steps) {
+          for (int64_t r = 0; r < rows; r += 2 * kSide) {
+            const int64_t count = std::min(2 * kSide, rows - r), first = std::min(kSide, count);
+            if (shaped != count) shape(first, count - first), shaped = count;
+            const auto run = count > kSide ? (r == 0 ? block<Form, true, true> : block<Form, true, false>)
+                                           : (r == 0 ? block<Form, false, true> : block<Form, false, false>);
+            run(tiles + r * row_bytes, kSide * row_bytes, w + panel * panel_bytes, order, step, std::min(till, step + steps),
+                in_one ? to : kept.data() + r * kPanel, in_one ? stride : kPanel);
+          }
+        }
+        for (int64_t r = 0; r < rows; ++r) {
+          float* sums = in_one ? to + r * stride : kept.data() + r * kPanel;
+          if (till == depth) form.finish(sums, row_scales[r], panel * kPanel);
+          if (!in_one && till == depth) put_past_caches(sums, to + r * stride);
+          if (!in_one && till < depth) std::copy_n(sums, kPanel, to + r * stride);
         }
       }
-      for (int64_t r = 0; r < rows; ++r) {
-        if (!in_one) std::copy_n(kept.data() + r * kPanel, kPanel, to + r * stride);
-        form.finish(to + r * stride, row_scales[r], panel * kPanel);
-      }
     }
+    _mm_sfence();  // what went past the caches is there before anybody looks
     _tile_release();
   });
 }
 
 // x[rows][inputs] times w [panels][inputs / n][32 outputs][n] -> out[rows][panels * 32], n numbers of the form being four bytes.
-// inputs: a multiple of Form::kDeep.
+// inputs: a multiple of Form::kDeep; out: at the beginning of a line.
 template <typename Form>
 void linear(const Form form, const float* x, int64_t rows, int64_t inputs, const void* w, int64_t panels, float* out) {
-  const int64_t pair = 2 * kSide, fitting = kRowBytes / (inputs / Form::kDeep * kLine) / pair * pair;
-  const int64_t at_once = std::max(pair, fitting);
-  for (int64_t r = 0; r < rows; r += at_once)
-    some_rows(form, x + r * inputs, std::min(at_once, rows - r), inputs, static_cast<const uint8_t*>(w), panels,
+  for (int64_t r = 0; r < rows; r += kRows)
+    some_rows(form, x + r * inputs, std::min(kRows, rows - r), inputs, static_cast<const uint8_t*>(w), panels,
               out + r * panels * kPanel);
 }
 
