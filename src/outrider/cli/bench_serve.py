@@ -123,14 +123,14 @@ def read_traffic(load: LoadOptions) -> Traffic:
     prefix = (story * (load.shared_prefix // len(story) + 1))[: load.shared_prefix]
     return Traffic(
         mixed,
-        load.requests,
-        load.arrivals,
-        load.max_tokens,
-        load.temperature,
-        prefix,
-        load.repeat,
-        load.rest,
-        load.seed,
+        requests_per_client=load.requests,
+        num_requests=load.arrivals,
+        max_tokens=load.max_tokens,
+        temperature=load.temperature,
+        shared_prefix=prefix,
+        repeat=load.repeat,
+        rest=load.rest,
+        seed=load.seed,
     )
 
 

@@ -29,11 +29,12 @@ IDLE = 1.0  # seconds after which a thread without work looks whether it should 
 
 
 def load_aside(load: Callable[[], Result]) -> Result:
-    """Loads what an ``EngineBridge`` will run, in a thread that ends with it. Raises what ``load`` raises.
+    """Loads what a thread other than the caller's will run, in a thread that ends with it. Raises what ``load`` raises.
 
     OpenMP's threads belong to the thread that first needed them and stay as long as it does. Where they are more than the
     cores, those between two operations of a pass sleep at once instead of looking out for the next, and to wake them takes
     longer than most operations. So only the engine's thread may have some: no thread that waits for requests.
+    Not an executor's thread: Ctrl-C would wait for it.
     """
     result: Future[Result] = Future()
 
