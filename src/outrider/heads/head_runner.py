@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.heads.eagle import EagleHead, Rotation
 from outrider.heads.own_logits import finish_of
-from outrider.runner import ModelRunner, quantized
+from outrider.runner import ModelRunner, linear, quantized
 from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.kv_cache import CacheShape, KVCache
 from outrider.runner.layouts import Layouts
@@ -33,7 +33,8 @@ class HeadRunner:
         model, finish = target.model, finish_of(target.model) if head.uses_targets_output else None
         head.lend(model.get_input_embeddings(), model.get_output_embeddings(), finish)
         self.device, self._max_len, self._vocab_size = target.device, target.max_len, target.vocab_size
-        self.cache = KVCache(_cache_shape(head.shape.llama), target.max_batch, target.max_len, self.dtype, target.device)
+        cache_dtype = linear.arithmetic(head)
+        self.cache = KVCache(_cache_shape(head.shape.llama), target.max_batch, target.max_len, cache_dtype, target.device)
         self._layouts = Layouts(self.cache, self.device, self._max_len)
         self._rotations: Rotation | None = None  # of the first positions, [S, D]
 

@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor
+from torch.export import ExportedProgram
 from transformers import PreTrainedModel
 
 from outrider.cpp_library import cpu_flags
 from outrider.disk_cache import cache_dir
+from outrider.runner.gates import fuse_gates
 from outrider.runner.linear import is_packed
 from outrider.runner.loading import text_config
 
@@ -35,7 +37,7 @@ logger = logging.getLogger(__name__)
 Run = Callable[[list[Tensor]], list[Tensor]]
 
 # what a package is made from, beside the model
-TRACED = ("attention.py", "compiled.py", "layer_span.py", "linear.py", "passes.py", "kernels/__init__.py")
+TRACED = ("attention.py", "compiled.py", "gates.py", "layer_span.py", "linear.py", "passes.py", "kernels/__init__.py")
 
 
 def is_supported(model: PreTrainedModel) -> bool:
@@ -78,14 +80,14 @@ def _load(module: Pass, path: Path) -> Run:
     return run
 
 
-def _build(module: Pass, path: Path) -> None:
-    logger.info("compiling the pass of %s for this machine: once, about a minute; kept in %s", _name(module), path.parent)
+def export(module: Pass) -> ExportedProgram:
+    """The pass as a graph: batch, lengths, cache size and number of logits are free."""
     shape = module.cache_shape
     batch, width, total = 2, 3, 5
     store = (shape.num_layers, 2, shape.num_kv_heads, 8)
     tokens = torch.zeros(1, total, dtype=torch.long)
     if module.span.start:
-        tokens = torch.zeros(1, total, text_config(module.model).hidden_size, dtype=module.cache_dtype)
+        tokens = torch.zeros(1, total, text_config(module.model).hidden_size)  # float32, as all between packed layers is
     inputs: tuple[Any, ...] = (
         tokens,
         torch.tensor([[0, 1, 0, 1, 2]]),
@@ -103,10 +105,18 @@ def _build(module: Pass, path: Path) -> None:
     shapes = ({1: t}, {1: t}, each, each, each, {0: b, 1: w, 2: w}, {0: dim("m", min=1)}, store_dims, store_dims)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own use of itself
-        exported = torch.export.export(module, inputs, strict=False, dynamic_shapes=shapes)
-        part = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
-        # What is left beside Outrider's operators is small: waking threads for it would take longer than doing it.
-        options = {"aot_inductor.package_constants_in_so": False, "cpp.threads": 1}
+        return torch.export.export(module, inputs, strict=False, dynamic_shapes=shapes)
+
+
+def _build(module: Pass, path: Path) -> None:
+    logger.info("compiling the pass of %s for this machine: once, about a minute; kept in %s", _name(module), path.parent)
+    exported = export(module)
+    fuse_gates(exported)
+    part = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
+    # What is left beside Outrider's operators is small: waking threads for it would take longer than doing it.
+    options = {"aot_inductor.package_constants_in_so": False, "cpp.threads": 1}
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
         torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=options)
     part.replace(path)  # atomic: two processes may build at once
 
@@ -125,7 +135,7 @@ def _package_path(module: Pass) -> Path:
         type(model).__name__,
         json.dumps(config, sort_keys=True, default=str),
         tensors,
-        str((module.layers, module.span)),
+        str((module.layers, module.span, module.cache_dtype)),
         torch.__version__,
         transformers.__version__,
         cpu_flags(),

@@ -52,9 +52,8 @@ class ModelRunner:
         self.max_len = loading.settle_rope(model, min(window, config.max_len or window), config.max_len is not None)
         self.max_batch = config.max_batch
         self.dtype = linear.arithmetic(model)
-        compute = torch.float32 if linear.is_packed(model) else model.dtype
         budget = None if config.kv_memory is None else int(config.kv_memory * 2**30)
-        self.cache = KVCache(cache_shape(text), config.max_batch, self.max_len, compute, device, budget)
+        self.cache = KVCache(cache_shape(text), config.max_batch, self.max_len, self.dtype, device, budget)
         self.max_len = self.cache.max_len  # less where the memory says so
         self.layouts = Layouts(self.cache, device, self.max_len)
         self.costs = PassCosts(self.layouts.is_padded)  # of its passes: one table, whichever engines it serves

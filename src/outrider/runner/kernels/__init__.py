@@ -34,6 +34,7 @@ _library.define(
 
 _library.define("embed(Tensor token_ids, Tensor packed) -> Tensor")
 _library.define("linear_scaled(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int outputs) -> Tensor")
+_library.define("linear_gated(Tensor x, Tensor packed, Tensor? scales, str activation) -> Tensor")
 _library.define("has_matrix_units() -> bool")
 
 SCALED = 128  # inputs of an output that share a scale, where weights are codes of 8 or 4 bits
@@ -126,6 +127,23 @@ def reference_linear_scaled(x: Tensor, packed: Tensor, scales: Tensor, bias: Ten
     return (result if bias is None else result + bias.float()).to(x.dtype)
 
 
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
+
+
+def reference_linear_gated(x: Tensor, packed: Tensor, scales: Tensor | None, activation: str) -> Tensor:
+    """x [..., inputs], a packed weight of 2 N outputs -> [..., N]: activation(of the first N) * the others."""
+    outputs = packed.shape[0] * PANEL
+    if scales is None:
+        both = reference_linear(x, packed, None, outputs)
+    else:
+        both = reference_linear_scaled(x, packed, scales, None, outputs)
+    gate, up = both.float().chunk(2, -1)
+    return (GATES[activation](gate) * up).to(x.dtype)
+
+
 def reference_embed(token_ids: Tensor, packed: Tensor) -> Tensor:
     """token_ids [...] -> [..., inputs] float32: rows of a packed weight, for an embedding that is tied to the output head."""
     return packed[token_ids // PANEL, :, token_ids % PANEL].flatten(token_ids.dim()).float()
@@ -206,6 +224,7 @@ def _visible_slots(bases: Tensor, positions: Tensor, visible: Tensor, capacity: 
 
 _library.impl("linear", reference_linear, "CompositeExplicitAutograd")
 _library.impl("linear_scaled", reference_linear_scaled, "CompositeExplicitAutograd")
+_library.impl("linear_gated", reference_linear_gated, "CompositeExplicitAutograd")
 _library.impl("embed", reference_embed, "CompositeExplicitAutograd")
 _library.impl("attend", reference_attend, "CompositeExplicitAutograd")
 
@@ -216,6 +235,10 @@ def _fake_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -
 
 def _fake_linear_scaled(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], outputs)
+
+
+def _fake_linear_gated(x: Tensor, packed: Tensor, scales: Tensor | None, activation: str) -> Tensor:
+    return x.new_empty(*x.shape[:-1], packed.shape[0] * PANEL // 2)
 
 
 def _fake_embed(token_ids: Tensor, packed: Tensor) -> Tensor:
@@ -229,6 +252,7 @@ def _fake_attend(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tenso
 _FAKES: dict[str, Callable[..., Tensor]] = {
     "linear": _fake_linear,
     "linear_scaled": _fake_linear_scaled,
+    "linear_gated": _fake_linear_gated,
     "embed": _fake_embed,
     "attend": _fake_attend,
 }

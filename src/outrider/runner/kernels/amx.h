@@ -174,50 +174,70 @@ inline void block(const uint8_t* x, int64_t second, const uint8_t* w, const Orde
 #undef OUTRIDER_ADD
 }
 
-// 32 sums to a whole line of results, which no cache has to keep: of a wide layer it would fetch them only to be written over, which
-// takes a third of the layer's time.
-inline void put_past_caches(const float* sums, float* to) {
-  for (int64_t j = 0; j < kPanel; j += kSide) _mm512_stream_ps(to + j, _mm512_loadu_ps(sums + j));
+// 32 sums of a panel to a whole line of results; or of two, of which the ending makes one number each. `past_caches`: which no cache has
+// to keep. Of a wide layer it would fetch them only to be written over, which takes a third of the layer's time. Not inlined: compilers
+// may round an ending's arithmetic otherwise in another place, and then a row's bits would depend on the number of rows.
+template <typename Ending>
+__attribute__((noinline)) void put(const Ending ending, const float* sums, const float* others, float* to, bool past_caches) {
+  for (int64_t j = 0; j < kPanel; j += kSide) {
+    __m512 result = _mm512_loadu_ps(sums + j);
+    if constexpr (Ending::panels == 2) result = ending(result, _mm512_loadu_ps(others + j));
+    if (past_caches)
+      _mm512_stream_ps(to + j, result);
+    else
+      _mm512_storeu_ps(to + j, result);
+  }
 }
 
 // As `linear`, of at most kRows rows.
-template <typename Form>
-void some_rows(const Form form, const float* x, int64_t rows, int64_t inputs, const uint8_t* w, int64_t panels, float* out) {
-  const int64_t whole = (rows + kSide - 1) / kSide * kSide, stride = panels * kPanel, depth = inputs / Form::kDeep;
+template <typename Form, typename Ending>
+void some_rows(const Form form, const Ending ending, const float* x, int64_t rows, int64_t inputs, const uint8_t* w, int64_t panels,
+               float* out) {
+  const int64_t whole = (rows + kSide - 1) / kSide * kSide, depth = inputs / Form::kDeep;
   const int64_t row_bytes = depth * kLine, panel_bytes = depth * 2 * kTile;
+  const int64_t lots = panels / Ending::panels, stride = lots * kPanel;  // a lot: what 32 results are made of
   const std::unique_ptr<Line[]> lines(new Line[whole * depth]);
   const std::unique_ptr<float[]> row_scales(new float[rows]);
   uint8_t* tiles = lines[0].bytes;
   to_tiles(form, x, rows, inputs, tiles, row_scales.get());
   const bool in_one = rows <= 2 * kSide;  // one block of rows: its sums stay in the registers
+  const bool in_place = in_one && Ending::panels == 1;
   const int64_t steps = in_one ? depth : std::min(kSteps, depth);
   const int64_t part = in_one ? depth : std::max(steps, kRowBytes / (whole * kLine) / steps * steps);
   const Order order(depth);
-  const int64_t work = panel_bytes / 2 * (2 + whole / kSide);
-  at::parallel_for(0, panels, std::max<int64_t>(1, 400'000 / work), [&](int64_t begin, int64_t end) {
-    std::vector<float> kept(in_one ? 0 : whole * kPanel);
+  const int64_t work = panel_bytes / 2 * (2 + whole / kSide) * Ending::panels;
+  // Weights are read once: what does not fit the cache of rows is done part by part of their depth. Sums wait where results will be,
+  // if there is room.
+  const std::unique_ptr<float[]> room(part < depth && Ending::panels > 1 ? new float[rows * panels * kPanel] : nullptr);
+  float* waiting = room ? room.get() : out;
+  at::parallel_for(0, lots, std::max<int64_t>(1, 400'000 / work), [&](int64_t begin, int64_t end) {
+    std::vector<float> kept(in_place ? 0 : whole * kPanel * Ending::panels);
     int64_t shaped = 0;
-    // Weights are read once: what does not fit the cache of rows is done part by part of their depth, sums staying where results will.
     for (int64_t from = 0; from < depth; from += part) {
       const int64_t till = std::min(depth, from + part);
-      for (int64_t panel = begin; panel < end; ++panel) {
-        float* to = out + panel * kPanel;
-        for (int64_t r = 0; from > 0 && r < rows; ++r) std::copy_n(to + r * stride, kPanel, kept.data() + r * kPanel);
-        for (int64_t step = from; step < till; step += steps) {
-          for (int64_t r = 0; r < rows; r += 2 * kSide) {
-            const int64_t count = std::min(2 * kSide, rows - r), first = std::min(kSide, count);
-            if (shaped != count) shape(first, count - first), shaped = count;
-            const auto run = count > kSide ? (r == 0 ? block<Form, true, true> : block<Form, true, false>)
-                                           : (r == 0 ? block<Form, false, true> : block<Form, false, false>);
-            run(tiles + r * row_bytes, kSide * row_bytes, w + panel * panel_bytes, order, step, std::min(till, step + steps),
-                in_one ? to : kept.data() + r * kPanel, in_one ? stride : kPanel);
+      for (int64_t lot = begin; lot < end; ++lot) {
+        for (int64_t i = 0; i < Ending::panels; ++i) {
+          const int64_t panel = lot + i * lots, sums_stride = in_place ? stride : kPanel, wait_stride = panels * kPanel;
+          float *sums = in_place ? out + lot * kPanel : kept.data() + i * whole * kPanel, *wait = waiting + panel * kPanel;
+          for (int64_t r = 0; from > 0 && r < rows; ++r) std::copy_n(wait + r * wait_stride, kPanel, sums + r * kPanel);
+          for (int64_t step = from; step < till; step += steps) {
+            for (int64_t r = 0; r < rows; r += 2 * kSide) {
+              const int64_t count = std::min(2 * kSide, rows - r), first = std::min(kSide, count);
+              if (shaped != count) shape(first, count - first), shaped = count;
+              const auto run = count > kSide ? (r == 0 ? block<Form, true, true> : block<Form, true, false>)
+                                             : (r == 0 ? block<Form, false, true> : block<Form, false, false>);
+              run(tiles + r * row_bytes, kSide * row_bytes, w + panel * panel_bytes, order, step, std::min(till, step + steps),
+                  sums + r * sums_stride, sums_stride);
+            }
+          }
+          for (int64_t r = 0; r < rows; ++r) {
+            if (till == depth) form.finish(sums + r * sums_stride, row_scales[r], panel * kPanel);
+            if (till < depth) std::copy_n(sums + r * kPanel, kPanel, wait + r * wait_stride);
           }
         }
-        for (int64_t r = 0; r < rows; ++r) {
-          float* sums = in_one ? to + r * stride : kept.data() + r * kPanel;
-          if (till == depth) form.finish(sums, row_scales[r], panel * kPanel);
-          if (!in_one && till == depth) put_past_caches(sums, to + r * stride);
-          if (!in_one && till < depth) std::copy_n(sums, kPanel, to + r * stride);
+        for (int64_t r = 0; !in_place && till == depth && r < rows; ++r) {
+          const float* sums = kept.data() + r * kPanel;
+          put(ending, sums, sums + (Ending::panels - 1) * whole * kPanel, out + r * stride + lot * kPanel, !in_one);
         }
       }
     }
@@ -226,13 +246,14 @@ void some_rows(const Form form, const float* x, int64_t rows, int64_t inputs, co
   });
 }
 
-// x[rows][inputs] times w [panels][inputs / n][32 outputs][n] -> out[rows][panels * 32], n numbers of the form being four bytes.
-// inputs: a multiple of Form::kDeep; out: at the beginning of a line.
-template <typename Form>
-void linear(const Form form, const float* x, int64_t rows, int64_t inputs, const void* w, int64_t panels, float* out) {
+// x[rows][inputs] times w [panels][inputs / n][32 outputs][n] -> out[rows][panels / Ending::panels * 32], n numbers of the form being
+// four bytes. inputs: a multiple of Form::kDeep; out: at the beginning of a line.
+template <typename Form, typename Ending>
+void linear(const Form form, const Ending ending, const float* x, int64_t rows, int64_t inputs, const void* w, int64_t panels,
+            float* out) {
   for (int64_t r = 0; r < rows; r += kRows)
-    some_rows(form, x + r * inputs, std::min(kRows, rows - r), inputs, static_cast<const uint8_t*>(w), panels,
-              out + r * panels * kPanel);
+    some_rows(form, ending, x + r * inputs, std::min(kRows, rows - r), inputs, static_cast<const uint8_t*>(w), panels,
+              out + r * panels / Ending::panels * kPanel);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -347,40 +348,61 @@ bool has_matrix_units() {
 inline bool for_units(const at::Tensor& packed) { return packed.dim() == 4; }
 inline int64_t together(const at::Tensor& packed) { return for_units(packed) ? packed.size(3) : 1; }
 
-void linear_on_units(const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, const float* scales, float* out) {
+// How sums become results: as they are, or, where an ending takes two panels, one number from two sums (see Gate).
+struct Alone {
+  static constexpr int64_t panels = 1;
+};
+
+template <typename Ending>
+void linear_on_units(const Ending ending, const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, const float* scales,
+                     float* out) {
   const bool is_bytes = packed.scalar_type() == at::kChar;
   TORCH_CHECK(has_matrix_units() && (is_bytes ? packed.size(3) == 4 && inputs % 64 == 0
                                               : packed.scalar_type() == at::kBFloat16 && inputs % 32 == 0),
               "linear: this weight is packed for matrix units (AMX), which this processor does not have or which do not take it");
 #if defined(OUTRIDER_AMX)
   if (is_bytes)
-    amx::linear(amx::Bytes{scales}, x, rows, inputs, packed.const_data_ptr(), packed.size(0), out);
+    amx::linear(amx::Bytes{scales}, ending, x, rows, inputs, packed.const_data_ptr(), packed.size(0), out);
   else
-    amx::linear(amx::Halves{}, x, rows, inputs, packed.const_data_ptr(), packed.size(0), out);
+    amx::linear(amx::Halves{}, ending, x, rows, inputs, packed.const_data_ptr(), packed.size(0), out);
 #endif
 }
 
+void linear_in_float32(const float* x, int64_t rows, const at::Tensor& packed, const float* scales, float* out) {
+  switch (packed.scalar_type()) {
+    case at::kBFloat16: return linear_of<at::BFloat16>(x, rows, packed, scales, out);
+    case at::kHalf: return linear_of<at::Half>(x, rows, packed, scales, out);
+    case at::kChar: return linear_of<int8_t>(x, rows, packed, scales, out);
+    case at::kByte: return linear_of<uint8_t>(x, rows, packed, scales, out);
+    default: return linear_of<float>(x, rows, packed, scales, out);
+  }
+}
+
+// What an operator is given: rows of float32, and room for results of `width` numbers each.
+struct Rows {
+  at::Tensor source, out;
+  int64_t count, inputs;
+  Rows(const at::Tensor& x, const at::Tensor& packed, int64_t width) : inputs(packed.size(1) * together(packed)) {
+    TORCH_CHECK(x.size(-1) == inputs, "linear: input of size ", x.size(-1), ", weight for ", inputs);
+    source = x.to(at::kFloat).contiguous();
+    count = source.numel() / std::max<int64_t>(1, inputs);
+    auto shape = x.sizes().vec();
+    shape.back() = width;
+    out = at::empty(shape, source.options());
+  }
+  const float* from() const { return source.const_data_ptr<float>(); }
+  float* to() { return out.mutable_data_ptr<float>(); }
+};
+
 at::Tensor apply(const at::Tensor& x, const at::Tensor& packed, const float* scales, const std::optional<at::Tensor>& bias,
                  int64_t outputs) {
-  const int64_t panels = packed.size(0), inputs = packed.size(1) * together(packed);
-  TORCH_CHECK(x.size(-1) == inputs, "linear: input of size ", x.size(-1), ", weight for ", inputs);
-  const at::Tensor source = x.to(at::kFloat).contiguous();
-  const int64_t rows = source.numel() / std::max<int64_t>(1, inputs);
-  auto shape = x.sizes().vec();
-  shape.back() = panels * kPanel;
-  at::Tensor out = at::empty(shape, source.options());
-  const float* from = source.const_data_ptr<float>();
-  float* to = out.mutable_data_ptr<float>();
-  if (for_units(packed)) {
-    linear_on_units(from, rows, inputs, packed, scales, to);
-  } else switch (packed.scalar_type()) {
-    case at::kBFloat16: linear_of<at::BFloat16>(from, rows, packed, scales, to); break;
-    case at::kHalf: linear_of<at::Half>(from, rows, packed, scales, to); break;
-    case at::kChar: linear_of<int8_t>(from, rows, packed, scales, to); break;
-    case at::kByte: linear_of<uint8_t>(from, rows, packed, scales, to); break;
-    default: linear_of<float>(from, rows, packed, scales, to);
-  }
-  if (outputs != panels * kPanel) out = out.narrow(-1, 0, outputs).contiguous();
+  Rows rows(x, packed, packed.size(0) * kPanel);
+  if (for_units(packed))
+    linear_on_units(Alone{}, rows.from(), rows.count, rows.inputs, packed, scales, rows.to());
+  else
+    linear_in_float32(rows.from(), rows.count, packed, scales, rows.to());
+  at::Tensor out = rows.out;
+  if (outputs != out.size(-1)) out = out.narrow(-1, 0, outputs).contiguous();
   if (bias.has_value()) out.add_(*bias);
   return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
 }
@@ -391,14 +413,57 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::opti
   return apply(x, packed, nullptr, bias, outputs);
 }
 
+void check_scales(const at::Tensor& packed, const at::Tensor& scales) {
+  TORCH_CHECK(scales.is_contiguous() && scales.size(0) == (for_units(packed) ? 1 : (packed.size(1) + kScaled - 1) / kScaled) &&
+                  scales.size(1) == packed.size(0) * kPanel && !packed.is_floating_point(),
+              "linear_scaled: scales ", scales.sizes(), " for weights ", packed.sizes());
+}
+
 // The same for codes: packed int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], scales [ceil(inputs / 128), panels * 32]; or for
 // matrix units, which round x to 8 bits too: int8 [panels, inputs / 4, 32, 4], scales [1, panels * 32].
 at::Tensor linear_scaled(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,
                          const std::optional<at::Tensor>& bias, int64_t outputs) {
-  TORCH_CHECK(scales.is_contiguous() && scales.size(0) == (for_units(packed) ? 1 : (packed.size(1) + kScaled - 1) / kScaled) &&
-                  scales.size(1) == packed.size(0) * kPanel && !packed.is_floating_point(),
-              "linear_scaled: scales ", scales.sizes(), " for weights ", packed.sizes());
+  check_scales(packed, scales);
   return apply(x, packed, scales.const_data_ptr<float>(), bias, outputs);
+}
+
+// activation(gate) * up. Both activations are x times a sigmoid: silu of x itself, gelu's approximation by tanh of a cubic in x, since
+// (1 + tanh(y)) / 2 is the sigmoid of 2 y.
+struct Gate {
+  static constexpr int64_t panels = 2;
+  const bool is_gelu;
+  vec operator()(vec gate, vec up) const {
+    const vec x = is_gelu ? fused(gate * gate * gate, splat(0.0713548163f), gate * 1.5957691216f) : gate;
+    const vec small = exp_nonpositive(x < splat(0.f) ? x : -x);
+    return gate * ((x < splat(0.f) ? small : splat(1.f)) / (1.f + small)) * up;
+  }
+};
+
+// x [..., inputs], packed weights of 2 n outputs -> [..., n] in x's type: activation(of the first n) * the others. On matrix units what
+// lies between never leaves the caches; of wide passes, that takes as long to write and read as the layer to compute.
+at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& scales, std::string_view activation) {
+  TORCH_CHECK(activation == "silu" || activation == "gelu_tanh", "linear_gated: no activation ", activation);
+  TORCH_CHECK(packed.size(0) % 2 == 0, "linear_gated: gates and what they let through take an even number of panels");
+  if (scales.has_value()) check_scales(packed, *scales);
+  else TORCH_CHECK(packed.is_floating_point(), "linear_gated: weights that are codes need scales");
+  const float* scale = scales.has_value() ? scales->const_data_ptr<float>() : nullptr;
+  const int64_t half = packed.size(0) / 2 * kPanel;
+  const Gate gate{activation == "gelu_tanh"};
+  Rows rows(x, packed, half);
+  if (for_units(packed)) {
+    linear_on_units(gate, rows.from(), rows.count, rows.inputs, packed, scale, rows.to());
+  } else {
+    const at::Tensor both = at::empty({rows.count, 2 * half}, rows.out.options());
+    float *from = both.mutable_data_ptr<float>(), *to = rows.to();
+    linear_in_float32(rows.from(), rows.count, packed, scale, from);
+    at::parallel_for(0, rows.count * (half / kLanes), 4096, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const float* at = from + i * kLanes + i * kLanes / half * half;
+        store(to + i * kLanes, gate(load(at), load(at + half)));
+      }
+    });
+  }
+  return x.scalar_type() == at::kFloat ? rows.out : rows.out.to(x.scalar_type());
 }
 
 template <typename Weight>
@@ -833,6 +898,7 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
 TORCH_LIBRARY_IMPL(outrider, CPU, library) {
   library.impl("linear", linear);
   library.impl("linear_scaled", linear_scaled);
+  library.impl("linear_gated", linear_gated);
   library.impl("embed", embed);
   library.impl("attend", attend);
 }

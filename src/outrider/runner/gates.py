@@ -1,0 +1,83 @@
+"""``activation(gate) * up`` of an exported pass, made a part of the linear layer that computes both.
+
+Left to inductor it is a loop of its own, on one thread, which reads what the layer has just written: of a prompt's rows that
+takes as long as the layer. Found in the exported graph, so that it is what the model computes, whatever its modules are called.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from outrider.runner import kernels
+
+aten = torch.ops.aten
+
+
+def fuse_gates(program: ExportedProgram) -> int:
+    """Rewrites the graph in place; how many layers were found."""
+    graph = program.graph_module.graph
+    found = 0
+    for product in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
+        fused = _gated(product)
+        if fused is None:
+            continue
+        activation, chain = fused
+        layer = chain[-1]
+        x, packed = layer.args[:2]
+        scales = layer.args[2] if layer.target is torch.ops.outrider.linear_scaled.default else None
+        with graph.inserting_before(product):
+            node = graph.call_function(torch.ops.outrider.linear_gated.default, (x, packed, scales, activation))
+        node.meta.update(product.meta)
+        product.replace_all_uses_with(node)
+        for old in (product, *chain):
+            graph.erase_node(old)
+        found += 1
+    program.graph_module.recompile()
+    return found
+
+
+def _gated(product: Any) -> tuple[str, list[Any]] | None:
+    """The activation, and the nodes of a gated product from its end to the linear layer. None for other products."""
+    for gate, up in (product.args, product.args[::-1]):
+        activation = _activation(gate)
+        if activation is None or not _is_half(gate.args[0], 0) or not _is_half(up, 1):
+            continue
+        half, split = gate.args[0], up.args[0]
+        layer = split.args[0]
+        if half.args[0] is not split or not _is_whole(layer) or len(split.users) != 2:
+            continue
+        if all(len(node.users) == 1 for node in (gate, half, up, layer)):
+            return activation, [gate, half, up, split, layer]
+    return None
+
+
+def _activation(node: Any) -> str | None:
+    """The kernel's name of an activation's call."""
+    target = getattr(node, "target", None)
+    if target is aten.silu.default:
+        return "silu"
+    if target is aten.gelu.default and node.kwargs.get("approximate") == "tanh":
+        return "gelu_tanh"
+    return None
+
+
+def _is_half(node: Any, index: int) -> bool:
+    """Whether it is that half of something's last dimension."""
+    if getattr(node, "target", None) is not operator.getitem or node.args[1] != index:
+        return False
+    split = node.args[0]
+    halves, whole = [part.shape[-1] for part in split.meta["val"]], split.args[0].meta["val"].shape[-1]
+    return len(halves) == 2 and halves[0] == halves[1] and sum(halves) == whole
+
+
+def _is_whole(layer: Any) -> bool:
+    """Whether it is a linear layer without bias, of whole panels in both halves."""
+    target = getattr(layer, "target", None)
+    if target not in (torch.ops.outrider.linear.default, torch.ops.outrider.linear_scaled.default):
+        return False
+    bias, outputs = layer.args[-2:]
+    return bias is None and outputs % (2 * kernels.PANEL) == 0

@@ -1,0 +1,129 @@
+"""Gates as a part of the linear layer that computes them: the same numbers, the same bits in any pass, any architecture's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.runner import ModelRunner, RunnerConfig, compiled, kernels
+from outrider.runner.gates import fuse_gates
+from outrider.runner.passes import Pass
+from outrider.runner.quantized import quantize, quantize_for_units
+
+from .rounds import make_model, untouched
+from .test_architectures import small_config
+
+needs_kernels = pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
+needs_matrix_units = pytest.mark.skipif(not kernels.has_matrix_units(), reason="no matrix units (AMX)")
+FORMS = [
+    *("float32", "float16", "bfloat16", "8 bits", "4 bits"),
+    *(pytest.param(form, marks=needs_matrix_units) for form in ("pairs", "fours")),
+]
+
+
+def weight_in(form, weight):
+    """A packed weight and its scales; [outputs, inputs] as it stands there."""
+    packed = kernels.pack_weight(weight if " bits" in form or form == "fours" else weight.bfloat16(), form == "pairs")
+    if form in ("float32", "float16"):
+        packed = kernels.pack_weight(weight.to(getattr(torch, form)))
+    if form in ("8 bits", "4 bits"):
+        return quantize(packed, int(form[0]))
+    return quantize_for_units(packed) if form == "fours" else (packed, None)
+
+
+def operators(which):
+    """(linear, linear_scaled, linear_gated)"""
+    if which == "kernel":
+        return torch.ops.outrider.linear, torch.ops.outrider.linear_scaled, torch.ops.outrider.linear_gated
+    return kernels.reference_linear, kernels.reference_linear_scaled, kernels.reference_linear_gated
+
+
+@pytest.mark.parametrize("which", [pytest.param("kernel", marks=needs_kernels), "reference"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("activation", kernels.GATES)
+def test_a_gate_lets_through_what_its_activation_says(which, form, activation):
+    linear, linear_scaled, gated = operators(which)
+    torch.manual_seed(1)
+    packed, scales = weight_in(form, torch.randn(192, 320) / 4)
+    x = torch.randn(3, 20, 320)
+    x[0, 0], x[0, 1] = 100 * x[0, 0], 0  # gates far from zero, and at it
+    both = linear(x, packed, None, 192) if scales is None else linear_scaled(x, packed, scales, None, 192)
+    gate, up = both.double().chunk(2, -1)
+    expected = kernels.GATES[activation](gate) * up
+    got = gated(x, packed, scales, activation)
+    assert got.dtype == torch.float32 and got.shape == (3, 20, 96)
+    torch.testing.assert_close(got.double(), expected, rtol=3e-6, atol=3e-5)
+    assert gated(x[:, :0], packed, scales, activation).shape == (3, 0, 96)
+    assert gated(x.bfloat16(), packed, scales, activation).dtype == torch.bfloat16
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("inputs", [320, 6016])
+def test_a_gated_row_is_the_same_bits_among_any_number_of_rows(form, inputs):
+    """6016 inputs of 100 rows and more are added in parts, between which sums wait in a room of their own."""
+    torch.manual_seed(inputs)
+    packed, scales = weight_in(form, torch.randn(128, inputs) / inputs**0.5)
+    x, gated = torch.randn(600, inputs), torch.ops.outrider.linear_gated
+    together = gated(x, packed, scales, "silu")
+    for rows in (1, 2, 12, 13, 16, 17, 31, 32, 33, 100, 257):
+        assert torch.equal(gated(x[:rows], packed, scales, "silu"), together[:rows]), rows
+        assert torch.equal(gated(x[600 - rows :], packed, scales, "silu"), together[600 - rows :]), rows
+
+
+@needs_kernels
+def test_what_is_no_gate_is_refused():
+    x, packed = torch.randn(2, 64), kernels.pack_weight(torch.randn(64, 64))
+    with pytest.raises(RuntimeError, match="no activation relu"):
+        torch.ops.outrider.linear_gated(x, packed, None, "relu")
+    with pytest.raises(RuntimeError, match="even number of panels"):
+        torch.ops.outrider.linear_gated(x, kernels.pack_weight(torch.randn(96, 64)), None, "silu")
+    with pytest.raises(RuntimeError, match="need scales"):
+        torch.ops.outrider.linear_gated(x, quantize(packed, 8)[0], None, "silu")
+
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+FOUND = {
+    "llama": (2, SIZES),
+    "phi3": (2, SIZES),  # one layer in its checkpoint, and the product the other way round
+    "gemma": (2, SIZES),  # gelu
+    "gpt2": (0, {}),  # none
+    "olmo2": (2, SIZES),
+    "starcoder2": (0, SIZES),  # none
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("model_type", FOUND)
+def test_gates_are_found_in_what_a_model_computes(model_type):
+    num_found, sizes = FOUND[model_type]
+    program, before, after = fused(small_config(model_type, **sizes))
+    assert count(program) == num_found
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
+    linears = [node for node in program.graph.nodes if node.target is torch.ops.outrider.linear.default]
+    assert sum(node.meta["val"].shape[-1] == 2 * sizes.get("intermediate_size", 0) for node in linears) == 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("changes", [{"intermediate_size": 80}, {"mlp_bias": True}, {"hidden_act": "relu"}])
+def test_layers_that_the_operator_does_not_take_stay_as_they_are(changes):
+    """Halves that are no whole panels, a bias, another activation."""
+    program, before, after = fused(small_config("llama", **SIZES | changes))
+    assert count(program) == 0
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def fused(config):
+    """A model's pass as a graph with its gates fused, and its logits before and after."""
+    runner = ModelRunner.load(untouched(make_model(config)), RunnerConfig(compile="never", max_batch=2))
+    program = compiled.export(Pass(runner.model, runner.cache, ()))
+    inputs = program.example_inputs[0]
+    inputs[0].copy_(torch.tensor([[5, 6, 7, 8, 9]]))
+    before = program.module()(*inputs)[0]
+    found = fuse_gates(program)
+    assert found == count(program)
+    return program, before, program.module()(*inputs)[0]
+
+
+def count(program):
+    return sum(node.target is torch.ops.outrider.linear_gated.default for node in program.graph.nodes)
