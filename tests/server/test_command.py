@@ -19,7 +19,10 @@ import pytest
 from outrider.cli import main
 from outrider.cli.options import MethodOptions, ModelOptions
 from outrider.cli.serve import joined, merged
+from outrider.engine import LLM
 from outrider.engine.plan import KEYS, Plan, served_name
+from outrider.runner import compiled, kernels
+from outrider.server import run
 from outrider.server.protocol import ChatBody, CompletionBody
 from outrider.types import OutriderError
 
@@ -99,6 +102,21 @@ def test_a_port_that_is_taken_is_said(capsys: pytest.CaptureFixture[str]) -> Non
         port = taken.getsockname()[1]
         assert main(["serve", "--port", str(port)]) == 2
     assert f"port {port}" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+def test_target_and_draft_are_compiled_before_the_first_client(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "cache_dir", lambda *_: tmp_path)
+    served: list[LLM] = []
+    monkeypatch.setattr(run, "log_json", lambda: None)
+    monkeypatch.setattr(run, "serve", lambda llm, *_: served.append(llm))
+    drafted = ["--target", str(target), "--draft", str(target), "--method", "draft"]
+    assert main(["serve", *drafted, "--port", "0", "--compile", "always"]) == 0
+    (llm,) = served
+    assert llm.runner.passes.is_compiled and llm.proposer.draft.passes.is_compiled  # type: ignore[attr-defined]
 
 
 def test_a_process_serves_until_a_signal_and_finishes_its_streams(target: Path, plain: Any, tmp_path: Path) -> None:

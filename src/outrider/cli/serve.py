@@ -11,6 +11,7 @@ import typer
 from outrider.cli.options import MethodOptions, ModelOptions, parse_k, with_groups
 
 if TYPE_CHECKING:
+    from outrider.engine import LLM
     from outrider.engine.plan import Plan
 
 EXAMPLES = """Examples:
@@ -113,7 +114,7 @@ def command(
 ) -> None:
     """Serve a model to OpenAI's clients: completions and chat, streamed or whole, drafted for and unchanged by it."""
     from outrider.cli.bench_documents import check_writable
-    from outrider.cli.session import load
+    from outrider.cli.session import load, prepare
     from outrider.engine.plan import Plan, served_name
     from outrider.types import OutriderError
 
@@ -147,8 +148,15 @@ def command(
         "prefix_cache": True,
         "trust_remote_code": listening.trust_remote_code,
     }
+
+    def prepared() -> LLM:
+        """With all compiled, where that was asked for: no client waits for it."""
+        llm = load(models, methods, **more)
+        prepare(llm, models)
+        return llm
+
     with listen(config) as listener:  # a port that is taken is found before the model is loaded
-        llm = load_aside(lambda: load(models, methods, **more))
+        llm = load_aside(prepared)
         log_json()
         serve(llm, config, keys, listener)
 
@@ -180,7 +188,7 @@ def serve_elsewhere(
         "shutdown_grace",
     }
     for name, value in {**asdict(listening), **asdict(limits)}.items():
-        if name in own and value:
+        if name in own and value is not None and value is not False:
             raise OutriderError(
                 f"--{name.replace('_', '-')} is of Outrider's own server: give the engine's own options behind --"
             )
