@@ -9,14 +9,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from outrider.bench.load import own_server
 from outrider.bench.load.arrivals import Load
 from outrider.bench.load.cells import Objective, cells
 from outrider.bench.load.sweep import PLAIN, SPECULATIVE, Mode, Sweep, Traffic
 from outrider.cli import main
+from outrider.engine.plan import Plan
+from outrider.types import OutriderError
 
 from .served import Served
 
@@ -75,6 +79,22 @@ def test_the_command_starts_a_server_and_ends_it(
     monkeypatch.chdir(tmp_path)
     assert main(command(target, repeat=1)) == 0
     check_document(capsys.readouterr().out, tmp_path, is_interrupted=False)
+
+
+@pytest.mark.parametrize(("options", "compiles"), [([], "always"), (["--compile", "never"], "never")])
+def test_what_is_measured_is_not_the_compiler(
+    options: list[str], compiles: str, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plans = []
+
+    def start(arguments: list[str]) -> Any:
+        plans.append(Plan.read(Path(arguments[0])))
+        raise OutriderError("enough")
+
+    monkeypatch.setattr(own_server, "own_server", start)
+    assert main(["bench", "serve", "--target", str(target), *options]) == 2
+    assert plans[0].given("compile") == compiles and plans[0].given("target") == str(target)
+    assert "enough" in capsys.readouterr().err
 
 
 def test_a_signal_ends_the_command_and_its_server(target: Path, tmp_path: Path) -> None:

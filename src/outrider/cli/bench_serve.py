@@ -167,6 +167,7 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
     if server.plain_url is not None:
         raise OutriderError("--plain-url goes with --url: a server that is started is asked for both")
     known = joined(Plan() if plan is None else Plan.read(plan), models, methods, max_batch=server.max_batch)
+    known = Plan({"compile": "always", **known.values})  # or what is measured is the compiler
     if server.inflate is not None:
         inflated, _ = inflate_target(replace(ModelOptions(), target=known.given("target")), server.inflate)
         known = Plan({**embedded_draft(known), "target": str(inflated.target)})

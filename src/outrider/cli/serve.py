@@ -188,7 +188,7 @@ def serve_elsewhere(
         "shutdown_grace",
     }
     for name, value in {**asdict(listening), **asdict(limits)}.items():
-        if name in own and value is not None and value is not False:
+        if name in own and is_given(value):
             raise OutriderError(
                 f"--{name.replace('_', '-')} is of Outrider's own server: give the engine's own options behind --"
             )
