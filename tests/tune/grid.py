@@ -38,20 +38,35 @@ MIXED = {
     "one in four is not": (Text((0.2,)), (Text((0.9,)),) * 3),
     "one in four is a copy": (Text((0.98,)), (Text((0.3,), (0.2,)),) * 3),
 }
+# A server's: requests of the same kind take turns, each of whose prompts a draft would have to read for 64 tokens.
+SERVED = {
+    "embedded, served": Machine(1.6, 0.12, 0.3, 0.6, 0.06, 0.7, crowd=0.1, cold=0.2, unsteady=True),
+    "1B, served": Machine(80, 0.02, 0.3, 0.6, 0.06, 0.7, crowd=0.1, unsteady=True),
+}
+ANSWERS = 24 * (64, 60, 64)
 Key = tuple[str, str, int]  # family, text, batch
 
 
 def cells(seed: int = 0) -> dict[Key, Cell]:
-    return {
+    drafted = {
         (family, text, batch): Cell(machine, texts[text], batch, seed=seed)
         for family, (machine, texts) in FAMILIES.items()
         for text, batch in product(texts, BATCHES)
-    } | {
+    }
+    mixed = {
         # Prompts cost the same with drafts and without; here they would end up on this side of the last token or on that.
         (family, text, batch): Cell(replace(machine, prompt=0.0), first, batch, 2 * LENGTHS, seed, others=others)
         for family, (machine, _) in FAMILIES.items()
         for (text, (first, others)), batch in product(MIXED.items(), BATCHES[1:])
     }
+    served = {
+        (family, f"rate {rate}", batch): Cell(
+            machine, Text((rate,)), batch, ANSWERS, seed, others=(Text((rate,)),) * (batch - 1)
+        )
+        for family, machine in SERVED.items()
+        for rate, batch in product((0.5, 0.65, 0.7, 0.75, 0.8, 0.85), (2, 4, 8))
+    }
+    return drafted | mixed | served
 
 
 def sample(seed: int = 0) -> dict[Key, Cell]:

@@ -23,6 +23,10 @@ MAX_K = 15
 FIXED = (1, 2, 4, 8, 12)
 LENGTHS = (64, 32, 128, 48, 256, 64)  # tokens of each request, one after the other
 NUM_PROMPT_TOKENS = 120
+SLOW, DWELL = (
+    1.5,
+    400.0,
+)  # of an unsteady machine: how much longer all takes at its slower speed; milliseconds at each, on average
 NOISE, HICCUP_RATE, HICCUP = 0.05, 0.01, 3.0  # of a pass: relative deviation; how often it takes how many times longer more
 
 
@@ -40,11 +44,13 @@ class Machine:
     crowd: float = 0.0  # growth of a draft step with each further request
     prompt: float = 0.16  # a token of the prompt, as a part of a plain pass
     padded: bool = False  # a pass runs as many tokens of each request as of the one with the most
+    unsteady: bool = False  # as the policy sees it, of two speeds: neighbours come and go
+    cold: float = 0.0  # by how much a pass without drafts takes longer behind one with drafts
 
-    def times(self, lengths: list[int], lens: list[int], behind: int) -> PhaseTimes:
-        """Of a round that asked for ``lengths`` and scored ``lens``."""
+    def times(self, lengths: list[int], lens: list[int], behind: int, is_cold: bool = False) -> PhaseTimes:
+        """Of a round that asked for ``lengths`` and scored ``lens``. ``is_cold``: the round before had drafts."""
         rows = len(lens) * (1 + max(lens)) if self.padded else len(lens) + sum(lens)
-        score = self.plain * (1 + self.row * (rows - 1))
+        score = self.plain * (1 + self.row * (rows - 1)) * (1 + (self.cold if is_cold and not any(lengths) else 0))
         others = sum(k > 0 for k in lengths) - 1
         draft = (self.base + self.step * max(lengths)) * (1 + self.crowd * others) + self.read * behind if any(lengths) else 0.0
         return PhaseTimes(draft / 1e3, score / 1e3, 0.5 * self.outside / 1e3, 0.5 * self.outside / 1e3)
@@ -114,7 +120,7 @@ def simulate(policy: LengthPolicy, cell: Cell, passes: PassCosts | None = None) 
     rows: list[_Row] = []
     requests: tuple[Request, ...] = ()
     seen: dict[_Row, int] = {}
-    seconds, num_tokens, number = 0.0, 0, 0
+    seconds, num_tokens, number, is_cold, slowness = 0.0, 0, 0, False, 1.0
     while num_tokens < wanted:
         fresh = [b for b in range(cell.batch) if b not in {row.slot for row in rows}]
         if fresh and (cell.others or not rows):
@@ -130,12 +136,15 @@ def simulate(policy: LengthPolicy, cell: Cell, passes: PassCosts | None = None) 
         asked = context.limited(asked_lengths)
         drafted_for = [row for row, limit in zip(rows, asked.limits, strict=True) if limit > 0]
         behind = sum(len(row.request.token_ids) - seen.get(row, 0) for row in drafted_for)
-        times = cell.machine.times(asked_lengths, lens, behind)
+        times, is_cold = cell.machine.times(asked_lengths, lens, behind, is_cold), any(asked_lengths)
         seconds += times.total + (cell.machine.overhead / 1e3 if passes is not None else 0.0)
         if fresh:
             prompt = cell.machine.prompt * cell.machine.plain * NUM_PROMPT_TOKENS * len(fresh) / 1e3
             times.score += prompt
             seconds += prompt
+        if cell.machine.unsteady and noise.random() < times.total * 1e3 / DWELL:
+            slowness = SLOW + 1 - slowness
+        times = PhaseTimes(*(slowness * phase for phase in times.by_phase().values()))
         times.score *= noise.gauss(1, NOISE) + (HICCUP if noise.random() < HICCUP_RATE else 0)
         times.draft *= noise.gauss(1, NOISE) + (HICCUP if noise.random() < HICCUP_RATE else 0)
         for row, count in zip(rows, accepted, strict=True):
