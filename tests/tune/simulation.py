@@ -23,10 +23,8 @@ MAX_K = 15
 FIXED = (1, 2, 4, 8, 12)
 LENGTHS = (64, 32, 128, 48, 256, 64)  # tokens of each request, one after the other
 NUM_PROMPT_TOKENS = 120
-SLOW, DWELL = (
-    1.5,
-    400.0,
-)  # of an unsteady machine: how much longer all takes at its slower speed; milliseconds at each, on average
+# Of an unsteady machine: how much longer all takes at its slower speed, and the milliseconds at each on average.
+SLOW, DWELL = 1.5, 400.0
 NOISE, HICCUP_RATE, HICCUP = 0.05, 0.01, 3.0  # of a pass: relative deviation; how often it takes how many times longer more
 
 
