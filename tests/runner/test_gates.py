@@ -22,13 +22,14 @@ FORMS = [
 
 
 def weight_in(form, weight):
-    """A packed weight and its scales; [outputs, inputs] as it stands there."""
-    packed = kernels.pack_weight(weight if " bits" in form or form == "fours" else weight.bfloat16(), form == "pairs")
-    if form in ("float32", "float16"):
-        packed = kernels.pack_weight(weight.to(getattr(torch, form)))
+    """A packed weight and its scales, if it has any."""
     if form in ("8 bits", "4 bits"):
-        return quantize(packed, int(form[0]))
-    return quantize_for_units(packed) if form == "fours" else (packed, None)
+        return quantize(kernels.pack_weight(weight), int(form[0]))
+    if form == "fours":
+        return quantize_for_units(kernels.pack_weight(weight))
+    if form == "pairs":
+        return kernels.pack_weight(weight.bfloat16(), in_pairs=True), None
+    return kernels.pack_weight(weight.to(getattr(torch, form))), None
 
 
 def operators(which):

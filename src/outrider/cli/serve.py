@@ -114,7 +114,7 @@ def command(
 ) -> None:
     """Serve a model to OpenAI's clients: completions and chat, streamed or whole, drafted for and unchanged by it."""
     from outrider.cli.bench_documents import check_writable
-    from outrider.cli.session import load, prepare
+    from outrider.cli.session import compile_if_asked, load
     from outrider.engine.plan import Plan, served_name
     from outrider.types import OutriderError
 
@@ -152,7 +152,7 @@ def command(
     def prepared() -> LLM:
         """With all compiled, where that was asked for: no client waits for it."""
         llm = load(models, methods, **more)
-        prepare(llm, models)
+        compile_if_asked(llm, models)
         return llm
 
     with listen(config) as listener:  # a port that is taken is found before the model is loaded

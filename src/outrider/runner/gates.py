@@ -1,7 +1,8 @@
 """``activation(gate) * up`` of an exported pass, made a part of the linear layer that computes both.
 
 Left to inductor it is a loop of its own, on one thread, which reads what the layer has just written: of a prompt's rows that
-takes as long as the layer. Found in the exported graph, so that it is what the model computes, whatever its modules are called.
+takes half as long as the layer. Found in the exported graph, so that it is what the model computes, whatever its modules are
+called.
 """
 
 from __future__ import annotations

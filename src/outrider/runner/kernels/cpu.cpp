@@ -440,7 +440,7 @@ struct Gate {
 };
 
 // x [..., inputs], packed weights of 2 n outputs -> [..., n] in x's type: activation(of the first n) * the others. On matrix units what
-// lies between never leaves the caches; of wide passes, that takes as long to write and read as the layer to compute.
+// lies between never leaves the caches: of wide passes, writing and reading it takes half as long as computing it.
 at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& scales, std::string_view activation) {
   TORCH_CHECK(activation == "silu" || activation == "gelu_tanh", "linear_gated: no activation ", activation);
   TORCH_CHECK(packed.size(0) % 2 == 0, "linear_gated: gates and what they let through take an even number of panels");
