@@ -15,9 +15,10 @@ from .test_architectures import small_config
 
 needs_kernels = pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
 needs_matrix_units = pytest.mark.skipif(not kernels.has_matrix_units(), reason="no matrix units (AMX)")
+needs_pairs = pytest.mark.skipif(not kernels.prefers_pairs(), reason="neither matrix units (AMX) nor AVX-512 BF16")
 FORMS = [
     *("float32", "float16", "bfloat16", "8 bits", "4 bits"),
-    *(pytest.param(form, marks=needs_matrix_units) for form in ("pairs", "fours")),
+    *(pytest.param("pairs", marks=needs_pairs), pytest.param("fours", marks=needs_matrix_units)),
 ]
 
 

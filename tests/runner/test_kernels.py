@@ -77,8 +77,8 @@ def test_a_rows_linear_is_the_same_bits_among_any_number_of_rows(dtype, outputs,
         assert torch.equal(torch.ops.outrider.linear(x[40 - rows :], packed, bias, outputs), alone[40 - rows :]), rows
 
 
-needs_matrix_units = pytest.mark.skipif(not kernels.has_matrix_units(), reason="no matrix units (AMX)")
-UNITS = pytest.param("cpu", marks=needs_matrix_units)
+needs_pairs = pytest.mark.skipif(not kernels.prefers_pairs(), reason="neither matrix units (AMX) nor AVX-512 BF16")
+IN_PAIRS = pytest.param("cpu", marks=needs_pairs)
 PAIRS = [(32, 32), (97, 64), (40, 512), (200, 1056), (416, 96)]  # depths of 1, 2, 16, 33 and 3 tiles
 
 
@@ -86,15 +86,15 @@ PAIRS = [(32, 32), (97, 64), (40, 512), (200, 1056), (416, 96)]  # depths of 1, 
 def test_packing_in_pairs_loses_nothing(outputs, inputs):
     weight = torch.randn(outputs, inputs).bfloat16()
     packed = kernels.pack_weight(weight, in_pairs=True)
-    assert packed.shape == (math.ceil(outputs / 32), inputs // 2, 32, 2) and kernels.is_for_units(packed)
+    assert packed.shape == (math.ceil(outputs / 32), inputs // 2, 32, 2) and kernels.in_groups(packed)
     assert torch.equal(kernels.unpack_weight(packed, outputs), weight)
     assert torch.equal(kernels.one_by_one(packed), kernels.pack_weight(weight))
     assert kernels.packed_shape(packed) == kernels.packed_shape(kernels.pack_weight(weight))
 
 
-@pytest.mark.parametrize("which", [UNITS, "reference"])
+@pytest.mark.parametrize("which", [IN_PAIRS, "reference"])
 @pytest.mark.parametrize("outputs, inputs", PAIRS)
-def test_matrix_units_multiply_rounded_inputs_and_add_in_float32(which, outputs, inputs):
+def test_weights_in_pairs_multiply_rounded_inputs_and_add_in_float32(which, outputs, inputs):
     torch.manual_seed(outputs)
     weight, x, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(2, 35, inputs), torch.randn(outputs)
     packed = kernels.pack_weight(weight, in_pairs=True)
@@ -104,9 +104,9 @@ def test_matrix_units_multiply_rounded_inputs_and_add_in_float32(which, outputs,
     assert linear(which, x[:, :0], packed, bias, outputs).shape == (2, 0, outputs)
 
 
-@needs_matrix_units
+@needs_pairs
 @pytest.mark.parametrize("outputs, inputs", PAIRS)
-def test_matrix_units_give_a_row_the_same_bits_among_any_number_of_rows(outputs, inputs):
+def test_weights_in_pairs_give_a_row_the_same_bits_among_any_number_of_rows(outputs, inputs):
     torch.manual_seed(0)
     packed = kernels.pack_weight(torch.randn(outputs, inputs).bfloat16(), in_pairs=True)
     x, bias = torch.randn(100, inputs), torch.randn(outputs)
@@ -116,7 +116,7 @@ def test_matrix_units_give_a_row_the_same_bits_among_any_number_of_rows(outputs,
         assert torch.equal(torch.ops.outrider.linear(x[100 - rows :], packed, bias, outputs), alone[100 - rows :]), rows
 
 
-@needs_matrix_units
+@needs_pairs
 @pytest.mark.parametrize("inputs", [2048, 2080, 6048])
 def test_more_rows_than_the_cache_holds_get_the_same_bits(inputs):
     """256 rows at once, and of so many 64 tiles' depth of inputs, 2048: the sums wait where results will be."""
@@ -127,12 +127,12 @@ def test_more_rows_than_the_cache_holds_get_the_same_bits(inputs):
     assert torch.equal(torch.ops.outrider.linear(x[:130], packed, None, 96), alone[:130])
 
 
-@needs_matrix_units
-def test_layers_choose_matrix_units_where_they_fit():
-    assert kernels.suits_matrix_units(torch.zeros(40, 64).bfloat16())
-    assert not kernels.suits_matrix_units(torch.zeros(40, 48).bfloat16())  # tiles are 32 inputs deep
-    assert not kernels.suits_matrix_units(torch.zeros(40, 64).half())
-    with pytest.raises(RuntimeError, match="packed for matrix units"):
+@needs_pairs
+def test_layers_multiply_in_bfloat16_where_that_is_faster():
+    assert kernels.suits_pairs(torch.zeros(40, 64).bfloat16())
+    assert not kernels.suits_pairs(torch.zeros(40, 48).bfloat16())  # tiles are 32 inputs deep
+    assert not kernels.suits_pairs(torch.zeros(40, 64).half())
+    with pytest.raises(RuntimeError, match="does not multiply weights packed so"):
         torch.ops.outrider.linear(torch.zeros(1, 64), kernels.pack_weight(torch.zeros(40, 64), in_pairs=True), None, 40)
 
 

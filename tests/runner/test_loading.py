@@ -147,13 +147,13 @@ def test_cuda_where_there_is_none(folder):
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_16_bit_checkpoint_is_computed_in_float32_but_on_matrix_units(dtype, tied, tmp_path):
+def test_a_16_bit_checkpoint_is_computed_in_float32_but_where_bfloat16_is_faster(dtype, tied, tmp_path):
     make_folder(tmp_path, dtype="bfloat16", tie_word_embeddings=tied)
     runner = ModelRunner.load(tmp_path, RunnerConfig(compile="never", dtype=dtype))
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype, "auto")).float()
     rounds = Rounds(runner, model, [make_text(5, 0), make_text(30, 1)])
-    on_units = dtype in ("auto", "bfloat16") and kernels.has_matrix_units()
-    assert runner.dtype == (torch.bfloat16 if on_units else torch.float32)
+    in_pairs = dtype in ("auto", "bfloat16") and kernels.prefers_pairs()
+    assert runner.dtype == (torch.bfloat16 if in_pairs else torch.float32)
     rounds.step([[5, 6], [7]], [[0], []], [1, 2])
     rounds.step([[5, 6], [7]], [[0], []], [1, 2])
 

@@ -1,7 +1,7 @@
 """Weights in the form that the CPU kernels read: 16 bit as in the checkpoint, packed once.
 
-Arithmetic is float32, but on matrix units (AMX), which multiply in bfloat16 and add in float32: there sixteen rows cost what
-one costs.
+Arithmetic is float32, but for bfloat16 weights on CPUs that multiply those faster (matrix units, AMX; AVX-512 BF16): there
+inputs are rounded to bfloat16, sums are float32, and a dozen rows cost what one costs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         weight = weight.detach()
-        self.register_buffer("packed", kernels.pack_weight(weight, kernels.suits_matrix_units(weight)), persistent=False)
+        self.register_buffer("packed", kernels.pack_weight(weight, kernels.suits_pairs(weight)), persistent=False)
         self.register_buffer("scales", None, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
 
@@ -171,7 +171,7 @@ def arithmetic(model: nn.Module) -> torch.dtype:
     """What the model's layers multiply in."""
     layers = packed_layers(model)
     if layers:
-        return torch.bfloat16 if any(kernels.is_for_units(layer.packed) for layer in layers) else torch.float32
+        return torch.bfloat16 if any(kernels.in_groups(layer.packed) for layer in layers) else torch.float32
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 

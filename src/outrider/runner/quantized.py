@@ -50,8 +50,8 @@ def _layers(model: PreTrainedModel, bits: int) -> list[tuple[PackedLinear | Fuse
 def quantize(packed: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """A packed weight -> int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], and scales [groups, panels * 32].
 
-    One input after the other, also where the weight is in pairs: for the one row of a draft, making bfloat16 of codes for
-    matrix units takes longer than computing with them in float32.
+    One input after the other, also where the weight is in pairs: for the one row of a draft, making bfloat16 of codes takes
+    longer than computing with them in float32.
     """
     panels, inputs, lanes = kernels.packed_shape(packed)
     groups = -(-inputs // kernels.SCALED)
@@ -102,8 +102,8 @@ def make_8_bits(head: nn.Module) -> None:
     if not layers:
         raise OutriderError("heads run in 8 bits on a CPU with Outrider's kernels only: leave out bits=8")
     for layer in layers:
-        is_on_units = kernels.is_for_units(layer.packed) and kernels.packed_shape(layer.packed)[1] % kernels.DEEP_BYTES == 0
-        layer.packed, layer.scales = quantize_for_units(layer.packed) if is_on_units else quantize(layer.packed, 8)
+        on_units = kernels.suits_bytes(layer.packed)
+        layer.packed, layer.scales = quantize_for_units(layer.packed) if on_units else quantize(layer.packed, 8)
 
 
 def quantize_for_units(packed: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from outrider.runner import huge_pages
 logger = logging.getLogger(__name__)
 
 PANEL = 32  # outputs whose weights stand side by side in a packed weight
-DEEP, DEEP_BYTES = 32, 64  # inputs that matrix units take at once, in bfloat16 and in 8 bits
+DEEP, DEEP_BYTES = 32, 64  # inputs that are taken at once where they are multiplied in bfloat16 or in 8 bits
 
 _library = torch.library.Library("outrider", "DEF")
 _library.define("linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
@@ -36,6 +36,7 @@ _library.define("embed(Tensor token_ids, Tensor packed) -> Tensor")
 _library.define("linear_scaled(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int outputs) -> Tensor")
 _library.define("linear_gated(Tensor x, Tensor packed, Tensor? scales, str activation) -> Tensor")
 _library.define("has_matrix_units() -> bool")
+_library.define("prefers_pairs() -> bool")
 
 SCALED = 128  # inputs of an output that share a scale, where weights are codes of 8 or 4 bits
 # What the codes of 4 bits stand for: quantiles of the normal distribution (NF4: Dettmers et al. 2023, appendix E).
@@ -51,15 +52,25 @@ def has_matrix_units() -> bool:
     return load_cpu_kernels() and bool(torch.ops.outrider.has_matrix_units())
 
 
-def suits_matrix_units(weight: Tensor) -> bool:
-    """Whether a layer of this weight [outputs, inputs] runs on the CPU's matrix units."""
-    return weight.is_cpu and weight.dtype == torch.bfloat16 and weight.shape[1] % DEEP == 0 and has_matrix_units()
+def prefers_pairs() -> bool:
+    """Whether this CPU multiplies bfloat16 faster than float32: matrix units or AVX-512 BF16."""
+    return load_cpu_kernels() and bool(torch.ops.outrider.prefers_pairs())
+
+
+def suits_pairs(weight: Tensor) -> bool:
+    """Whether a layer of this weight [outputs, inputs] multiplies in bfloat16."""
+    return weight.is_cpu and weight.dtype == torch.bfloat16 and weight.shape[1] % DEEP == 0 and prefers_pairs()
+
+
+def suits_bytes(packed: Tensor) -> bool:
+    """Whether a layer of this packed weight can multiply in 8 bits: on matrix units."""
+    return in_groups(packed) and packed_shape(packed)[1] % DEEP_BYTES == 0 and has_matrix_units()
 
 
 def pack_weight(weight: Tensor, in_pairs: bool = False) -> Tensor:
     """[outputs, inputs] -> [panels, inputs, 32]: for each input, the weights of 32 outputs side by side; zero-padded.
 
-    ``in_pairs``: [panels, inputs / 2, 32, 2], for each two inputs, which is what matrix units read.
+    ``in_pairs``: [panels, inputs / 2, 32, 2], for each two inputs, as they are multiplied in bfloat16.
     """
     outputs, inputs = weight.shape
     panels = -(-outputs // PANEL)
@@ -69,20 +80,20 @@ def pack_weight(weight: Tensor, in_pairs: bool = False) -> Tensor:
     return huge_pages.empty(turned.shape, weight.dtype).copy_(turned) if weight.is_cpu else turned.contiguous()
 
 
-def is_for_units(packed: Tensor) -> bool:
-    """Whether a packed weight is one for matrix units: bfloat16 in pairs of inputs, or 8 bits in fours."""
+def in_groups(packed: Tensor) -> bool:
+    """Whether a packed weight's inputs are multiplied by groups: bfloat16 in pairs, or 8 bits in fours."""
     return packed.dim() == 4
 
 
 def packed_shape(packed: Tensor) -> tuple[int, int, int]:
-    """Panels, inputs and 32, of a packed weight, for matrix units or not."""
+    """Panels, inputs and 32, of a packed weight, in groups or not."""
     panels, inputs, lanes = packed.shape[:3]
-    return panels, inputs * packed.shape[3] if is_for_units(packed) else inputs, lanes
+    return panels, inputs * packed.shape[3] if in_groups(packed) else inputs, lanes
 
 
 def one_by_one(packed: Tensor) -> Tensor:
-    """[panels, inputs, 32] of a packed weight, for matrix units or not."""
-    return packed.transpose(2, 3).flatten(1, 2) if is_for_units(packed) else packed
+    """[panels, inputs, 32] of a packed weight, in groups or not."""
+    return packed.transpose(2, 3).flatten(1, 2) if in_groups(packed) else packed
 
 
 def unpack_weight(packed: Tensor, outputs: int) -> Tensor:
@@ -93,9 +104,9 @@ def unpack_weight(packed: Tensor, outputs: int) -> Tensor:
 def reference_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
     """x [..., inputs], packed [panels, inputs, 32] -> [..., outputs]: float32 arithmetic, the result in x's type.
 
-    For a weight in pairs x is rounded to bfloat16 first: that is what matrix units multiply; sums are float32.
+    For a weight in pairs x is rounded to bfloat16 first; sums are float32.
     """
-    rows = x.bfloat16().float() if is_for_units(packed) else x.float()
+    rows = x.bfloat16().float() if in_groups(packed) else x.float()
     result = functional.linear(rows, unpack_weight(packed, outputs).float(), None if bias is None else bias.float())
     return result.to(x.dtype)
 
@@ -105,7 +116,7 @@ def unpack_codes(packed: Tensor, scales: Tensor) -> Tensor:
 
     In fours, int8 [panels, inputs / 4, 32, 4], there is one scale an output: [1, panels * 32].
     """
-    if is_for_units(packed):
+    if in_groups(packed):
         return one_by_one(packed).float() * scales.view(-1, 1, PANEL)
     panels, inputs = packed.shape[:2]
     if packed.dtype == torch.uint8:
@@ -118,8 +129,8 @@ def unpack_codes(packed: Tensor, scales: Tensor) -> Tensor:
 
 
 def reference_linear_scaled(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    """``reference_linear`` for a weight of codes; where it is one for matrix units, of rows that are codes too."""
-    if not is_for_units(packed):
+    """``reference_linear`` for a weight of codes; where it is in fours, of rows that are codes too."""
+    if not in_groups(packed):
         return reference_linear(x, unpack_codes(packed, scales), bias, outputs)
     row_scales = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
     codes, weights = (x.float() / row_scales).round().double(), unpack_weight(packed, outputs).double()  # sums are exact

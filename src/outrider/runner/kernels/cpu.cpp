@@ -2,8 +2,8 @@
 //
 // Why not a library's: on a CPU without matrix units (AMX), the GEMMs of MKL, oneDNN and FBGEMM take 2-7x the time of one row for
 // eight rows, which would make scoring drafts as dear as decoding them. These read each weight once, in its 16-bit form, and
-// compute in float32, so that up to a dozen rows cost about what one costs: the memory traffic of the weights. Where there are
-// matrix units, layers run on them (amx.h).
+// compute in float32, or in bfloat16 with float32 sums where the processor has such products, so that up to a dozen rows cost about
+// what one costs: the memory traffic of the weights. Where there are matrix units, layers run on them (amx.h).
 //
 // Both are *batch-invariant*: the additions that make a row's result, and their order, do not depend on how many other rows the
 // pass holds. The text is therefore the same bits for any draft length, proposer and batch.
@@ -35,7 +35,13 @@ namespace {
 
 constexpr int kLanes = 16;                // floats in a vector: one AVX-512 register, two of AVX2, four of NEON
 constexpr int64_t kPanel = 2 * kLanes;    // outputs whose weights stand side by side
-constexpr int64_t kAhead = 3072;          // bytes that a weight is fetched ahead of its use: the hardware stops at page ends
+// Bytes that a weight is fetched ahead of its use, for the hardware stops at page ends: what was measured best on AMD's Zen 5, and on
+// Intel's Cascade Lake.
+#if defined(__AVX512BF16__) && !defined(__AMX_TILE__)
+constexpr int64_t kAhead = 6144;
+#else
+constexpr int64_t kAhead = 3072;
+#endif
 constexpr int64_t kBlock = 512;           // inputs accumulated in registers before they are added to the output
 #if defined(__AVX512F__)
 constexpr int kMaxRows = 12;              // 12 rows x 2 vectors of accumulators fill the 32 registers
@@ -87,6 +93,12 @@ struct Form<uint8_t> {  // two codes in a byte: of output j in the low half, of 
   static constexpr int64_t width = kPanel / 2;
   static constexpr bool scaled = true;
 };
+// The weights of two neighbouring inputs in bfloat16, which some processors multiply by two inputs and add to a sum in one instruction
+// (AVX-512 BF16): twice as many products as in float32, and no weight has to be widened. Inputs are then rounded to bfloat16, too,
+// and stand by twos in the 32 bits of what is a float elsewhere.
+struct Pair {
+  at::BFloat16 first, second;
+};
 template <typename Weight>
 inline void load_panel(const Weight* from, vec& low, vec& high) { low = load(from), high = load(from + kLanes); }
 // Quantiles of the normal distribution: what the 16 codes stand for (NF4: Dettmers et al. 2023, appendix E).
@@ -123,8 +135,7 @@ inline float sum(vec v) {
 }
 inline float largest(vec v) { float m = v[0]; for (int i = 1; i < kLanes; ++i) m = std::max(m, v[i]); return m; }
 
-// a * b + c, rounded once where the processor can: said, for a compiler fuses some tiles' and not others', and then a row's bits
-// would depend on the number of rows.
+// a * b + c, rounded once where the processor can. Said, because products and sums are not fused unasked: see cpp_library.py.
 #if defined(__AVX512F__)
 inline vec fused(vec a, vec b, vec c) {
   return reinterpret_cast<vec>(
@@ -148,6 +159,28 @@ __attribute__((always_inline)) inline void fused_at(vec a, const float* b, vec& 
 }
 #else
 inline void fused_at(vec a, const float* b, vec& c) { c = fused(a, splat(*b), c); }
+#endif
+
+// The same of weights, whatever their form: c += weights * value, and c += weights * value[0].
+template <typename Weight>
+inline vec add_product(vec weights, vec value, vec c) { return fused(value, weights, c); }
+template <typename Weight>
+inline void add_product_at(vec weights, const float* value, vec& c) { fused_at(weights, value, c); }
+#if defined(__AVX512BF16__)
+constexpr bool kHasPairs = true;
+inline vec load(const Pair* from) { return load(reinterpret_cast<const float*>(from)); }
+template <>
+inline vec add_product<Pair>(vec weights, vec value, vec c) {
+  return reinterpret_cast<vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(c), reinterpret_cast<__m512bh>(weights), reinterpret_cast<__m512bh>(value)));
+}
+template <>
+__attribute__((always_inline)) inline void add_product_at<Pair>(vec weights, const float* value, vec& c) {
+  vec sum = c;
+  asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*value));
+  c = sum;
+}
+#else
+constexpr bool kHasPairs = false;
 #endif
 
 // Lanes of two vectors by number, those of b from kLanes on.
@@ -181,17 +214,17 @@ inline void transpose(vec* v) {
 inline vec exp_nonpositive(vec x) {
   const ivec tiny = x < splat(-87.f);
   x = tiny ? splat(-87.f) : x;
-  vec n = x * 1.44269504f - 0.5f;
+  vec n = fused(x, splat(1.44269504f), splat(-0.5f));
   ivec whole = __builtin_convertvector(n, ivec);  // towards zero: n is negative, so this rounds x / ln 2 to nearest
   n = __builtin_convertvector(whole, vec);
-  vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  const vec r = fused(n, splat(2.12194440e-4f), fused(n, splat(-0.693359375f), x));
   vec y = splat(1.9875691500e-4f);
-  y = y * r + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = y * r * r + r + 1.0f;
+  y = fused(y, r, splat(1.3981999507e-3f));
+  y = fused(y, r, splat(8.3334519073e-3f));
+  y = fused(y, r, splat(4.1665795894e-2f));
+  y = fused(y, r, splat(1.6666665459e-1f));
+  y = fused(y, r, splat(5.0000001201e-1f));
+  y = fused(y * r, r, r + 1.0f);
   ivec bits = (whole + 127) << 23;
   vec scale; std::memcpy(&scale, &bits, sizeof scale);
   return tiny ? splat(0.f) : y * scale;
@@ -207,7 +240,8 @@ template <typename Weight, int rows, int panels>
 inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t depth, const float* scales, float* out,
                  int64_t out_stride, bool first) {
   constexpr int64_t width = Form<Weight>::width, ahead_by = kAhead / (width * static_cast<int64_t>(sizeof(Weight)));
-  constexpr int64_t together = std::max<int64_t>(1, 64 / (width * static_cast<int64_t>(sizeof(Weight))));  // inputs in a cache line
+  constexpr int64_t line = 64 / static_cast<int64_t>(sizeof(Weight));  // entries of a cache line
+  constexpr int64_t together = std::max<int64_t>(1, line / width);     // inputs in one
   const int64_t turn = std::max<int64_t>(0, depth - ahead_by);
   const int64_t jump = panels * panel_stride - depth * width;  // from the end of this block to the start of the next panels'
   const int64_t stretch = Form<Weight>::scaled ? kScaled : depth;  // inputs that share a scale
@@ -227,18 +261,19 @@ inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t 
         // also where another's thread on the same core leaves half of the instructions that can be begun.
         if (rows > 4 && r % 2) {
 #pragma GCC unroll 8
-          for (int j = 0; j < 2 * panels; ++j) fused_at(weights[j], x + k * rows + r, acc[r][j]);
+          for (int j = 0; j < 2 * panels; ++j) add_product_at<Weight>(weights[j], x + k * rows + r, acc[r][j]);
         } else {
           const vec value = splat(x[k * rows + r]);
 #pragma GCC unroll 8
-          for (int j = 0; j < 2 * panels; ++j) acc[r][j] = fused(value, weights[j], acc[r][j]);
+          for (int j = 0; j < 2 * panels; ++j) acc[r][j] = add_product<Weight>(weights[j], value, acc[r][j]);
         }
       }
     };
     int64_t k = begin;
     for (; k + together <= end; k += together) {
       const Weight* ahead = w + (k + ahead_by) * width + (k < turn ? 0 : jump);
-      for (int j = 0; j < panels; ++j) __builtin_prefetch(ahead + j * panel_stride);
+      for (int j = 0; j < panels; ++j)
+        for (int64_t i = 0; i < together * width; i += line) __builtin_prefetch(ahead + j * panel_stride + i);
       for (int64_t i = 0; i < together; ++i) add(k + i);
     }
     for (; k < end; ++k) add(k);
@@ -344,31 +379,49 @@ bool has_matrix_units() {
 #endif
 }
 
-// A weight for matrix units, [panels, inputs / n, 32, n]: those of n inputs side by side, two in bfloat16 or four in 8 bits.
-inline bool for_units(const at::Tensor& packed) { return packed.dim() == 4; }
-inline int64_t together(const at::Tensor& packed) { return for_units(packed) ? packed.size(3) : 1; }
+// Whether weights in pairs of inputs are what this processor multiplies fastest.
+bool prefers_pairs() { return kHasPairs || has_matrix_units(); }
+
+// A weight whose inputs are multiplied by twos or fours, [panels, inputs / n, 32, n]: n of an output stand side by side, two in bfloat16
+// or four in 8 bits, which takes matrix units.
+inline bool in_groups(const at::Tensor& packed) { return packed.dim() == 4; }
+inline int64_t together(const at::Tensor& packed) { return in_groups(packed) ? packed.size(3) : 1; }
 
 // How sums become results: as they are, or, where an ending takes two panels, one number from two sums (see Gate).
 struct Alone {
   static constexpr int64_t panels = 1;
 };
 
+inline bool on_units(const at::Tensor& packed) { return in_groups(packed) && has_matrix_units(); }
+
 template <typename Ending>
 void linear_on_units(const Ending ending, const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, const float* scales,
                      float* out) {
-  const bool is_bytes = packed.scalar_type() == at::kChar;
-  TORCH_CHECK(has_matrix_units() && (is_bytes ? packed.size(3) == 4 && inputs % 64 == 0
-                                              : packed.scalar_type() == at::kBFloat16 && inputs % 32 == 0),
-              "linear: this weight is packed for matrix units (AMX), which this processor does not have or which do not take it");
 #if defined(OUTRIDER_AMX)
-  if (is_bytes)
+  if (packed.scalar_type() == at::kChar)
     amx::linear(amx::Bytes{scales}, ending, x, rows, inputs, packed.const_data_ptr(), packed.size(0), out);
   else
     amx::linear(amx::Halves{}, ending, x, rows, inputs, packed.const_data_ptr(), packed.size(0), out);
 #endif
 }
 
-void linear_in_float32(const float* x, int64_t rows, const at::Tensor& packed, const float* scales, float* out) {
+// x[rows][inputs], rounded to bfloat16, times weights in pairs.
+void linear_of_pairs(const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, float* out) {
+#if defined(__AVX512BF16__)
+  const at::Tensor rounded = at::empty({rows, inputs / 2}, at::kFloat);  // two numbers in each
+  float* to = rounded.mutable_data_ptr<float>();
+  at::parallel_for(0, rows * (inputs / kPanel), 4096, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const __m512 low = _mm512_loadu_ps(x + i * kPanel), high = _mm512_loadu_ps(x + i * kPanel + kLanes);
+      _mm512_storeu_ps(to + i * kLanes, reinterpret_cast<__m512>(_mm512_cvtne2ps_pbh(high, low)));
+    }
+  });
+  linear_rows(to, rows, inputs / 2, static_cast<const Pair*>(packed.const_data_ptr()), nullptr, packed.size(0), out);
+#endif
+}
+
+void linear_on_vectors(const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, const float* scales, float* out) {
+  if (in_groups(packed)) return linear_of_pairs(x, rows, inputs, packed, out);
   switch (packed.scalar_type()) {
     case at::kBFloat16: return linear_of<at::BFloat16>(x, rows, packed, scales, out);
     case at::kHalf: return linear_of<at::Half>(x, rows, packed, scales, out);
@@ -384,6 +437,11 @@ struct Rows {
   int64_t count, inputs;
   Rows(const at::Tensor& x, const at::Tensor& packed, int64_t width) : inputs(packed.size(1) * together(packed)) {
     TORCH_CHECK(x.size(-1) == inputs, "linear: input of size ", x.size(-1), ", weight for ", inputs);
+    const bool is_taken = packed.scalar_type() == at::kBFloat16 ? packed.size(-1) == 2 && inputs % 32 == 0 && prefers_pairs()
+                                                                : packed.scalar_type() == at::kChar && inputs % 64 == 0 && has_matrix_units();
+    TORCH_CHECK(!in_groups(packed) || is_taken,
+                "linear: this processor does not multiply weights packed so: pairs of bfloat16 take AVX-512 BF16 or matrix units (AMX), "
+                "32 inputs at a time, fours of 8 bits matrix units, 64 at a time");
     source = x.to(at::kFloat).contiguous();
     count = source.numel() / std::max<int64_t>(1, inputs);
     auto shape = x.sizes().vec();
@@ -397,10 +455,10 @@ struct Rows {
 at::Tensor apply(const at::Tensor& x, const at::Tensor& packed, const float* scales, const std::optional<at::Tensor>& bias,
                  int64_t outputs) {
   Rows rows(x, packed, packed.size(0) * kPanel);
-  if (for_units(packed))
+  if (on_units(packed))
     linear_on_units(Alone{}, rows.from(), rows.count, rows.inputs, packed, scales, rows.to());
   else
-    linear_in_float32(rows.from(), rows.count, packed, scales, rows.to());
+    linear_on_vectors(rows.from(), rows.count, rows.inputs, packed, scales, rows.to());
   at::Tensor out = rows.out;
   if (outputs != out.size(-1)) out = out.narrow(-1, 0, outputs).contiguous();
   if (bias.has_value()) out.add_(*bias);
@@ -414,7 +472,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::opti
 }
 
 void check_scales(const at::Tensor& packed, const at::Tensor& scales) {
-  TORCH_CHECK(scales.is_contiguous() && scales.size(0) == (for_units(packed) ? 1 : (packed.size(1) + kScaled - 1) / kScaled) &&
+  TORCH_CHECK(scales.is_contiguous() && scales.size(0) == (in_groups(packed) ? 1 : (packed.size(1) + kScaled - 1) / kScaled) &&
                   scales.size(1) == packed.size(0) * kPanel && !packed.is_floating_point(),
               "linear_scaled: scales ", scales.sizes(), " for weights ", packed.sizes());
 }
@@ -450,12 +508,12 @@ at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, const std
   const int64_t half = packed.size(0) / 2 * kPanel;
   const Gate gate{activation == "gelu_tanh"};
   Rows rows(x, packed, half);
-  if (for_units(packed)) {
+  if (on_units(packed)) {
     linear_on_units(gate, rows.from(), rows.count, rows.inputs, packed, scale, rows.to());
   } else {
     const at::Tensor both = at::empty({rows.count, 2 * half}, rows.out.options());
     float *from = both.mutable_data_ptr<float>(), *to = rows.to();
-    linear_in_float32(rows.from(), rows.count, packed, scale, from);
+    linear_on_vectors(rows.from(), rows.count, rows.inputs, packed, scale, from);
     at::parallel_for(0, rows.count * (half / kLanes), 4096, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const float* at = from + i * kLanes + i * kLanes / half * half;
@@ -911,4 +969,7 @@ TORCH_LIBRARY_FRAGMENT(outrider, library) {
       .def("run", &Package::run);
 }
 
-TORCH_LIBRARY_IMPL(outrider, CompositeExplicitAutograd, library) { library.impl("has_matrix_units", has_matrix_units); }
+TORCH_LIBRARY_IMPL(outrider, CompositeExplicitAutograd, library) { 
+  library.impl("has_matrix_units", has_matrix_units);
+  library.impl("prefers_pairs", prefers_pairs);
+}
