@@ -26,6 +26,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <string_view>
 #include <type_traits>
 #include <utility>
@@ -234,16 +235,20 @@ inline vec exp_nonpositive(vec x) {
 // Linear
 // ---------------------------------------------------------------------------------------------------------------------------
 
+// Weights to fetch while others are used: those `by` inputs on, none where that is 0, and behind the end of a tile's those that are used
+// next, which stand `jump` entries further than if they followed.
+struct Ahead {
+  int64_t by, jump;
+};
+
 // out[r][panels * 32] (+)= x[0..depth)[r] . w, for `rows` rows and `panels` neighbouring panels; one chain of additions a lane.
-// Weights are fetched kAhead bytes before their use, and towards the end those of the panels that come next.
 template <typename Weight, int rows, int panels>
 inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t depth, const float* scales, float* out,
-                 int64_t out_stride, bool first) {
-  constexpr int64_t width = Form<Weight>::width, ahead_by = kAhead / (width * static_cast<int64_t>(sizeof(Weight)));
+                 int64_t out_stride, bool first, const Ahead ahead) {
+  constexpr int64_t width = Form<Weight>::width;
   constexpr int64_t line = 64 / static_cast<int64_t>(sizeof(Weight));  // entries of a cache line
   constexpr int64_t together = std::max<int64_t>(1, line / width);     // inputs in one
-  const int64_t turn = std::max<int64_t>(0, depth - ahead_by);
-  const int64_t jump = panels * panel_stride - depth * width;  // from the end of this block to the start of the next panels'
+  const int64_t turn = std::max<int64_t>(0, depth - ahead.by);
   const int64_t stretch = Form<Weight>::scaled ? kScaled : depth;  // inputs that share a scale
   for (int64_t begin = 0; begin < depth; begin += stretch) {
     const int64_t end = std::min(depth, begin + stretch);
@@ -271,9 +276,9 @@ inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t 
     };
     int64_t k = begin;
     for (; k + together <= end; k += together) {
-      const Weight* ahead = w + (k + ahead_by) * width + (k < turn ? 0 : jump);
-      for (int j = 0; j < panels; ++j)
-        for (int64_t i = 0; i < together * width; i += line) __builtin_prefetch(ahead + j * panel_stride + i);
+      const Weight* coming = w + (k + ahead.by) * width + (k < turn ? 0 : ahead.jump);
+      for (int j = 0; ahead.by && j < panels; ++j)
+        for (int64_t i = 0; i < together * width; i += line) __builtin_prefetch(coming + j * panel_stride + i);
       for (int64_t i = 0; i < together; ++i) add(k + i);
     }
     for (; k < end; ++k) add(k);
@@ -295,40 +300,58 @@ inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t 
   }
 }
 
+// `ahead_by`: 0 where all weights are in the caches, else how many inputs ahead they are fetched; of one panel after the other if `in_turn`.
 template <typename Weight, int rows>
 void run_panels(const float* x, const Weight* w, int64_t panel_stride, int64_t depth, const float* scales, float* out,
-                int64_t out_stride, bool first, int64_t panels) {
+                int64_t out_stride, bool first, int64_t panels, int64_t ahead_by, bool in_turn) {
   // Few rows leave registers free: several panels at once hide the latency of the additions without changing their order.
   constexpr int wide = kMaxRows < 12 ? 1 : rows <= 2 ? 4 : rows == 3 ? 3 : rows <= 7 ? 2 : 1;
+  const int64_t rest = depth * Form<Weight>::width;
   int64_t done = 0;
   for (; done + wide <= panels; done += wide)
     tile<Weight, rows, wide>(x, w + done * panel_stride, panel_stride, depth, scales + done * kPanel, out + done * kPanel,
-                             out_stride, first);
+                             out_stride, first, {ahead_by, in_turn ? wide * panel_stride - rest : 0});
   for (; done < panels; ++done)
     tile<Weight, rows, 1>(x, w + done * panel_stride, panel_stride, depth, scales + done * kPanel, out + done * kPanel,
-                          out_stride, first);
+                          out_stride, first, {ahead_by, in_turn ? panel_stride - rest : 0});
 }
 
 template <typename Weight>
-using RunPanels = void (*)(const float*, const Weight*, int64_t, int64_t, const float*, float*, int64_t, bool, int64_t);
+using RunPanels = void (*)(const float*, const Weight*, int64_t, int64_t, const float*, float*, int64_t, bool, int64_t, int64_t, bool);
 
 template <typename Weight, size_t... index>
 constexpr std::array<RunPanels<Weight>, sizeof...(index)> make_table(std::index_sequence<index...>) {
   return {run_panels<Weight, static_cast<int>(index) + 1>...};
 }
 
-// x[rows][0..depth), rows `stride` apart -> [depth][rows], at most 16 rows; writes up to kLanes floats beyond. A tile then reads
-// straight ahead, where rows a power of two apart would evict each other from the cache.
+// x[rows][0..depth), rows `stride` apart -> [depth][rows], at most 16 rows. A tile then reads straight ahead, where rows a power of
+// two apart would evict each other from the cache.
 inline void turn_rows(const float* x, int64_t stride, int64_t rows, int64_t depth, float* to) {
   int64_t k = 0;
   for (; k + kLanes <= depth; k += kLanes) {
     vec block[kLanes];
     for (int r = 0; r < kLanes; ++r) block[r] = r < rows ? load(x + r * stride + k) : vec{};
     transpose(block);
-    for (int i = 0; i < kLanes; ++i) store(to + (k + i) * rows, block[i]);  // in order: the next row mends what is too much
+    for (int i = 0; i < kLanes; ++i) {
+      if ((k + i) * rows + kLanes <= depth * rows)
+        store(to + (k + i) * rows, block[i]);  // in order: the next mends what is too much
+      else
+        std::memcpy(to + (k + i) * rows, &block[i], rows * sizeof(float));
+    }
   }
   for (; k < depth; ++k)
     for (int64_t r = 0; r < rows; ++r) to[k * rows + r] = x[r * stride + k];
+}
+
+// x[rows][inputs] -> for each kMaxRows of the rows [inputs][kMaxRows], the last with as many as are left.
+inline void turn_all(const float* x, int64_t rows, int64_t inputs, float* to) {
+  const int64_t blocks = (inputs + kBlock - 1) / kBlock, groups = (rows + kMaxRows - 1) / kMaxRows;
+  at::parallel_for(0, groups * blocks, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t r = i / blocks * kMaxRows, k = i % blocks * kBlock, count = std::min<int64_t>(kMaxRows, rows - r);
+      turn_rows(x + r * inputs + k, inputs, count, std::min(kBlock, inputs - k), to + r * inputs + k * count);
+    }
+  });
 }
 
 // scales: [ceil(inputs / kScaled), panels * 32], for weights that are codes.
@@ -336,32 +359,32 @@ template <typename Weight>
 void linear_rows(const float* x, int64_t rows, int64_t inputs, const Weight* w, const float* scales, int64_t panels, float* out) {
   static constexpr auto table = make_table<Weight>(std::make_index_sequence<kMaxRows>{});
   static constexpr float none[1] = {};
-  constexpr int64_t width = Form<Weight>::width;
+  constexpr int64_t width = Form<Weight>::width, ahead_by = kAhead / (width * static_cast<int64_t>(sizeof(Weight)));
   static_assert(kBlock % kScaled == 0);
+  if (rows == 0) return;
   const int64_t panel_stride = inputs * width, out_stride = panels * kPanel;
+  const std::unique_ptr<float[]> turned(rows > 1 ? new float[rows * inputs] : nullptr);
+  if (rows > 1) turn_all(x, rows, inputs, turned.get());
+  const float* from = rows > 1 ? turned.get() : x;
+  // Rows from r on, inputs from k on, `count` panels from `panel` on.
+  const auto run = [&](int64_t r, int64_t k, int64_t panel, int64_t count, int64_t by, bool in_turn) {
+    const int64_t depth = std::min(kBlock, inputs - k), some = std::min<int64_t>(kMaxRows, rows - r);
+    const float* scales_at = Form<Weight>::scaled ? scales + k / kScaled * out_stride + panel * kPanel : none;
+    table[some - 1](from + r * inputs + k * some, w + panel * panel_stride + k * width, panel_stride, depth, scales_at,
+                    out + r * out_stride + panel * kPanel, out_stride, k == 0, count, by, in_turn);
+  };
   // A thread is worth waking for some 10 microseconds of work.
   const int64_t work = inputs * kPanel * (rows + 4);
   const int64_t grain = std::max<int64_t>(1, 200'000 / work);
   at::parallel_for(0, panels, grain, [&](int64_t begin, int64_t end) {
-    const int64_t group = rows <= kMaxRows ? end - begin : 12;  // panels whose weights stay in the L2 cache while all rows pass
-    constexpr int64_t kStretch = 8 * kMaxRows;                  // rows that stand turned beside them
-    std::vector<float> turned(rows > 1 ? kStretch * kBlock + kLanes : 0);
-    for (int64_t panel = begin; panel < end; panel += group) {
-      const int64_t count = std::min(group, end - panel);
-      for (int64_t k = 0; k < inputs; k += kBlock) {
-        const int64_t depth = std::min(kBlock, inputs - k);
-        const float* scales_at = Form<Weight>::scaled ? scales + k / kScaled * out_stride + panel * kPanel : none;
-        for (int64_t start = 0; start < rows; start += kStretch) {
-          const int64_t stop = std::min(rows, start + kStretch);
-          for (int64_t r = start; rows > 1 && r < stop; r += kMaxRows)
-            turn_rows(x + r * inputs + k, inputs, std::min<int64_t>(kMaxRows, stop - r), depth, turned.data() + (r - start) * depth);
-          for (int64_t r = start; r < stop; r += kMaxRows)
-            table[std::min<int64_t>(kMaxRows, stop - r) - 1](rows > 1 ? turned.data() + (r - start) * depth : x + k,
-                                                             w + panel * panel_stride + k * width, panel_stride, depth, scales_at,
-                                                             out + r * out_stride + panel * kPanel, out_stride, k == 0, count);
-        }
-      }
+    if (rows <= kMaxRows) {
+      for (int64_t k = 0; k < inputs; k += kBlock) run(0, k, begin, end - begin, ahead_by, true);
+      return;
     }
+    // A block of weights stays in the cache while all rows pass, and the next one is fetched beside the first of them.
+    for (int64_t panel = begin; panel < end; ++panel)
+      for (int64_t k = 0; k < inputs; k += kBlock)
+        for (int64_t r = 0; r < rows; r += kMaxRows) run(r, k, panel, 1, r == 0 ? kBlock : 0, false);
   });
 }
 
