@@ -8,17 +8,17 @@ import torch
 from outrider.runner import ModelRunner, RunnerConfig, compiled, kernels
 from outrider.runner.gates import fuse_gates
 from outrider.runner.passes import Pass
-from outrider.runner.quantized import quantize, quantize_for_units
+from outrider.runner.quantized import quantize, quantize_in_fours
 
 from .rounds import make_model, untouched
 from .test_architectures import small_config
 
 needs_kernels = pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
-needs_matrix_units = pytest.mark.skipif(not kernels.has_matrix_units(), reason="no matrix units (AMX)")
+needs_fours = pytest.mark.skipif(not kernels.takes_fours(), reason="neither matrix units (AMX) nor AVX-512 VNNI")
 needs_pairs = pytest.mark.skipif(not kernels.prefers_pairs(), reason="neither matrix units (AMX) nor AVX-512 BF16")
 FORMS = [
     *("float32", "float16", "bfloat16", "8 bits", "4 bits"),
-    *(pytest.param("pairs", marks=needs_pairs), pytest.param("fours", marks=needs_matrix_units)),
+    *(pytest.param("pairs", marks=needs_pairs), pytest.param("fours", marks=needs_fours)),
 ]
 
 
@@ -27,7 +27,7 @@ def weight_in(form, weight):
     if form in ("8 bits", "4 bits"):
         return quantize(kernels.pack_weight(weight), int(form[0]))
     if form == "fours":
-        return quantize_for_units(kernels.pack_weight(weight))
+        return quantize_in_fours(kernels.pack_weight(weight))
     if form == "pairs":
         return kernels.pack_weight(weight.bfloat16(), in_pairs=True), None
     return kernels.pack_weight(weight.to(getattr(torch, form))), None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.runner import ModelRunner, RunnerConfig, kernels, linear
-from outrider.runner.quantized import make_8_bits, quantize, quantize_for_units, quantized_bytes, quantized_copy
+from outrider.runner.quantized import make_8_bits, quantize, quantize_in_fours, quantized_bytes, quantized_copy
 from outrider.types import OutriderError
 
 from .rounds import make_model, untouched
@@ -77,18 +77,18 @@ def test_a_quantised_copy_takes_the_memory_told_and_leaves_the_model_alone(bits)
         assert torch.equal(tensor, before[name])
 
 
-needs_matrix_units = pytest.mark.skipif(not kernels.has_matrix_units(), reason="no matrix units (AMX)")
-UNITS = pytest.param(torch.ops.outrider.linear_scaled, marks=needs_matrix_units, id="units")
+needs_fours = pytest.mark.skipif(not kernels.takes_fours(), reason="neither matrix units (AMX) nor AVX-512 VNNI")
+KERNEL = pytest.param(torch.ops.outrider.linear_scaled, marks=needs_fours, id="kernel")
 IN_FOURS = [(31, 64), (97, 128), (200, 1088), (416, 320)]  # depths of 1, 2, 17 and 5 tiles
 
 
 @pytest.mark.parametrize("in_pairs", [False, True])
 @pytest.mark.parametrize("outputs, inputs", IN_FOURS)
-def test_codes_for_matrix_units_are_the_nearest_with_one_scale_an_output(outputs, inputs, in_pairs):
+def test_codes_in_fours_are_the_nearest_with_one_scale_an_output(outputs, inputs, in_pairs):
     torch.manual_seed(outputs)
     weight = torch.randn(outputs, inputs).bfloat16()
     packed = kernels.pack_weight(weight, in_pairs)
-    codes, scales = quantize_for_units(packed)
+    codes, scales = quantize_in_fours(packed)
     assert codes.shape == (packed.shape[0], inputs // 4, 32, 4) and codes.dtype == torch.int8
     assert kernels.packed_shape(codes) == kernels.packed_shape(packed)
     step = weight.float().abs().amax(1) / 127
@@ -97,13 +97,13 @@ def test_codes_for_matrix_units_are_the_nearest_with_one_scale_an_output(outputs
     assert ((restored - weight.float()).abs() <= 0.501 * step[:, None]).all()
 
 
-@pytest.mark.parametrize("multiply", [UNITS, pytest.param(kernels.reference_linear_scaled, id="reference")])
+@pytest.mark.parametrize("multiply", [KERNEL, pytest.param(kernels.reference_linear_scaled, id="reference")])
 @pytest.mark.parametrize("outputs, inputs", IN_FOURS)
-def test_matrix_units_multiply_codes_by_codes(multiply, outputs, inputs):
+def test_codes_are_multiplied_by_codes(multiply, outputs, inputs):
     torch.manual_seed(inputs)
     weight, x, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(2, 35, inputs), torch.randn(outputs)
     x[0, 3], x[1, 2] = 0, 1000 * x[1, 2]  # a row's scale is its own
-    codes, scales = quantize_for_units(kernels.pack_weight(weight))
+    codes, scales = quantize_in_fours(kernels.pack_weight(weight))
     got = multiply(x, codes, scales, bias, outputs)
     step = x.abs().amax(-1, keepdim=True) / 127
     rounded = (x / step.clamp_min(1e-30)).round() * step
@@ -112,10 +112,10 @@ def test_matrix_units_multiply_codes_by_codes(multiply, outputs, inputs):
     assert multiply(x[:, :0], codes, scales, bias, outputs).shape == (2, 0, outputs)
 
 
-@needs_matrix_units
+@needs_fours
 @pytest.mark.parametrize("outputs, inputs", [(97, 128), (64, 6016)])
-def test_codes_on_matrix_units_give_a_row_the_same_bits_among_any_number_of_rows(outputs, inputs):
-    codes, scales = quantize_for_units(kernels.pack_weight(torch.randn(outputs, inputs)))
+def test_codes_in_fours_give_a_row_the_same_bits_among_any_number_of_rows(outputs, inputs):
+    codes, scales = quantize_in_fours(kernels.pack_weight(torch.randn(outputs, inputs)))
     x = torch.randn(600, inputs)
     together = torch.ops.outrider.linear_scaled(x, codes, scales, None, outputs)
     for rows in (1, 2, 15, 16, 17, 31, 32, 33, 100, 513):

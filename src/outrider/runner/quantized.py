@@ -4,7 +4,7 @@ A second form of a model beside the first, by groups (128 inputs of an output sh
 to calibrate on. Everything but the linear layers is shared with the model, its embeddings included.
 
 Or a head's only form, in 8 bits. Making numbers of codes takes longer than reading them where several rows are drafted at a
-time, so on matrix units codes are multiplied by codes, with a scale for each output and one for each row.
+time, so where the CPU has such products codes are multiplied by codes, with a scale for each output and one for each row.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ def make_8_bits(head: nn.Module) -> None:
     if not layers:
         raise OutriderError("heads run in 8 bits on a CPU with Outrider's kernels only: leave out bits=8")
     for layer in layers:
-        on_units = kernels.suits_bytes(layer.packed)
-        layer.packed, layer.scales = quantize_for_units(layer.packed) if on_units else quantize(layer.packed, 8)
+        in_fours = kernels.suits_bytes(layer.packed)
+        layer.packed, layer.scales = quantize_in_fours(layer.packed) if in_fours else quantize(layer.packed, 8)
 
 
-def quantize_for_units(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """A packed weight -> int8 [panels, inputs / 4, 32, 4] and scales [1, panels * 32]: what matrix units multiply in 8 bits."""
+def quantize_in_fours(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """A packed weight -> int8 [panels, inputs / 4, 32, 4] and scales [1, panels * 32], to multiply by rows of codes."""
     panels, inputs, lanes = kernels.packed_shape(packed)
     codes, scales = huge_pages.empty((panels, inputs // 4, lanes, 4), torch.int8), torch.empty(1, panels, lanes)
     step = max(1, CHUNK // (inputs * lanes))

@@ -37,6 +37,7 @@ _library.define("linear_scaled(Tensor x, Tensor packed, Tensor scales, Tensor? b
 _library.define("linear_gated(Tensor x, Tensor packed, Tensor? scales, str activation) -> Tensor")
 _library.define("has_matrix_units() -> bool")
 _library.define("prefers_pairs() -> bool")
+_library.define("takes_fours() -> bool")
 
 SCALED = 128  # inputs of an output that share a scale, where weights are codes of 8 or 4 bits
 # What the codes of 4 bits stand for: quantiles of the normal distribution (NF4: Dettmers et al. 2023, appendix E).
@@ -57,14 +58,20 @@ def prefers_pairs() -> bool:
     return load_cpu_kernels() and bool(torch.ops.outrider.prefers_pairs())
 
 
+def takes_fours() -> bool:
+    """Whether this CPU multiplies codes of 8 bits by fours: matrix units or AVX-512 VNNI."""
+    return load_cpu_kernels() and bool(torch.ops.outrider.takes_fours())
+
+
 def suits_pairs(weight: Tensor) -> bool:
     """Whether a layer of this weight [outputs, inputs] multiplies in bfloat16."""
     return weight.is_cpu and weight.dtype == torch.bfloat16 and weight.shape[1] % DEEP == 0 and prefers_pairs()
 
 
 def suits_bytes(packed: Tensor) -> bool:
-    """Whether a layer of this packed weight can multiply in 8 bits: on matrix units."""
-    return in_groups(packed) and packed_shape(packed)[1] % DEEP_BYTES == 0 and has_matrix_units()
+    """Whether a layer of this packed weight can multiply in 8 bits."""
+    inputs = packed_shape(packed)[1]
+    return packed.is_cpu and inputs % DEEP_BYTES == 0 and inputs < 1 << 16 and takes_fours()  # sums of more exceed 32 bits
 
 
 def pack_weight(weight: Tensor, in_pairs: bool = False) -> Tensor:

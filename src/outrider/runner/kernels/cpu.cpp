@@ -100,6 +100,11 @@ struct Form<uint8_t> {  // two codes in a byte: of output j in the low half, of 
 struct Pair {
   at::BFloat16 first, second;
 };
+// The weights of four neighbouring inputs as codes of 8 bits, multiplied by four inputs that are codes, too (AVX-512 VNNI). Sums are
+// whole numbers.
+struct Quad {
+  int8_t codes[4];
+};
 template <typename Weight>
 inline void load_panel(const Weight* from, vec& low, vec& high) { low = load(from), high = load(from + kLanes); }
 // Quantiles of the normal distribution: what the 16 codes stand for (NF4: Dettmers et al. 2023, appendix E).
@@ -182,6 +187,31 @@ __attribute__((always_inline)) inline void add_product_at<Pair>(vec weights, con
 }
 #else
 constexpr bool kHasPairs = false;
+#endif
+template <typename Weight>
+inline vec add_sums(vec a, vec b) { return a + b; }
+#if defined(__AVX512VNNI__)
+constexpr bool kHasQuads = true;
+inline vec load(const Quad* from) {  // the instruction takes one factor without a sign: codes from 1 to 255 (see linear_of_quads)
+  return reinterpret_cast<vec>(_mm512_xor_si512(_mm512_loadu_si512(from), _mm512_set1_epi8(-128)));
+}
+template <>
+inline vec add_product<Quad>(vec weights, vec value, vec c) {
+  return reinterpret_cast<vec>(
+      _mm512_dpbusd_epi32(reinterpret_cast<__m512i>(c), reinterpret_cast<__m512i>(weights), reinterpret_cast<__m512i>(value)));
+}
+template <>
+__attribute__((always_inline)) inline void add_product_at<Quad>(vec weights, const float* value, vec& c) {
+  vec sum = c;
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*value));
+  c = sum;
+}
+template <>
+inline vec add_sums<Quad>(vec a, vec b) {
+  return reinterpret_cast<vec>(_mm512_add_epi32(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+}
+#else
+constexpr bool kHasQuads = false;
 #endif
 
 // Lanes of two vectors by number, those of b from kLanes on.
@@ -293,7 +323,7 @@ inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t 
           const vec before = fresh ? vec{} : load(to);
           store(to, fused(acc[r][j], scale, before));
         } else {
-          store(to, fresh ? acc[r][j] : load(to) + acc[r][j]);
+          store(to, fresh ? acc[r][j] : add_sums<Weight>(load(to), acc[r][j]));
         }
       }
     }
@@ -402,11 +432,12 @@ bool has_matrix_units() {
 #endif
 }
 
-// Whether weights in pairs of inputs are what this processor multiplies fastest.
+// Whether weights in pairs of inputs are what this processor multiplies fastest, and whether it multiplies codes in fours.
 bool prefers_pairs() { return kHasPairs || has_matrix_units(); }
+bool takes_fours() { return kHasQuads || has_matrix_units(); }
 
 // A weight whose inputs are multiplied by twos or fours, [panels, inputs / n, 32, n]: n of an output stand side by side, two in bfloat16
-// or four in 8 bits, which takes matrix units.
+// or four in 8 bits.
 inline bool in_groups(const at::Tensor& packed) { return packed.dim() == 4; }
 inline int64_t together(const at::Tensor& packed) { return in_groups(packed) ? packed.size(3) : 1; }
 
@@ -443,7 +474,44 @@ void linear_of_pairs(const float* x, int64_t rows, int64_t inputs, const at::Ten
 #endif
 }
 
+// x[rows][inputs] as codes of 8 bits, a scale for each row, times codes in fours, a scale for each output. Codes of weights w enter as
+// w + 128, so that a row's sums are too large by 128 times the sum of its own codes.
+void linear_of_quads(const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, const float* scales, float* out) {
+#if defined(__AVX512VNNI__)
+  const at::Tensor codes = at::empty({rows, inputs / 4}, at::kFloat);  // four in each
+  float* to = codes.mutable_data_ptr<float>();
+  std::vector<float> row_scales(rows);
+  std::vector<int32_t> row_sums(rows);
+  at::parallel_for(0, rows, std::max<int64_t>(1, 65536 / inputs), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float* row = x + r * inputs;
+      __m512 most = _mm512_set1_ps(1e-30f);
+      for (int64_t k = 0; k < inputs; k += kLanes) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(row + k)));
+      row_scales[r] = _mm512_reduce_max_ps(most) / 127.0f;
+      __m512i sum = _mm512_setzero_si512();
+      for (int64_t k = 0; k < inputs; k += kLanes) {
+        const __m512i whole = _mm512_cvtps_epi32(_mm512_div_ps(_mm512_loadu_ps(row + k), _mm512_set1_ps(row_scales[r])));
+        sum = _mm512_add_epi32(sum, whole);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + (r * inputs + k) / 4), _mm512_cvtsepi32_epi8(whole));
+      }
+      row_sums[r] = _mm512_reduce_add_epi32(sum);
+    }
+  });
+  linear_rows(to, rows, inputs / 4, static_cast<const Quad*>(packed.const_data_ptr()), nullptr, packed.size(0), out);
+  const int64_t vectors = packed.size(0) * 2;
+  at::parallel_for(0, rows * vectors, 4096, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t r = i / vectors;
+      const __m512i sums = _mm512_sub_epi32(_mm512_loadu_si512(out + i * kLanes), _mm512_set1_epi32(128 * row_sums[r]));
+      const __m512 each = _mm512_mul_ps(_mm512_loadu_ps(scales + i % vectors * kLanes), _mm512_set1_ps(row_scales[r]));
+      _mm512_storeu_ps(out + i * kLanes, _mm512_mul_ps(_mm512_cvtepi32_ps(sums), each));
+    }
+  });
+#endif
+}
+
 void linear_on_vectors(const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, const float* scales, float* out) {
+  if (in_groups(packed) && scales) return linear_of_quads(x, rows, inputs, packed, scales, out);
   if (in_groups(packed)) return linear_of_pairs(x, rows, inputs, packed, out);
   switch (packed.scalar_type()) {
     case at::kBFloat16: return linear_of<at::BFloat16>(x, rows, packed, scales, out);
@@ -461,10 +529,10 @@ struct Rows {
   Rows(const at::Tensor& x, const at::Tensor& packed, int64_t width) : inputs(packed.size(1) * together(packed)) {
     TORCH_CHECK(x.size(-1) == inputs, "linear: input of size ", x.size(-1), ", weight for ", inputs);
     const bool is_taken = packed.scalar_type() == at::kBFloat16 ? packed.size(-1) == 2 && inputs % 32 == 0 && prefers_pairs()
-                                                                : packed.scalar_type() == at::kChar && inputs % 64 == 0 && has_matrix_units();
+                                                                : packed.scalar_type() == at::kChar && inputs % 64 == 0 && takes_fours();
     TORCH_CHECK(!in_groups(packed) || is_taken,
                 "linear: this processor does not multiply weights packed so: pairs of bfloat16 take AVX-512 BF16 or matrix units (AMX), "
-                "32 inputs at a time, fours of 8 bits matrix units, 64 at a time");
+                "32 inputs at a time, fours of 8 bits AVX-512 VNNI or matrix units, 64 at a time");
     source = x.to(at::kFloat).contiguous();
     count = source.numel() / std::max<int64_t>(1, inputs);
     auto shape = x.sizes().vec();
@@ -500,8 +568,8 @@ void check_scales(const at::Tensor& packed, const at::Tensor& scales) {
               "linear_scaled: scales ", scales.sizes(), " for weights ", packed.sizes());
 }
 
-// The same for codes: packed int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], scales [ceil(inputs / 128), panels * 32]; or for
-// matrix units, which round x to 8 bits too: int8 [panels, inputs / 4, 32, 4], scales [1, panels * 32].
+// The same for codes: packed int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], scales [ceil(inputs / 128), panels * 32]; or in
+// fours, and x is rounded to 8 bits, too: int8 [panels, inputs / 4, 32, 4], scales [1, panels * 32].
 at::Tensor linear_scaled(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,
                          const std::optional<at::Tensor>& bias, int64_t outputs) {
   check_scales(packed, scales);
@@ -995,4 +1063,5 @@ TORCH_LIBRARY_FRAGMENT(outrider, library) {
 TORCH_LIBRARY_IMPL(outrider, CompositeExplicitAutograd, library) { 
   library.impl("has_matrix_units", has_matrix_units);
   library.impl("prefers_pairs", prefers_pairs);
+  library.impl("takes_fours", takes_fours);
 }
