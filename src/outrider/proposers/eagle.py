@@ -43,7 +43,7 @@ class EagleConfig:
     max_nodes: int | None = None  # drafts in a proposal; None: as many as pay
     acceptance: tuple[float, ...] = (0.72, 0.13, 0.05, 0.025, 0.01)  # of the first, second, ... sibling when sampling
     hidden_states: tuple[int, ...] | None = None  # of the target, in the place of those that the head names
-    bits: int | None = None  # 8: of the head's weights, and on matrix units of what they multiply; half of what a level reads
+    bits: int | None = None  # 8: of the head's weights, and where the CPU can of what they multiply; half of what a level reads
 
     def __post_init__(self) -> None:
         if self.top_k < 1 or self.max_depth < 1 or (self.max_nodes is not None and self.max_nodes < 1) or not self.acceptance:

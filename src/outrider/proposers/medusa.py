@@ -42,7 +42,7 @@ class MedusaConfig:
 
     accuracies: Accuracies | None = None  # [head][rank]; None: the usual ones
     max_nodes: int | None = None  # drafts in a proposal; None: as many as pay
-    bits: int | None = None  # 8: of the heads' weights, and on matrix units of what they multiply; half of what a round reads
+    bits: int | None = None  # 8: of the heads' weights, and where the CPU can of what they multiply; half of what a round reads
 
     def __post_init__(self) -> None:
         if (self.max_nodes is not None and self.max_nodes < 1) or (self.accuracies is not None and not self.accuracies):

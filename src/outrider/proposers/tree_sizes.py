@@ -51,7 +51,7 @@ class TreeSizes:
     def __init__(self, target: ModelRunner, fixed: int | None) -> None:
         """``fixed``: drafts in a proposal; None: as many as pay, measured here at the two ends where nobody has yet."""
         self.is_fixed = fixed is not None
-        # On a CPU with matrix units 15 drafts and the root fill a tile of 16 rows: one more would cost as much as all of them.
+        # On a CPU's matrix units 15 drafts and the root fill a tile of 16 rows: one more would cost as much as all of them.
         self.most = fixed or (60 if target.device.type == "cuda" else 15)
         self._passes = target.costs
         self._bills: dict[tuple[int, int], tuple[int, Bill]] = {}  # (batch, cache bucket) -> rounds that it still holds, bill

@@ -373,12 +373,18 @@ inline void turn_rows(const float* x, int64_t stride, int64_t rows, int64_t dept
     for (int64_t r = 0; r < rows; ++r) to[k * rows + r] = x[r * stride + k];
 }
 
-// x[rows][inputs] -> for each kMaxRows of the rows [inputs][kMaxRows], the last with as many as are left.
-inline void turn_all(const float* x, int64_t rows, int64_t inputs, float* to) {
-  const int64_t blocks = (inputs + kBlock - 1) / kBlock, groups = (rows + kMaxRows - 1) / kMaxRows;
+// Rows that a tile takes of so many: all tiles about as many, for one of few waits for its own additions.
+inline int64_t rows_of_a_tile(int64_t rows) {
+  const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
+  return (rows + tiles - 1) / tiles;
+}
+
+// x[rows][inputs] -> for each `at_once` of the rows [inputs][at_once], the last with as many as are left.
+inline void turn_all(const float* x, int64_t rows, int64_t inputs, int64_t at_once, float* to) {
+  const int64_t blocks = (inputs + kBlock - 1) / kBlock, groups = (rows + at_once - 1) / at_once;
   at::parallel_for(0, groups * blocks, 4, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t r = i / blocks * kMaxRows, k = i % blocks * kBlock, count = std::min<int64_t>(kMaxRows, rows - r);
+      const int64_t r = i / blocks * at_once, k = i % blocks * kBlock, count = std::min(at_once, rows - r);
       turn_rows(x + r * inputs + k, inputs, count, std::min(kBlock, inputs - k), to + r * inputs + k * count);
     }
   });
@@ -392,13 +398,13 @@ void linear_rows(const float* x, int64_t rows, int64_t inputs, const Weight* w, 
   constexpr int64_t width = Form<Weight>::width, ahead_by = kAhead / (width * static_cast<int64_t>(sizeof(Weight)));
   static_assert(kBlock % kScaled == 0);
   if (rows == 0) return;
-  const int64_t panel_stride = inputs * width, out_stride = panels * kPanel;
+  const int64_t panel_stride = inputs * width, out_stride = panels * kPanel, at_once = rows_of_a_tile(rows);
   const std::unique_ptr<float[]> turned(rows > 1 ? new float[rows * inputs] : nullptr);
-  if (rows > 1) turn_all(x, rows, inputs, turned.get());
+  if (rows > 1) turn_all(x, rows, inputs, at_once, turned.get());
   const float* from = rows > 1 ? turned.get() : x;
   // Rows from r on, inputs from k on, `count` panels from `panel` on.
   const auto run = [&](int64_t r, int64_t k, int64_t panel, int64_t count, int64_t by, bool in_turn) {
-    const int64_t depth = std::min(kBlock, inputs - k), some = std::min<int64_t>(kMaxRows, rows - r);
+    const int64_t depth = std::min(kBlock, inputs - k), some = std::min(at_once, rows - r);
     const float* scales_at = Form<Weight>::scaled ? scales + k / kScaled * out_stride + panel * kPanel : none;
     table[some - 1](from + r * inputs + k * some, w + panel * panel_stride + k * width, panel_stride, depth, scales_at,
                     out + r * out_stride + panel * kPanel, out_stride, k == 0, count, by, in_turn);
@@ -407,14 +413,14 @@ void linear_rows(const float* x, int64_t rows, int64_t inputs, const Weight* w, 
   const int64_t work = inputs * kPanel * (rows + 4);
   const int64_t grain = std::max<int64_t>(1, 200'000 / work);
   at::parallel_for(0, panels, grain, [&](int64_t begin, int64_t end) {
-    if (rows <= kMaxRows) {
+    if (rows == at_once) {
       for (int64_t k = 0; k < inputs; k += kBlock) run(0, k, begin, end - begin, ahead_by, true);
       return;
     }
     // A block of weights stays in the cache while all rows pass, and the next one is fetched beside the first of them.
     for (int64_t panel = begin; panel < end; ++panel)
       for (int64_t k = 0; k < inputs; k += kBlock)
-        for (int64_t r = 0; r < rows; r += kMaxRows) run(r, k, panel, 1, r == 0 ? kBlock : 0, false);
+        for (int64_t r = 0; r < rows; r += at_once) run(r, k, panel, 1, r == 0 ? kBlock : 0, false);
   });
 }
 
