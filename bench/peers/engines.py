@@ -74,6 +74,6 @@ ENGINES = {
             fixed_at_start=True,
             preload=("libiomp5.so",),  # what vLLM's own documentation asks for on a CPU
         ),
-        EngineSpec("openvino", dtypes=("float32", "float16", "bfloat16")),
+        EngineSpec("openvino", dtypes=("float32", "float16")),
     )
 }
