@@ -15,8 +15,8 @@ import openvino
 import openvino_genai
 from protocol import ChunkClock, Request, Sample, WorkerArgs, serve
 
-# Of 16 bits the arithmetic is the processor's own choice, bfloat16 where it has it. Always said: unasked, the exporter makes 8 bits
-# of the weights of a model of a thousand million and more.
+# Of 16 bits the arithmetic is the processor's own choice, bfloat16 where it has it. Always said: unasked, the exporter
+# makes 8 bits of the weights of a model of a thousand million and more.
 WEIGHT_FORMATS = {"float32": "fp32", "float16": "fp16"}
 
 
