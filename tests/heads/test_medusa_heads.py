@@ -92,7 +92,7 @@ def test_the_tree_is_made_of_each_heads_likeliest_tokens_where_acceptance_is_exp
 
 
 def test_a_tree_is_no_deeper_than_asked_for_or_of_use(target):
-    found, _ = proposal(target, 2, limits=(9, 1))
+    found, _ = proposal(target, 2, limits=(9, 1), max_nodes=8)
     depths = [[0] * len(row) for row in found.parents.tolist()]
     for row, parents in zip(depths, found.parents.tolist(), strict=True):
         for node, parent in enumerate(parents):

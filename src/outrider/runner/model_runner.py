@@ -167,13 +167,22 @@ class ModelRunner:
     def read(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> list[bool]:
         """Reads on in texts that are too long to be scored, ``prefill_chunk`` tokens of all together (see ``shared_chunk``).
 
-        Says of each whether all of it that has to be read has been.
+        Says of each whether all of it that has to be read has been. What comes to its end with this chunk is left to the score,
+        if passes are not padded: one pass less before the first token.
         """
-        rows, lens = self._rows(request_ids, texts), self.cache.cached_lens
-        unread = [len(text) - 1 - lens[row] for text, row in zip(texts, rows, strict=True)]
-        counts = shared_chunk([count if count >= SHORT else 0 for count in unread], self.config.prefill_chunk)
+        rows, unread = self._unread(request_ids, texts)
+        long = [count if count >= SHORT else 0 for count in unread]
+        counts = shared_chunk(long, self.config.prefill_chunk)
+        is_whole = [count == most for count, most in zip(counts, long, strict=True)]
+        if not self.layouts.is_padded:
+            counts = [0 if whole else count for count, whole in zip(counts, is_whole, strict=True)]
         self._read_on(request_ids, texts, rows, counts)
-        return [len(text) - 1 - lens[row] < SHORT for text, row in zip(texts, rows, strict=True)]
+        left = [most - count for most, count in zip(unread, counts, strict=True)]
+        return [whole or count < SHORT for whole, count in zip(is_whole, left, strict=True)]
+
+    def has_read(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> list[bool]:
+        """Of each text, whether what is not cached of it is short."""
+        return [count < SHORT for count in self._unread(request_ids, texts)[1]]
 
     def fork(self, source_id: str, new_id: str, num_tokens: int) -> None:
         """Gives a new request what is cached of another's first tokens, so that n samples read their prompt once."""
@@ -207,7 +216,7 @@ class ModelRunner:
     def catch_up(
         self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], spare: int
     ) -> tuple[list[int], list[list[int]]]:
-        """Reads long uncached text. Returns the cache rows and what is left to feed: the last token at least."""
+        """Reads uncached text longer than a pass. Returns the cache rows and what is left to feed: the last token at least."""
         rows, lens = self._rows(request_ids, texts), self.cache.cached_lens
         for row, text in zip(rows, texts, strict=True):
             lens[row] = min(lens[row], len(text) - 1)
@@ -278,17 +287,16 @@ class ModelRunner:
         return states, WHOLE if states is None else LayerSpan(first.depth)
 
     def _prefill(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], rows: list[int], spare: int) -> None:
-        """Reads long uncached text in chunks, all requests together, up to but excluding each one's last token."""
+        """Reads long uncached text in chunks, all requests together, but for what the pass that follows can take."""
         lens = self.cache.cached_lens
         longest = max(len(text) for text in texts)
         if longest > self.max_len:
             raise OutriderError(f"a text of {longest} tokens does not fit the context window of {self.max_len}")
         self.cache.reserve(longest + spare + 1)
-        if max(len(text) - lens[row] for text, row in zip(texts, rows, strict=True)) <= SHORT:
-            return
+        most = 0 if self.layouts.is_padded else self.config.prefill_chunk
         while True:
             unread = [len(text) - 1 - lens[row] for text, row in zip(texts, rows, strict=True)]
-            if not any(unread):
+            if sum([count for count in unread if count >= SHORT]) <= most:
                 return
             self._read_on(request_ids, texts, rows, [min(count, self.config.prefill_chunk) for count in unread])
 
@@ -307,6 +315,11 @@ class ModelRunner:
         self._read.add(hidden, [request_ids[b] for b in some], read.starts, [counts[b] for b in some])
         for b in some:
             lens[rows[b]] += counts[b]
+
+    def _unread(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+        """The requests' rows, and of each text how many tokens before the last one are not cached."""
+        rows, lens = self._rows(request_ids, texts), self.cache.cached_lens
+        return rows, [len(text) - 1 - lens[row] for text, row in zip(texts, rows, strict=True)]
 
     def _rows(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> list[int]:
         """The requests' rows; one that has none begins with whatever of its text an ended one has left."""
