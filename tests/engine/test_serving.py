@@ -116,6 +116,15 @@ def test_a_proposer_reads_a_long_text_in_parts_and_nobody_waits_for_it():
     assert [len(emission.token_ids) for emission in found["r1"]][:6] == [1, 1, 1, 1, 4, 4]
 
 
+def test_no_drafts_are_made_behind_a_text_that_the_score_reads():
+    runner = TableRunner()
+    runner.short = 4  # r2's text of eight is read by its first score
+    found = run(make_engine(oracle(runner), 3, runner=runner), requests())
+    assert outputs(found) == outputs(run(make_engine(), requests()))
+    assert [len(found[f"r{b}"][0].token_ids) for b in range(3)] == [4, 4, 1]
+    assert [len(emission.token_ids) for emission in found["r2"]][1:5] == [4] * 4
+
+
 def test_after_a_round_that_broke_off_a_proposer_reads_in_parts_again():
     runner = TableRunner()
     proposer, asked = oracle(runner), []

@@ -34,6 +34,7 @@ class TableRunner:
         self.cached: dict[str, list[int]] = {}
         self.num_scores = 0
         self.chunk: int | None = None  # tokens of prompts read a step
+        self.short = max_len  # tokens below which a text that is not cached is short
         self.fails_for: set[str] = set()
         self.nan_for: set[str] = set()
 
@@ -85,6 +86,10 @@ class TableRunner:
             left -= count
             done.append(len(known) == len(text) - 1)
         return done
+
+    def has_read(self, request_ids, texts) -> list[bool]:
+        pairs = zip(request_ids, texts, strict=True)
+        return [len(text) - 1 - len(self.cached.get(request_id, [])) < self.short for request_id, text in pairs]
 
     def admit(self, request_id, num_tokens) -> bool:
         return True

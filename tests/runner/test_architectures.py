@@ -81,7 +81,7 @@ def small_config(model_type: str, **changes: object):
 
 def start(model_type: str, lengths=LENGTHS, **config: object) -> Rounds:
     model = make_model(small_config(model_type))
-    runner = ModelRunner.load(untouched(model), RunnerConfig(compile="never", prefill_chunk=16, **config))
+    runner = ModelRunner.load(untouched(model), RunnerConfig(**({"compile": "never", "prefill_chunk": 16} | config)))
     return Rounds(runner, model, [make_text(length, seed) for seed, length in enumerate(lengths)])
 
 

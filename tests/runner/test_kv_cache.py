@@ -11,7 +11,7 @@ from outrider.runner.kv_cache import CacheShape, KVCache, cache_shape
 from outrider.runner.model_runner import shared_chunk
 from outrider.types import Context, OutriderError
 
-from .rounds import Rounds, make_model, make_text, proposal_of, untouched, verdict_of
+from .rounds import Rounds, force_padding, make_model, make_text, proposal_of, untouched, verdict_of
 from .test_architectures import small_config, start
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, key_dim=3, value_dim=5)
@@ -170,6 +170,28 @@ def test_a_short_prompt_is_read_beside_a_long_one():
     assert found == [[False, False], [False, True], [False, True], [True, True]]
     rounds.step([[5, 6], [7]], [[0], []], [1, 2])
     assert_cache_holds_the_text(rounds)
+
+
+def test_what_ends_with_a_chunk_is_read_by_the_score():
+    rounds = start("llama", lengths=(80, 20, 5), prefill_chunk=64)
+    runner, ids, texts = rounds.runner, ["r0", "r1", "r2"], [request.token_ids for request in rounds.requests]
+    runner.needs_hidden = (1,)
+    found = [(runner.read(ids, texts), runner.cache.cached_len("r0"), runner.has_read(ids, texts)) for _ in range(2)]
+    assert found == [([False, True, True], 45, [False, False, True]), ([True, True, True], 45, [False, False, True])]
+    shapes, run = [], runner.passes.run
+    runner.passes.run = lambda tokens, *args: shapes.append(tokens.shape[1]) or run(tokens, *args)
+    rounds.step([[5, 6], [7], [8]], [[0, 1], [], [0]], [1, 2, 3])
+    assert shapes == [35 + 2 + 20 + 1 + 5 + 1]
+    assert_cache_holds_the_text(rounds)
+
+
+def test_what_is_padded_is_read_before_the_score(monkeypatch):
+    force_padding(monkeypatch)
+    rounds = start("llama", lengths=(40, 5), prefill_chunk=64)
+    texts = [request.token_ids for request in rounds.requests]
+    assert rounds.runner.read(["r0", "r1"], texts) == [True, True]
+    assert rounds.runner.has_read(["r0", "r1"], texts) == [True, True]
+    assert rounds.runner.cache.cached_len("r0") == 39
 
 
 def test_keep_gathers_a_path_in_order():

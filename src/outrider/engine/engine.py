@@ -142,7 +142,7 @@ class Engine:
         if not entries:
             return failed
         try:
-            k, context = self._lengths(context)
+            k, context = self._lengths(entries, context)
             drafts = self._guarded.propose(entries, context, k)
             return failed + self._settle(entries, context, drafts, started)
         except BaseException:
@@ -233,14 +233,20 @@ class Engine:
         if self._is_decided:
             self.policy.observe(context, round_, is_prefill)
 
-    def _lengths(self, context: Context) -> tuple[int, Context]:
-        """The most drafts to ask for, and the limits that give each request its K: the policy's, or one of its own."""
+    def _lengths(self, entries: Sequence[Entry], context: Context) -> tuple[int, Context]:
+        """The most drafts to ask for, and the limits that give each request its K: the policy's, or one of its own.
+
+        None behind a text that the score of this round reads: its first token would wait for them, where rows cost most.
+        """
         lengths = self.policy.next_lengths(context)
         self._is_decided = True
         own = [request.num_draft_tokens for request in context.requests]
         if own.count(None) < len(own):
             pairs = zip(lengths, own, strict=True)
             lengths = [k if length is None else min(length, self.proposer.max_drafts) for k, length in pairs]
+        if not all([entry.is_cached for entry in entries]):
+            has_read = self.runner.has_read(context.request_ids, [request.token_ids for request in context.requests])
+            lengths = [length if read else 0 for length, read in zip(lengths, has_read, strict=True)]
         if lengths.count(lengths[0]) < len(lengths):
             context = context.limited(lengths)
         return max(lengths), context

@@ -131,8 +131,8 @@ class SelfDraft:
             first.rolled.append(token_ids.clone())
 
     def read(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> list[bool]:
-        """What the target has read is read: drafts begin with the round after, or both would read it."""
-        return self._runner.has_read(request_ids, texts)
+        """All of it: what the target has read is read."""
+        return [True] * len(texts)
 
     def fork(self, source_id: str, new_id: str, num_tokens: int) -> None:
         """Nothing to copy: the cache is the runner's."""
