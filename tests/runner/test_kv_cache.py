@@ -173,15 +173,15 @@ def test_a_short_prompt_is_read_beside_a_long_one():
 
 
 def test_what_ends_with_a_chunk_is_read_by_the_score():
-    rounds = start("llama", lengths=(80, 20, 5), prefill_chunk=64)
+    rounds = start("llama", lengths=(50, 20, 5), prefill_chunk=48)
     runner, ids, texts = rounds.runner, ["r0", "r1", "r2"], [request.token_ids for request in rounds.requests]
     runner.needs_hidden = (1,)
     found = [(runner.read(ids, texts), runner.cache.cached_len("r0"), runner.has_read(ids, texts)) for _ in range(2)]
-    assert found == [([False, True, True], 45, [False, False, True]), ([True, True, True], 45, [False, False, True])]
+    assert found == [([False, True, True], 29, [False, False, True]), ([True, True, True], 29, [False, False, True])]
     shapes, run = [], runner.passes.run
     runner.passes.run = lambda tokens, *args: shapes.append(tokens.shape[1]) or run(tokens, *args)
     rounds.step([[5, 6], [7], [8]], [[0, 1], [], [0]], [1, 2, 3])
-    assert shapes == [35 + 2 + 20 + 1 + 5 + 1]
+    assert shapes == [21 + 2 + 20 + 1 + 5 + 1]
     assert_cache_holds_the_text(rounds)
 
 
