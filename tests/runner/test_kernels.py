@@ -206,7 +206,7 @@ class Pass:
         return torch.nn.utils.rnn.pad_sequence(out[0].split(lens), batch_first=True)
 
     def expected(self, scale=0.3, softcap=0.0, window=0, layer=1, rounded=False):
-        """One query at a time, in float64. ``rounded``: queries and weights to bfloat16, as matrix units read them."""
+        """One query at a time, in float64. ``rounded``: queries and weights to bfloat16, as pairs of them are multiplied."""
         read = (lambda x: x.bfloat16().double()) if rounded else torch.Tensor.double
         heads, group = self.query.shape[1], self.query.shape[1] // self.key.shape[1]
         out = torch.empty(self.batch, self.width, heads, self.value.shape[3], dtype=torch.float64)
@@ -227,9 +227,10 @@ class Pass:
         return out
 
 
-def on_units(dtype, key_dim, value_dim):
-    """Whether attention runs on matrix units."""
-    return dtype == torch.bfloat16 and key_dim % 32 == 0 and value_dim % 16 == 0 and kernels.has_matrix_units()
+def rounds(dtype, key_dim, value_dim):
+    """Whether attention rounds queries and weights: on matrix units, or by products of pairs."""
+    side = 16 if kernels.has_matrix_units() else 32
+    return dtype == torch.bfloat16 and key_dim % 32 == 0 and value_dim % side == 0 and kernels.prefers_pairs()
 
 
 def assert_close_but_for_rounding(got, expected):
@@ -260,7 +261,7 @@ def test_attend_is_softmax_attention_over_what_is_visible(which, dtype, shape):
         for options in ({}, {"window": 5}, {"window": 30}, {"softcap": 1.5}, {"softcap": 1.5, "window": 9}):
             got = there.run(which, **options)
             assert torch.isfinite(got).all()
-            if which == "cpu" and on_units(dtype, there.query.shape[3], there.value.shape[3]):
+            if which == "cpu" and rounds(dtype, there.query.shape[3], there.value.shape[3]):
                 assert_close_but_for_rounding(got, there.expected(**options, rounded=True))
             else:
                 torch.testing.assert_close(got.double(), there.expected(**options), rtol=1e-4, atol=1e-5)
@@ -321,14 +322,14 @@ def test_a_requests_attention_is_the_same_bits_in_any_batch_width_and_cache(dtyp
 @needs_kernels
 @pytest.mark.parametrize("options", [{}, {"window": 40}, {"window": 300}])
 def test_long_texts_have_the_same_bits_too_and_are_right(options):
-    """Matrix units take values 256 slots at a time, and 64 queries."""
+    """Matrix units take values 256 slots at a time, products of pairs 32; both 64 queries."""
     there = Pass([530, 250, 0], 40, dims=(64, 64), dtype=torch.bfloat16, capacity=600)
     together = there.run("cpu", **options)
     for span in (1, 6, 16, 17, 33):
         assert torch.equal(there.run("cpu", span=span, **options), together[:, :span]), span
     for b in range(3):
         assert torch.equal(there.run("cpu", rows=[b], **options), together[b : b + 1])
-    rounded = on_units(torch.bfloat16, 64, 64)
+    rounded = rounds(torch.bfloat16, 64, 64)
     assert_close_but_for_rounding(together, there.expected(**options, rounded=rounded))
 
 

@@ -390,9 +390,16 @@ inline void turn_all(const float* x, int64_t rows, int64_t inputs, int64_t at_on
   });
 }
 
-// scales: [ceil(inputs / kScaled), panels * 32], for weights that are codes.
-template <typename Weight>
-void linear_rows(const float* x, int64_t rows, int64_t inputs, const Weight* w, const float* scales, int64_t panels, float* out) {
+// How sums become results: as they are, or, where an ending takes two panels, one number from two sums (see Gate).
+struct Alone {
+  static constexpr int64_t panels = 1;
+};
+
+// scales: [ceil(inputs / kScaled), panels * 32], for weights that are codes. An ending that takes two panels is for more rows than a tile
+// takes, and for weights that are numbers.
+template <typename Weight, typename Ending>
+void linear_rows(const Ending ending, const float* x, int64_t rows, int64_t inputs, const Weight* w, const float* scales, int64_t panels,
+                 float* out) {
   static constexpr auto table = make_table<Weight>(std::make_index_sequence<kMaxRows>{});
   static constexpr float none[1] = {};
   constexpr int64_t width = Form<Weight>::width, ahead_by = kAhead / (width * static_cast<int64_t>(sizeof(Weight)));
@@ -402,31 +409,46 @@ void linear_rows(const float* x, int64_t rows, int64_t inputs, const Weight* w, 
   const std::unique_ptr<float[]> turned(rows > 1 ? new float[rows * inputs] : nullptr);
   if (rows > 1) turn_all(x, rows, inputs, at_once, turned.get());
   const float* from = rows > 1 ? turned.get() : x;
-  // Rows from r on, inputs from k on, `count` panels from `panel` on.
-  const auto run = [&](int64_t r, int64_t k, int64_t panel, int64_t count, int64_t by, bool in_turn) {
+  // Rows from r on, inputs from k on, `count` panels from `panel` on, to results `stride` apart.
+  const auto run = [&](int64_t r, int64_t k, int64_t panel, int64_t count, float* to, int64_t stride, int64_t by, bool in_turn) {
     const int64_t depth = std::min(kBlock, inputs - k), some = std::min(at_once, rows - r);
     const float* scales_at = Form<Weight>::scaled ? scales + k / kScaled * out_stride + panel * kPanel : none;
-    table[some - 1](from + r * inputs + k * some, w + panel * panel_stride + k * width, panel_stride, depth, scales_at,
-                    out + r * out_stride + panel * kPanel, out_stride, k == 0, count, by, in_turn);
+    table[some - 1](from + r * inputs + k * some, w + panel * panel_stride + k * width, panel_stride, depth, scales_at, to + r * stride,
+                    stride, k == 0, count, by, in_turn);
+  };
+  // A block of weights stays in the cache while all rows pass, and the next one is fetched beside the first of them.
+  const auto run_panel = [&](int64_t panel, float* to, int64_t stride) {
+    for (int64_t k = 0; k < inputs; k += kBlock)
+      for (int64_t r = 0; r < rows; r += at_once) run(r, k, panel, 1, to, stride, r == 0 ? kBlock : 0, false);
   };
   // A thread is worth waking for some 10 microseconds of work.
-  const int64_t work = inputs * kPanel * (rows + 4);
+  const int64_t work = inputs * kPanel * (rows + 4) * Ending::panels;
   const int64_t grain = std::max<int64_t>(1, 200'000 / work);
-  at::parallel_for(0, panels, grain, [&](int64_t begin, int64_t end) {
-    if (rows == at_once) {
-      for (int64_t k = 0; k < inputs; k += kBlock) run(0, k, begin, end - begin, ahead_by, true);
-      return;
+  at::parallel_for(0, panels / Ending::panels, grain, [&](int64_t begin, int64_t end) {
+    if constexpr (Ending::panels == 2) {
+      const int64_t half = panels / 2, half_stride = half * kPanel;
+      std::vector<float> both(rows * 2 * kPanel);  // stays in the cache, where results of all panels would go to memory and back
+      for (int64_t panel = begin; panel < end; ++panel) {
+        run_panel(panel, both.data(), 2 * kPanel);
+        run_panel(panel + half, both.data() + kPanel, 2 * kPanel);
+        for (int64_t r = 0; r < rows; ++r)
+          for (int64_t j = 0; j < kPanel; j += kLanes) {
+            const float* sums = both.data() + r * 2 * kPanel + j;
+            store(out + r * half_stride + panel * kPanel + j, ending(load(sums), load(sums + kPanel)));
+          }
+      }
+    } else if (rows == at_once) {
+      for (int64_t k = 0; k < inputs; k += kBlock) run(0, k, begin, end - begin, out + begin * kPanel, out_stride, ahead_by, true);
+    } else {
+      for (int64_t panel = begin; panel < end; ++panel) run_panel(panel, out + panel * kPanel, out_stride);
     }
-    // A block of weights stays in the cache while all rows pass, and the next one is fetched beside the first of them.
-    for (int64_t panel = begin; panel < end; ++panel)
-      for (int64_t k = 0; k < inputs; k += kBlock)
-        for (int64_t r = 0; r < rows; r += at_once) run(r, k, panel, 1, r == 0 ? kBlock : 0, false);
   });
 }
 
-template <typename Weight>
-void linear_of(const float* x, int64_t rows, const at::Tensor& packed, const float* scales, float* out) {
-  linear_rows(x, rows, packed.size(1), packed.const_data_ptr<Weight>(), scales, packed.size(0), out);
+template <typename Weight, typename Ending>
+void linear_of(const Ending ending, const float* x, int64_t rows, const at::Tensor& packed, const float* scales, float* out) {
+  if constexpr (Ending::panels == 1 || !Form<Weight>::scaled)
+    linear_rows(ending, x, rows, packed.size(1), packed.const_data_ptr<Weight>(), scales, packed.size(0), out);
 }
 
 // Whether this process may use the CPU's matrix units.
@@ -447,11 +469,6 @@ bool takes_fours() { return kHasQuads || has_matrix_units(); }
 inline bool in_groups(const at::Tensor& packed) { return packed.dim() == 4; }
 inline int64_t together(const at::Tensor& packed) { return in_groups(packed) ? packed.size(3) : 1; }
 
-// How sums become results: as they are, or, where an ending takes two panels, one number from two sums (see Gate).
-struct Alone {
-  static constexpr int64_t panels = 1;
-};
-
 inline bool on_units(const at::Tensor& packed) { return in_groups(packed) && has_matrix_units(); }
 
 template <typename Ending>
@@ -465,18 +482,32 @@ void linear_on_units(const Ending ending, const float* x, int64_t rows, int64_t 
 #endif
 }
 
-// x[rows][inputs], rounded to bfloat16, times weights in pairs.
-void linear_of_pairs(const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, float* out) {
 #if defined(__AVX512BF16__)
-  const at::Tensor rounded = at::empty({rows, inputs / 2}, at::kFloat);  // two numbers in each
+// 32 numbers, rounded to bfloat16: two in each float.
+inline void to_pairs(const float* from, float* to) {
+  const __m512 low = _mm512_loadu_ps(from), high = _mm512_loadu_ps(from + kLanes);
+  _mm512_storeu_ps(to, reinterpret_cast<__m512>(_mm512_cvtne2ps_pbh(high, low)));
+}
+
+// Lanes of 16 bits that make pairs of two vectors' first and last halves: of a, of b, of a ...
+template <int from, int... lane>
+inline __m512i twos(std::integer_sequence<int, lane...>) {
+  typedef uint16_t lanes __attribute__((vector_size(64)));
+  return reinterpret_cast<__m512i>(lanes{static_cast<uint16_t>(lane % 2 * 32 + from + lane / 2)...});
+}
+const __m512i kLowTwos = twos<0>(std::make_integer_sequence<int, 32>{}), kHighTwos = twos<16>(std::make_integer_sequence<int, 32>{});
+#endif
+
+// x[rows][inputs], rounded to bfloat16, times weights in pairs.
+template <typename Ending>
+void linear_of_pairs(const Ending ending, const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, float* out) {
+#if defined(__AVX512BF16__)
+  const at::Tensor rounded = at::empty({rows, inputs / 2}, at::kFloat);
   float* to = rounded.mutable_data_ptr<float>();
   at::parallel_for(0, rows * (inputs / kPanel), 4096, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const __m512 low = _mm512_loadu_ps(x + i * kPanel), high = _mm512_loadu_ps(x + i * kPanel + kLanes);
-      _mm512_storeu_ps(to + i * kLanes, reinterpret_cast<__m512>(_mm512_cvtne2ps_pbh(high, low)));
-    }
+    for (int64_t i = begin; i < end; ++i) to_pairs(x + i * kPanel, to + i * kLanes);
   });
-  linear_rows(to, rows, inputs / 2, static_cast<const Pair*>(packed.const_data_ptr()), nullptr, packed.size(0), out);
+  linear_rows(ending, to, rows, inputs / 2, static_cast<const Pair*>(packed.const_data_ptr()), nullptr, packed.size(0), out);
 #endif
 }
 
@@ -503,7 +534,7 @@ void linear_of_quads(const float* x, int64_t rows, int64_t inputs, const at::Ten
       row_sums[r] = _mm512_reduce_add_epi32(sum);
     }
   });
-  linear_rows(to, rows, inputs / 4, static_cast<const Quad*>(packed.const_data_ptr()), nullptr, packed.size(0), out);
+  linear_rows(Alone{}, to, rows, inputs / 4, static_cast<const Quad*>(packed.const_data_ptr()), nullptr, packed.size(0), out);
   const int64_t vectors = packed.size(0) * 2;
   at::parallel_for(0, rows * vectors, 4096, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -516,15 +547,17 @@ void linear_of_quads(const float* x, int64_t rows, int64_t inputs, const at::Ten
 #endif
 }
 
-void linear_on_vectors(const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, const float* scales, float* out) {
+template <typename Ending>
+void linear_on_vectors(const Ending ending, const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, const float* scales,
+                       float* out) {
   if (in_groups(packed) && scales) return linear_of_quads(x, rows, inputs, packed, scales, out);
-  if (in_groups(packed)) return linear_of_pairs(x, rows, inputs, packed, out);
+  if (in_groups(packed)) return linear_of_pairs(ending, x, rows, inputs, packed, out);
   switch (packed.scalar_type()) {
-    case at::kBFloat16: return linear_of<at::BFloat16>(x, rows, packed, scales, out);
-    case at::kHalf: return linear_of<at::Half>(x, rows, packed, scales, out);
-    case at::kChar: return linear_of<int8_t>(x, rows, packed, scales, out);
-    case at::kByte: return linear_of<uint8_t>(x, rows, packed, scales, out);
-    default: return linear_of<float>(x, rows, packed, scales, out);
+    case at::kBFloat16: return linear_of<at::BFloat16>(ending, x, rows, packed, scales, out);
+    case at::kHalf: return linear_of<at::Half>(ending, x, rows, packed, scales, out);
+    case at::kChar: return linear_of<int8_t>(ending, x, rows, packed, scales, out);
+    case at::kByte: return linear_of<uint8_t>(ending, x, rows, packed, scales, out);
+    default: return linear_of<float>(ending, x, rows, packed, scales, out);
   }
 }
 
@@ -555,7 +588,7 @@ at::Tensor apply(const at::Tensor& x, const at::Tensor& packed, const float* sca
   if (on_units(packed))
     linear_on_units(Alone{}, rows.from(), rows.count, rows.inputs, packed, scales, rows.to());
   else
-    linear_on_vectors(rows.from(), rows.count, rows.inputs, packed, scales, rows.to());
+    linear_on_vectors(Alone{}, rows.from(), rows.count, rows.inputs, packed, scales, rows.to());
   at::Tensor out = rows.out;
   if (outputs != out.size(-1)) out = out.narrow(-1, 0, outputs).contiguous();
   if (bias.has_value()) out.add_(*bias);
@@ -594,8 +627,8 @@ struct Gate {
   }
 };
 
-// x [..., inputs], packed weights of 2 n outputs -> [..., n] in x's type: activation(of the first n) * the others. On matrix units what
-// lies between never leaves the caches: of wide passes, writing and reading it takes half as long as computing it.
+// x [..., inputs], packed weights of 2 n outputs -> [..., n] in x's type: activation(of the first n) * the others. What lies between
+// never leaves the caches: of wide passes, writing and reading it takes long.
 at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& scales, std::string_view activation) {
   TORCH_CHECK(activation == "silu" || activation == "gelu_tanh", "linear_gated: no activation ", activation);
   TORCH_CHECK(packed.size(0) % 2 == 0, "linear_gated: gates and what they let through take an even number of panels");
@@ -607,10 +640,12 @@ at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, const std
   Rows rows(x, packed, half);
   if (on_units(packed)) {
     linear_on_units(gate, rows.from(), rows.count, rows.inputs, packed, scale, rows.to());
+  } else if (rows.count > kMaxRows && !scale) {
+    linear_on_vectors(gate, rows.from(), rows.count, rows.inputs, packed, scale, rows.to());
   } else {
     const at::Tensor both = at::empty({rows.count, 2 * half}, rows.out.options());
     float *from = both.mutable_data_ptr<float>(), *to = rows.to();
-    linear_on_vectors(rows.from(), rows.count, rows.inputs, packed, scale, from);
+    linear_on_vectors(Alone{}, rows.from(), rows.count, rows.inputs, packed, scale, from);
     at::parallel_for(0, rows.count * (half / kLanes), 4096, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const float* at = from + i * kLanes + i * kLanes / half * half;
@@ -778,13 +813,16 @@ struct Attention {
         scores(queries + rows() * of.key_dim), out(scores + rows() * padded), turned(out + to_lanes(rows()) * of.value_dim),
         tiles(turned + kLanes * (of.key_dim + kLanes)) {}
 
-  // Whether this runs on matrix units: queries and weights are then rounded to bfloat16, as keys and values are.
+  // Whether this runs on matrix units, or by products of pairs: queries and weights are then rounded to bfloat16, as keys and values are.
   static bool on_units(const Pass& pass) {
     return std::is_same_v<Cache, at::BFloat16> && has_matrix_units() && pass.key_dim % 32 == 0 && pass.value_dim % 16 == 0;
   }
-  // So that about 32 queries are looked at together, or 64 on matrix units: their scores stay in the cache.
+  static bool in_pairs(const Pass& pass) {
+    return std::is_same_v<Cache, at::BFloat16> && kHasPairs && !on_units(pass) && pass.key_dim % kPanel == 0 && pass.value_dim % kPanel == 0;
+  }
+  // So that about 32 queries are looked at together, or 64 where they take less: their scores stay in the cache.
   static int64_t tokens_at_once(const Pass& pass) {
-    return std::clamp<int64_t>((on_units(pass) ? 64 : 32) * pass.kv_heads / pass.heads, 1, pass.width);
+    return std::clamp<int64_t>((on_units(pass) || in_pairs(pass) ? 64 : 32) * pass.kv_heads / pass.heads, 1, pass.width);
   }
   static int64_t buffer_size(const Pass& pass, int64_t longest) {
     const int64_t rows = tokens_at_once(pass) * pass.heads / pass.kv_heads, slots = longest + 2 * kSlots;
@@ -792,6 +830,7 @@ struct Attention {
 #if defined(OUTRIDER_AMX)
     if (on_units(pass)) size += amx::attention_size(to_lanes(rows), slots, pass.key_dim, pass.value_dim);
 #endif
+    if (in_pairs(pass)) size += pairs_size(rows, slots, pass.key_dim, pass.value_dim);
     return size;
   }
   int64_t rows() const { return tokens * group; }
@@ -872,10 +911,75 @@ struct Attention {
   }
 #endif
 
+  // Room for queries or weights in pairs, as they stand and turned, and for a panel of keys or values.
+  static int64_t pairs_size(int64_t rows, int64_t slots, int64_t key_dim, int64_t value_dim) {
+    return rows * std::max(key_dim, slots + kPanel) + kPanel * std::max(key_dim / 2, value_dim);
+  }
+
+#if defined(__AVX512BF16__)
+  // `score` as a linear layer whose weights are the keys: 32 of them are a panel.
+  void score_in_pairs() {
+    const int64_t depth = pass.key_dim / 2, at_once = rows_of_a_tile(rows());
+    float *rounded = tiles, *turned_queries = rounded + rows() * depth, *panel = turned_queries + rows() * depth;
+    for (int64_t i = 0; i < rows() * depth; i += kLanes) to_pairs(queries + 2 * i, rounded + i);
+    for (int64_t row = 0; row < rows(); row += at_once)
+      turn_rows(rounded + row * depth, depth, std::min(at_once, rows() - row), depth, turned_queries + row * depth);
+    for (int64_t i = 0; i < padded; i += kPanel) {
+      for (int64_t half = 0; half < kPanel; half += kLanes)
+        for (int64_t d = 0; d < depth; d += kLanes) {
+          vec block[kLanes];
+          for (int64_t j = 0; j < kLanes; ++j) {
+            const int64_t slot = first + i + half + j;  // behind the cache's end: seen by none
+            block[j] = slot < pass.capacity ? load(reinterpret_cast<const float*>(keys + slot * pass.key_dim) + d) : vec{};
+          }
+          transpose(block);
+          for (int64_t j = 0; j < kLanes; ++j) store(panel + (d + j) * kPanel + half, block[j]);
+        }
+      products(turned_queries, depth, depth, panel, scores + i, padded, true);
+    }
+  }
+
+  // `gather` as linear layers of 32 slots each, which stand at the same places whatever the pass: a row's bits do not depend on the
+  // other rows. What a row does not see has weight 0, and what was never written counts as 0.
+  void gather_in_pairs() {
+    const int64_t written = base + length - first, at_once = rows_of_a_tile(rows()), depth = padded / 2;
+    float *rounded = tiles, *turned_weights = rounded + rows() * depth, *panel = turned_weights + rows() * kLanes;
+    for (int64_t i = 0; i < rows() * depth; i += kLanes) to_pairs(scores + 2 * i, rounded + i);
+    for (int64_t from = 0; from < padded; from += kSlots) {
+      for (int64_t row = 0; row < rows(); row += at_once)
+        turn_rows(rounded + row * depth + from / 2, depth, std::min(at_once, rows() - row), kLanes, turned_weights + row * kLanes);
+      for (int64_t d = 0; d < pass.value_dim; d += kPanel) {
+        for (int64_t k = 0; k < kLanes; ++k) {
+          const auto value = [&](int64_t slot) {
+            return slot < written ? _mm512_loadu_si512(values + (first + slot) * pass.value_dim + d) : _mm512_setzero_si512();
+          };
+          const __m512i even = value(from + 2 * k), odd = value(from + 2 * k + 1);
+          _mm512_storeu_si512(panel + k * kPanel, _mm512_permutex2var_epi16(even, kLowTwos, odd));
+          _mm512_storeu_si512(panel + k * kPanel + kLanes, _mm512_permutex2var_epi16(even, kHighTwos, odd));
+        }
+        products(turned_weights, kLanes, kLanes, panel, out + d, pass.value_dim, from == 0);
+      }
+    }
+  }
+
+  // Turned rows of pairs, for each tile [depth][rows of it], times a panel [depth][32] -> to[row][32], rows `stride` apart.
+  void products(const float* turned_rows, int64_t row_size, int64_t depth, const float* panel, float* to, int64_t stride, bool fresh) {
+    static constexpr auto table = make_table<Pair>(std::make_index_sequence<kMaxRows>{});
+    static constexpr float none[1] = {};
+    const int64_t at_once = rows_of_a_tile(rows());
+    for (int64_t row = 0; row < rows(); row += at_once)
+      table[std::min(at_once, rows() - row) - 1](turned_rows + row * row_size, reinterpret_cast<const Pair*>(panel), depth * kPanel, depth,
+                                                 none, to + row * stride, stride, fresh, 1, 0, false);
+  }
+#endif
+
   // Products of all queries with all keys, 16 slots at a time.
   void score() {
 #if defined(OUTRIDER_AMX)
     if (on_units(pass)) return score_on_units();
+#endif
+#if defined(__AVX512BF16__)
+    if (in_pairs(pass)) return score_in_pairs();
 #endif
     const int64_t dim = pass.key_dim;
     const bool turn = rows() >= kTogether && dim % kLanes == 0;  // where turning the keys pays off; the bits are the same
@@ -942,6 +1046,9 @@ struct Attention {
   void gather() {
 #if defined(OUTRIDER_AMX)
     if (on_units(pass)) return gather_on_units();
+#endif
+#if defined(__AVX512BF16__)
+    if (in_pairs(pass)) return gather_in_pairs();
 #endif
     std::fill_n(out, rows() * pass.value_dim, 0.0f);
     const int64_t shared = pass.window > 0 ? 0 : std::max<int64_t>(0, open - first);
