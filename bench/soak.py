@@ -36,6 +36,8 @@ PROMPTS = [
     "The ship left the harbour",
     '{"name": "Ada", ',
     "import os\n\n",
+    "def add(a, b):\n    return a + b\n\n\n" * 6,  # read by its first score
+    "She wrote the number down, and the next, and went on. " * 40,  # read in several parts
 ]
 MAX_TOKENS = (8, 24, 60)
 FAULT_SECONDS = 3.0
