@@ -353,6 +353,9 @@ template <typename Weight, size_t... index>
 constexpr std::array<RunPanels<Weight>, sizeof...(index)> make_table(std::index_sequence<index...>) {
   return {run_panels<Weight, static_cast<int>(index) + 1>...};
 }
+template <typename Weight>
+constexpr auto kRunPanels = make_table<Weight>(std::make_index_sequence<kMaxRows>{});  // [rows - 1]
+constexpr float kNoScales[1] = {};
 
 // x[rows][0..depth), rows `stride` apart -> [depth][rows], at most 16 rows. A tile then reads straight ahead, where rows a power of
 // two apart would evict each other from the cache.
@@ -400,8 +403,6 @@ struct Alone {
 template <typename Weight, typename Ending>
 void linear_rows(const Ending ending, const float* x, int64_t rows, int64_t inputs, const Weight* w, const float* scales, int64_t panels,
                  float* out) {
-  static constexpr auto table = make_table<Weight>(std::make_index_sequence<kMaxRows>{});
-  static constexpr float none[1] = {};
   constexpr int64_t width = Form<Weight>::width, ahead_by = kAhead / (width * static_cast<int64_t>(sizeof(Weight)));
   static_assert(kBlock % kScaled == 0);
   if (rows == 0) return;
@@ -412,9 +413,9 @@ void linear_rows(const Ending ending, const float* x, int64_t rows, int64_t inpu
   // Rows from r on, inputs from k on, `count` panels from `panel` on, to results `stride` apart.
   const auto run = [&](int64_t r, int64_t k, int64_t panel, int64_t count, float* to, int64_t stride, int64_t by, bool in_turn) {
     const int64_t depth = std::min(kBlock, inputs - k), some = std::min(at_once, rows - r);
-    const float* scales_at = Form<Weight>::scaled ? scales + k / kScaled * out_stride + panel * kPanel : none;
-    table[some - 1](from + r * inputs + k * some, w + panel * panel_stride + k * width, panel_stride, depth, scales_at, to + r * stride,
-                    stride, k == 0, count, by, in_turn);
+    const float* scales_at = Form<Weight>::scaled ? scales + k / kScaled * out_stride + panel * kPanel : kNoScales;
+    kRunPanels<Weight>[some - 1](from + r * inputs + k * some, w + panel * panel_stride + k * width, panel_stride, depth, scales_at,
+                                 to + r * stride, stride, k == 0, count, by, in_turn);
   };
   // A block of weights stays in the cache while all rows pass, and the next one is fetched beside the first of them.
   const auto run_panel = [&](int64_t panel, float* to, int64_t stride) {
@@ -935,7 +936,7 @@ struct Attention {
           transpose(block);
           for (int64_t j = 0; j < kLanes; ++j) store(panel + (d + j) * kPanel + half, block[j]);
         }
-      products(turned_queries, depth, depth, panel, scores + i, padded, true);
+      products(turned_queries, depth, panel, scores + i, padded, true);
     }
   }
 
@@ -957,19 +958,17 @@ struct Attention {
           _mm512_storeu_si512(panel + k * kPanel, _mm512_permutex2var_epi16(even, kLowTwos, odd));
           _mm512_storeu_si512(panel + k * kPanel + kLanes, _mm512_permutex2var_epi16(even, kHighTwos, odd));
         }
-        products(turned_weights, kLanes, kLanes, panel, out + d, pass.value_dim, from == 0);
+        products(turned_weights, kLanes, panel, out + d, pass.value_dim, from == 0);
       }
     }
   }
 
   // Turned rows of pairs, for each tile [depth][rows of it], times a panel [depth][32] -> to[row][32], rows `stride` apart.
-  void products(const float* turned_rows, int64_t row_size, int64_t depth, const float* panel, float* to, int64_t stride, bool fresh) {
-    static constexpr auto table = make_table<Pair>(std::make_index_sequence<kMaxRows>{});
-    static constexpr float none[1] = {};
+  void products(const float* turned_rows, int64_t depth, const float* panel, float* to, int64_t stride, bool fresh) {
     const int64_t at_once = rows_of_a_tile(rows());
     for (int64_t row = 0; row < rows(); row += at_once)
-      table[std::min(at_once, rows() - row) - 1](turned_rows + row * row_size, reinterpret_cast<const Pair*>(panel), depth * kPanel, depth,
-                                                 none, to + row * stride, stride, fresh, 1, 0, false);
+      kRunPanels<Pair>[std::min(at_once, rows() - row) - 1](turned_rows + row * depth, reinterpret_cast<const Pair*>(panel), depth * kPanel,
+                                                            depth, kNoScales, to + row * stride, stride, fresh, 1, 0, false);
   }
 #endif
 
