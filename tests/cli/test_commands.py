@@ -325,7 +325,7 @@ def test_bench_inflates(outrider: Run, target: Path, draft: Path, tmp_path: Path
     monkeypatch.setitem(SIZES, "1b", Shape(hidden=256, layers=5, heads=16, kv_heads=4, ffn=256))  # the source has 16 and 2
     code, out, err = outrider(
         "bench", *models(target, draft), "--inflate", "1b", "--methods", "draft", "--k", 2, "--workloads", "code",
-        "--num-prompts", 1, "--max-tokens", 6, "--repeat", 1, "--max-len", 500,
+        "--num-prompts", 1, "--max-tokens", 7, "--repeat", 1, "--max-len", 500,
     )  # fmt: skip
     assert code == 0, err
     result = json.loads(out)
