@@ -170,19 +170,18 @@ class ModelRunner:
         Says of each whether all of it that has to be read has been. What comes to its end with this chunk is left to the score,
         if passes are not padded: one pass less before the first token.
         """
-        rows, unread = self._unread(request_ids, texts)
-        long = [count if count >= SHORT else 0 for count in unread]
-        counts = shared_chunk(long, self.config.prefill_chunk)
-        is_whole = [count == most for count, most in zip(counts, long, strict=True)]
-        if not self.layouts.is_padded:
-            counts = [0 if whole else count for count, whole in zip(counts, is_whole, strict=True)]
-        self._read_on(request_ids, texts, rows, counts)
+        rows = self._rows(request_ids, texts)
+        unread = self._unread(texts, rows)
+        counts = shared_chunk([count if count >= SHORT else 0 for count in unread], self.config.prefill_chunk)
         left = [most - count for most, count in zip(unread, counts, strict=True)]
-        return [whole or count < SHORT for whole, count in zip(is_whole, left, strict=True)]
+        if not self.layouts.is_padded:
+            counts = [count if rest else 0 for count, rest in zip(counts, left, strict=True)]
+        self._read_on(request_ids, texts, rows, counts)
+        return [rest < SHORT for rest in left]
 
     def has_read(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> list[bool]:
         """Of each text, whether what is not cached of it is short."""
-        return [count < SHORT for count in self._unread(request_ids, texts)[1]]
+        return [count < SHORT for count in self._unread(texts, self._rows(request_ids, texts))]
 
     def fork(self, source_id: str, new_id: str, num_tokens: int) -> None:
         """Gives a new request what is cached of another's first tokens, so that n samples read their prompt once."""
@@ -288,14 +287,13 @@ class ModelRunner:
 
     def _prefill(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], rows: list[int], spare: int) -> None:
         """Reads long uncached text in chunks, all requests together, but for what the pass that follows can take."""
-        lens = self.cache.cached_lens
         longest = max(len(text) for text in texts)
         if longest > self.max_len:
             raise OutriderError(f"a text of {longest} tokens does not fit the context window of {self.max_len}")
         self.cache.reserve(longest + spare + 1)
         most = 0 if self.layouts.is_padded else self.config.prefill_chunk
         while True:
-            unread = [len(text) - 1 - lens[row] for text, row in zip(texts, rows, strict=True)]
+            unread = self._unread(texts, rows)
             if sum([count for count in unread if count >= SHORT]) <= most:
                 return
             self._read_on(request_ids, texts, rows, [min(count, self.config.prefill_chunk) for count in unread])
@@ -316,10 +314,10 @@ class ModelRunner:
         for b in some:
             lens[rows[b]] += counts[b]
 
-    def _unread(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-        """The requests' rows, and of each text how many tokens before the last one are not cached."""
-        rows, lens = self._rows(request_ids, texts), self.cache.cached_lens
-        return rows, [len(text) - 1 - lens[row] for text, row in zip(texts, rows, strict=True)]
+    def _unread(self, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[int]:
+        """Of each text, how many tokens before its last one are not cached."""
+        lens = self.cache.cached_lens
+        return [len(text) - 1 - lens[row] for text, row in zip(texts, rows, strict=True)]
 
     def _rows(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> list[int]:
         """The requests' rows; one that has none begins with whatever of its text an ended one has left."""

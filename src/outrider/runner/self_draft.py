@@ -102,7 +102,10 @@ class SelfDraft:
         return self._runner.vocab_size
 
     def extend(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> Tensor:
-        """Logits after the last token of each text: [B, V] float32. Long uncached text is read by the whole model before."""
+        """Logits after the last token of each text: [B, V] float32.
+
+        Uncached text longer than a pass is read by the whole model before.
+        """
         runner = self._runner
         runner.first_layers = None
         rows, pending = runner.catch_up(request_ids, texts, spare=0)
