@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from time import sleep
 
+import pytest
 import torch
 
 from outrider.engine import Observation
+from outrider.engine.engine import NUM_COLD
 from outrider.proposers.base import ScriptedProposer
-from outrider.types import Context, Proposal
+from outrider.types import Context, Proposal, Scores
 
 from .toy import TableRunner, greedy_continuation, make_engine, make_request
 
@@ -68,3 +70,27 @@ def test_an_observer_s_time_belongs_to_no_round() -> None:
         engine.step()
         num_rounds += 1
     assert num_rounds > 1 and engine.stats.times.total < 0.2 * num_rounds
+
+
+@pytest.mark.parametrize("seconds", [0.02, 0.0])
+def test_rounds_just_behind_drafts_of_a_model_are_cold_and_those_behind_a_lookup_are_not(seconds: float) -> None:
+    class SlowTarget(TableRunner):
+        def score(self, context: Context, proposal: Proposal) -> Scores:
+            sleep(0.02)
+            return super().score(context, proposal)
+
+    def first_rounds(context: Context, k: int) -> list[list[int]]:
+        if context.requests[0].num_output_tokens >= 4:
+            return [[]]
+        sleep(seconds)
+        return drafts(context, k)
+
+    engine = make_engine(ScriptedProposer.of_chains(first_rounds), k=2, runner=SlowTarget())
+    seen: list[Observation] = []
+    engine.observer = seen.append
+    engine.add(make_request("r", [1, 2], max_tokens=12))
+    while engine.has_work:
+        engine.step()
+    plain = [each.round.is_cold for each in seen if not any(each.round.lens)]
+    assert len(plain) > NUM_COLD + 1 and not any(each.round.is_cold for each in seen if any(each.round.lens))
+    assert plain == [seconds > 0] * NUM_COLD + [False] * (len(plain) - NUM_COLD)

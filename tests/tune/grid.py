@@ -41,6 +41,9 @@ MIXED = {
 # A server's: requests of the same kind take turns, each of whose prompts a draft would have to read for 64 tokens.
 SERVED = {
     "embedded, served": Machine(1.6, 0.12, 0.3, 0.6, 0.06, 0.7, crowd=0.1, cold=0.2, unsteady=True),
+    "embedded in cache, served": Machine(
+        0.42, 0.07, 0.12, 0.14, 0.01, 0.1, crowd=0.1, cold=0.4, cold_outside=2.0, unsteady=True
+    ),
     "1B, served": Machine(80, 0.02, 0.3, 0.6, 0.06, 0.7, crowd=0.1, unsteady=True),
 }
 ANSWERS = 24 * (64, 60, 64)

@@ -13,6 +13,7 @@ from itertools import cycle
 
 import torch
 
+from outrider.engine.engine import NUM_COLD
 from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.engine.stats import PhaseTimes, Round
 from outrider.runner.costs import PassCosts
@@ -25,6 +26,7 @@ LENGTHS = (64, 32, 128, 48, 256, 64)  # tokens of each request, one after the ot
 NUM_PROMPT_TOKENS = 120
 # Of an unsteady machine: how much longer all takes at its slower speed, and the milliseconds at each on average.
 SLOW, DWELL = 1.5, 400.0
+STEADY = 64  # rounds without drafts behind which they are as they will stay
 NOISE, HICCUP_RATE, HICCUP = 0.05, 0.01, 3.0  # of a pass: relative deviation; how often it takes how many times longer more
 
 
@@ -43,15 +45,19 @@ class Machine:
     prompt: float = 0.16  # a token of the prompt, as a part of a plain pass
     padded: bool = False  # a pass runs as many tokens of each request as of the one with the most
     unsteady: bool = False  # as the policy sees it, of two speeds: neighbours come and go
-    cold: float = 0.0  # by how much a pass without drafts takes longer behind one with drafts
+    cold: float = 0.0  # by how much a pass without drafts takes longer behind one with drafts; half of that in each further one
+    cold_outside: float = 0.0  # by how much verifier and host do in the first such round
 
-    def times(self, lengths: list[int], lens: list[int], behind: int, is_cold: bool = False) -> PhaseTimes:
-        """Of a round that asked for ``lengths`` and scored ``lens``. ``is_cold``: the round before had drafts."""
+    def times(self, lengths: list[int], lens: list[int], behind: int, num_plain: int = STEADY) -> PhaseTimes:
+        """Of a round that asked for ``lengths`` and scored ``lens``. ``num_plain``: rounds since the last one with drafts."""
         rows = len(lens) * (1 + max(lens)) if self.padded else len(lens) + sum(lens)
-        score = self.plain * (1 + self.row * (rows - 1)) * (1 + (self.cold if is_cold and not any(lengths) else 0))
+        score, outside = self.plain * (1 + self.row * (rows - 1)), self.outside
+        if not any(lengths):
+            score *= 1 + self.cold * 0.5**num_plain
+            outside *= 1 + (self.cold_outside if num_plain == 0 else 0)
         others = sum(k > 0 for k in lengths) - 1
         draft = (self.base + self.step * max(lengths)) * (1 + self.crowd * others) + self.read * behind if any(lengths) else 0.0
-        return PhaseTimes(draft / 1e3, score / 1e3, 0.5 * self.outside / 1e3, 0.5 * self.outside / 1e3)
+        return PhaseTimes(draft / 1e3, score / 1e3, 0.5 * outside / 1e3, 0.5 * outside / 1e3)
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,7 @@ def simulate(policy: LengthPolicy, cell: Cell, passes: PassCosts | None = None) 
     rows: list[_Row] = []
     requests: tuple[Request, ...] = ()
     seen: dict[_Row, int] = {}
-    seconds, num_tokens, number, is_cold, slowness = 0.0, 0, 0, False, 1.0
+    seconds, num_tokens, number, num_plain, slowness = 0.0, 0, 0, STEADY, 1.0
     while num_tokens < wanted:
         fresh = [b for b in range(cell.batch) if b not in {row.slot for row in rows}]
         if fresh and (cell.others or not rows):
@@ -134,7 +140,9 @@ def simulate(policy: LengthPolicy, cell: Cell, passes: PassCosts | None = None) 
         asked = context.limited(asked_lengths)
         drafted_for = [row for row, limit in zip(rows, asked.limits, strict=True) if limit > 0]
         behind = sum(len(row.request.token_ids) - seen.get(row, 0) for row in drafted_for)
-        times, is_cold = cell.machine.times(asked_lengths, lens, behind, is_cold), any(asked_lengths)
+        times = cell.machine.times(asked_lengths, lens, behind, num_plain)
+        num_plain = 0 if any(asked_lengths) else num_plain + 1
+        is_cold = cell.machine.cold > 0 and 0 < num_plain <= NUM_COLD
         seconds += times.total + (cell.machine.overhead / 1e3 if passes is not None else 0.0)
         if fresh:
             prompt = cell.machine.prompt * cell.machine.plain * NUM_PROMPT_TOKENS * len(fresh) / 1e3
@@ -151,8 +159,8 @@ def simulate(policy: LengthPolicy, cell: Cell, passes: PassCosts | None = None) 
             if row in drafted_for:
                 seen[row] = len(row.request.token_ids)
         if passes is not None and not fresh:
-            passes.observe(passes.width(lens), len(rows), NUM_PROMPT_TOKENS, times.score)
-        policy.observe(asked, Round(max(asked_lengths), lens, lens, accepted, times), bool(fresh))
+            passes.observe(passes.width(lens), len(rows), NUM_PROMPT_TOKENS, times.score, is_cold)
+        policy.observe(asked, Round(max(asked_lengths), lens, lens, accepted, times, is_cold=is_cold), bool(fresh))
         ended = [row.request.request_id for row in rows if row.left <= 0]
         if ended:
             policy.release(ended)

@@ -45,6 +45,18 @@ def test_of_other_passes_the_first_tells_by_how_much_all_differ():
     assert passes.behind(3) is behind
 
 
+def test_a_plain_round_just_behind_another_model_says_something_only_where_nothing_is_known():
+    passes = PassCosts()
+    model = CostModel(passes)
+    for is_cold, score, outside in [(True, 1.5, 0.6), *[(False, 1.0, 0.2)] * 20, *[(True, 1.4, 0.5)] * 20]:
+        passes.observe(1, 1, 0, score, is_cold)
+        passes.observe_outside(1, outside, is_cold)
+        model.observe_plain(1, PhaseTimes(host=outside), is_cold)
+        if is_cold:
+            assert model.plain_round(1, 0) == pytest.approx(2.1 if score > 1.4 else 1.2)
+    assert passes.plain_round(1, 0).outside == pytest.approx(0.2)
+
+
 def test_unmeasured_passes_are_interpolated():
     passes = PassCosts()
     assert passes.seconds(1, 1, 0) is None
@@ -155,7 +167,7 @@ def test_passes_that_begin_behind_the_first_layers_have_prices_of_their_own():
     assert passes.seconds(1, 1, 0) == 1.0
     assert passes.behind(3).seconds(5, 1, 0) == pytest.approx(0.2)
     assert passes.behind(2).seconds(5, 1, 0) is None
-    model.observe(0, 0, 1, PhaseTimes(), False, False)
+    model.observe_plain(1, PhaseTimes(), False)
     assert model.prices(1, 0).score(5.0) >= 1.0
     model.observe(4, 1, 1, PhaseTimes(draft=0.4), False, True, first_layer=3)
     assert model.prices(1, 0).score(5.0) == pytest.approx(0.2)

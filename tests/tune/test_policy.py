@@ -114,6 +114,16 @@ def test_what_sampling_costs_is_not_held_against_drafts_that_are_sampled():
     assert simulate(policy, sampled, passes) > 0.95 * best_fixed(sampled)
 
 
+def test_plain_decoding_is_priced_among_its_like_and_not_just_behind_a_draft_model():
+    """A small target whose passes take half as long again behind the draft's, and a draft that hardly pays."""
+    small = Machine(0.42, 0.07, 0.12, 0.14, 0.02, 0.1, cold=0.5, cold_outside=2.0)
+    passes = PassCosts()
+    policy = Recorded(inner := DraftLengthPolicy(MAX_K, passes))
+    simulate(policy, Cell(small, Text((0.75,)), lengths=(2048,)), passes)
+    assert 0.5 < sum(k > 0 for k in policy.asked) / len(policy.asked) < 1  # few rounds without drafts
+    assert inner.costs.plain_round(1, 200) == pytest.approx(0.52e-3, rel=0.06)
+
+
 @pytest.mark.parametrize("text", grid.MIXED)
 def test_requests_of_one_batch_get_drafts_by_what_they_win(text):
     first, others = grid.MIXED[text]

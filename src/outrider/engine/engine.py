@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Drafts that take so long, as a part of the score, are those of a model: it takes the target's place in the processor's
+# caches, and this many rounds without drafts take longer after it than those that follow.
+OTHER_MODEL, NUM_COLD = 0.1, 3
+
 
 @dataclass(frozen=True, slots=True)
 class Emission:
@@ -97,6 +101,7 @@ class Engine:
         self._unbooked = 0.0  # seconds of the accounting itself: they go to the next round
         self._is_decided = True  # whether the policy chose the lengths of this round
         self._read_seconds = 0.0  # of prompts since the last round
+        self._num_warming = 0  # rounds until the caches are the target's again, after drafts that took them
         self._guarded = GuardedProposer(proposer, runner.vocab_size, self._make_sampler, self.stats)
         self.costs = runner.costs
         runner.needs_hidden = proposer.needs_hidden
@@ -183,7 +188,9 @@ class Engine:
         times.host = measured - started - times.total + self._unbooked
         times.read, self._read_seconds = self._read_seconds, 0.0
         judged = [entry.stats.num_judged - before for entry, before in zip(entries, judged, strict=True)]
-        round_ = Round(drafts.k, drafts.lens, drafts.depths, counts, times, scores.first_layer, judged)
+        is_cold = not any(drafts.lens) and self._num_warming > 0
+        self._num_warming = NUM_COLD if times.draft > OTHER_MODEL * times.score else max(self._num_warming - 1, 0)
+        round_ = Round(drafts.k, drafts.lens, drafts.depths, counts, times, scores.first_layer, is_cold, judged)
         is_prefill = not all([entry.is_cached for entry in entries])
         self._account(entries, context, round_, emissions, is_prefill)
         if ended:
@@ -220,9 +227,9 @@ class Engine:
         cache_len = max([len(request.token_ids) for request in context.requests])
         if not is_prefill:
             prices = self.costs.behind(round_.first_layer)
-            prices.observe(prices.width(round_.lens), len(entries), cache_len, round_.times.score)
+            prices.observe(prices.width(round_.lens), len(entries), cache_len, round_.times.score, round_.is_cold)
             if not any(round_.lens):
-                self.costs.observe_outside(len(entries), round_.times.verify + round_.times.host)
+                self.costs.observe_outside(len(entries), round_.times.verify + round_.times.host, round_.is_cold)
         plain = self.costs.plain_round(len(entries), cache_len)
         emitted = 0
         for entry, emission in zip(entries, emissions, strict=True):

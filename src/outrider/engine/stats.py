@@ -55,6 +55,7 @@ class Round:
     num_accepted: list[int]
     times: PhaseTimes
     first_layer: int = 0  # of the score: drafting had run those before it
+    is_cold: bool = False  # without drafts, just behind those of another model: it takes longer than one among its like
     judged: list[int] | None = None  # steps of depth that were reached, where a path may end before the longest does: in trees
 
     @property

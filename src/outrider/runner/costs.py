@@ -59,14 +59,19 @@ class PassCosts:
         """The width of a pass that scores so many drafts of each request."""
         return 1 + max(lens) if self.is_padded else 1 + round(sum(lens) * STEPS / len(lens)) / STEPS
 
-    def observe(self, width: float, batch: int, cache_len: int, seconds: float) -> None:
-        """Adds a measured pass. A first value that the next one contradicts downwards (it held a compilation) is replaced."""
+    def observe(self, width: float, batch: int, cache_len: int, seconds: float, is_cold: bool = False) -> None:
+        """Adds a measured pass. A first value that the next one contradicts downwards (it held a compilation) is replaced.
+
+        ``is_cold``: another model just ran and took this one's place in the processor's caches, so what is known is better.
+        """
         key = batch, cache_len // CACHE_BUCKET
         table = self._tables.get(key)
         if table is None:
             table = self._tables[key] = dict(_nearest(self._tables, *key)) or self._as_before(key, width, seconds)
         count = self._counts.get((*key, width), 0)
         mean = table.get(width)
+        if is_cold and mean is not None:
+            return
         if mean is None:
             # One reading alone, far above what its neighbours say, is rather a hiccup than the price.
             table[width] = min(seconds, FIRST_SPIKE * (self._at(table, width, batch) or seconds))
@@ -81,9 +86,11 @@ class PassCosts:
         if width == 1:
             self._run_plain.add(batch)
 
-    def observe_outside(self, batch: int, seconds: float) -> None:
-        """Adds what a decoding round without drafts took beside its pass: verifier and host."""
+    def observe_outside(self, batch: int, seconds: float, is_cold: bool = False) -> None:
+        """Adds what a decoding round without drafts took beside its pass: verifier and host. ``is_cold`` as above."""
         mean = self._outside.get(batch)
+        if is_cold and mean is not None:
+            return
         if mean is not None and seconds >= mean / 2:
             seconds = mean + WEIGHT * (min(seconds, SPIKE * mean) - mean)
         self._outside[batch] = seconds

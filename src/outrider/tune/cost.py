@@ -39,20 +39,28 @@ class CostModel:
         has_drafts: bool,
         first_layer: int = 0,
     ) -> None:
-        """Adds a decoding round. A proposer that had text to catch up with says nothing of its step.
+        """Adds a decoding round that asked for drafts. A proposer that had text to catch up with says nothing of its step.
 
         ``num_drafts``: the longest draft, or what was asked for in vain, of each of ``num_drafting`` requests.
         """
         if has_drafts:
             self._first_layer = first_layer
+        self._observe_outside(batch, has_drafts, times)
+        if not is_catch_up:
+            self._draft.setdefault(num_drafting, Line()).add(num_drafts, times.draft)
+
+    def observe_plain(self, batch: int, times: PhaseTimes, is_cold: bool) -> None:
+        """Adds a decoding round without drafts; ``is_cold``: just behind those of another model, which says little."""
+        if not is_cold or (batch, False) not in self._outside:
+            self._observe_outside(batch, False, times)
+
+    def _observe_outside(self, batch: int, has_drafts: bool, times: PhaseTimes) -> None:
         key, seconds = (batch, has_drafts), times.verify + times.host
         mean = self._outside.get(key)
         if mean is None or seconds < mean / 2:
             self._outside[key] = seconds
         else:
             self._outside[key] = mean + WEIGHT * (min(seconds, SPIKE * mean) - mean)
-        if num_drafts and not is_catch_up:
-            self._draft.setdefault(num_drafting, Line()).add(num_drafts, times.draft)
 
     def outside(self, batch: int, has_drafts: bool) -> float:
         """Seconds of verifier and host; those of the other kind of round while this one is unknown."""

@@ -135,14 +135,14 @@ class DraftLengthPolicy:
         batch, longest, times = len(round_.depths), max(round_.depths), round_.times
         drafted_for = [b for b in range(batch) if context.limits[b] > 0]
         if round_.k == 0 or self._is_plain:
-            if not is_prefill:
+            if not is_prefill and not round_.is_cold:
                 self._num_unchecked = 0
             self._wait -= 1
             if self._plain is not None:
                 self._purse = min(self._purse + INCOME * times.total / self._plain, FULL_PURSE)
         if round_.k == 0:
             if not is_prefill:
-                self.costs.observe(0, 0, batch, times, False, False)
+                self.costs.observe_plain(batch, times, round_.is_cold)
             return
         # Committed tokens that the proposer had not been asked about, before those of this round.
         num_unseen = sum([self._num_unseen(b) - round_.num_accepted[b] - 1 for b in drafted_for])
