@@ -45,6 +45,18 @@ def test_of_other_passes_the_first_tells_by_how_much_all_differ():
     assert passes.behind(3) is behind
 
 
+def test_one_slow_pass_does_not_say_that_rows_cost_more_than_passes_of_one_row():
+    passes = PassCosts()
+    for _ in range(3):
+        passes.observe(1, 4, 0, 1.0)
+    passes.observe(1.25, 4, 0, 2.0)  # the first with drafts, of one request of four
+    assert passes.seconds(1.25, 4, 0) == pytest.approx(1.25)
+    assert passes.seconds(5, 4, 0) == pytest.approx(5.0)
+    passes.observe(1.25, 4, 0, 2.0)  # once more is no accident
+    assert passes.seconds(1.25, 4, 0) > 1.5
+    assert passes.seconds(5, 4, 0) <= 4 * passes.seconds(1.25, 4, 0)
+
+
 def test_a_plain_round_just_behind_another_model_says_something_only_where_nothing_is_known():
     passes = PassCosts()
     model = CostModel(passes)

@@ -114,12 +114,18 @@ def test_what_sampling_costs_is_not_held_against_drafts_that_are_sampled():
     assert simulate(policy, sampled, passes) > 0.95 * best_fixed(sampled)
 
 
+def test_where_no_request_was_worth_a_draft_the_next_one_is_tried_later():
+    """A new request shortens the pause, for its text may be another; sixty that were not are doubted."""
+    policy = recorded(Cell(LARGE, Text((0.05,)), lengths=(64,) * 60))
+    assert sum(k > 0 for k in policy.asked) < 0.07 * len(policy.asked)
+
+
 def test_plain_decoding_is_priced_among_its_like_and_not_just_behind_a_draft_model():
     """A small target whose passes take half as long again behind the draft's, and a draft that hardly pays."""
-    small = Machine(0.42, 0.07, 0.12, 0.14, 0.02, 0.1, cold=0.5, cold_outside=2.0)
+    small = Machine(0.42, 0.07, 0.12, 0.14, 0.0, 0.1, cold=0.5, cold_outside=2.0)
     passes = PassCosts()
     policy = Recorded(inner := DraftLengthPolicy(MAX_K, passes))
-    simulate(policy, Cell(small, Text((0.75,)), lengths=(2048,)), passes)
+    simulate(policy, Cell(small, Text((0.7,)), lengths=(64,) * 32), passes)
     assert 0.5 < sum(k > 0 for k in policy.asked) / len(policy.asked) < 1  # few rounds without drafts
     assert inner.costs.plain_round(1, 200) == pytest.approx(0.52e-3, rel=0.06)
 

@@ -74,7 +74,8 @@ class PassCosts:
             return
         if mean is None:
             # One reading alone, far above what its neighbours say, is rather a hiccup than the price.
-            table[width] = min(seconds, FIRST_SPIKE * (self._at(table, width, batch) or seconds))
+            most = table[1] * width if 1 in table else seconds  # for what passes of one row would do
+            table[width] = min(seconds, most, FIRST_SPIKE * (self._at(table, width, batch) or seconds))
         elif count == 0:
             self._adopt(key, table, seconds / mean)
         elif seconds >= JUMP * mean:
@@ -127,8 +128,10 @@ class PassCosts:
                 table[width] *= factor
 
     def _at(self, table: dict[float, float], width: float, batch: int) -> float | None:
-        """The price of a width, between those of its neighbours; beyond the widest as the slope up to it has it, and below the
-        narrowest as rows usually cost, so that what is never run does not look as dear as what is."""
+        """The price of a width, between those of its neighbours; beyond the widest as the slope up to it has it, but no more
+        than as many passes of that one, and below the narrowest as rows usually cost, so that what is never run does not look
+        as dear as what is.
+        """
         if width in table or not table:
             return table.get(width)
         below = max((w for w in table if w < width), default=None)
@@ -138,7 +141,7 @@ class PassCosts:
             return table[above] * (1 + STEP_SLOPE * (width - 1)) / (1 + STEP_SLOPE * (above - 1))
         if above is None:
             slope = _slope(table) if len(table) > 1 else self._slope_of_others(batch, table[below])
-            return table[below] + slope * (width - below)
+            return table[below] + min(slope, table[below] / below) * (width - below)
         part = (width - below) / (above - below)
         return table[below] + part * (table[above] - table[below])
 

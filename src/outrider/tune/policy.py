@@ -37,6 +37,7 @@ HORIZON = 64  # tokens over which a proposer's reading of the prompt must have p
 
 FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # rounds without drafts before the next probe
 NEW_REQUEST_WAIT, NEW_REQUEST_PAUSE = 4, 16  # at most, times the batch, when a request joins: its text may be another
+MOST_DOUBT = 8  # times these, where one text after another was not
 PROBE_RATE = 0.8  # a probe drafts as many tokens as would pay at this acceptance, at most MAX_PROBE
 MAX_PROBE = 4
 RETRY = 4  # rounds, beside those in which the purse fills, until a probe that could not be paid is considered again
@@ -91,6 +92,7 @@ class DraftLengthPolicy:
         self._plain: float | None = None  # seconds of a round without drafts
         self._age = 0  # rounds since
         self._wait, self._pause = 0, FIRST_PAUSE
+        self._doubt = 1  # that a new request's text is another: doubles with each probe in vain
         self._is_plain = True  # the round: nothing was asked for, though requests may have had drafts as they wished
         self._is_probe = False
         self._num_drafted = 0
@@ -173,8 +175,8 @@ class DraftLengthPolicy:
         self._requests = context.requests
         if any([request.request_id not in self._tracks for request in context.requests]):
             batch = len(context.requests)  # a new text changes less where there are many others
-            self._wait = min(self._wait, batch * NEW_REQUEST_WAIT)
-            self._pause = min(self._pause, batch * NEW_REQUEST_PAUSE)
+            self._wait = min(self._wait, batch * NEW_REQUEST_WAIT * self._doubt)
+            self._pause = min(self._pause, batch * NEW_REQUEST_PAUSE * self._doubt)
         self._batch = [self._track(request) for request in context.requests]
         self.costs = self._costs[all([request.params.is_greedy for request in context.requests])]
         self._decide(context, before)
@@ -316,9 +318,10 @@ class DraftLengthPolicy:
             return
         self._decide(context, self._lens)
         if self._k:
-            self._pause = FIRST_PAUSE
+            self._pause, self._doubt = FIRST_PAUSE, 1
         elif all([drafts == accepted for drafts, accepted in made]):
             self._wait = 0
         else:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
             self._wait = self._pause
+            self._doubt = min(2 * self._doubt, MOST_DOUBT)
