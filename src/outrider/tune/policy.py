@@ -45,7 +45,7 @@ RETRY = 4  # rounds, beside those in which the purse fills, until a probe that c
 INCOME = 0.02  # of all time, may be lost
 FIRST_PURSE, FULL_PURSE, DEBT = 4.0, 6.0, 4.0  # in plain rounds: to begin with, at most, and owed at most
 
-RECHECK = 48  # drafted rounds after which a plain one is run, if drafting wins no more than THIN
+RECHECK = 48  # drafted rounds after which plain ones are run, if drafting wins no more than THIN
 THIN = 1.3
 
 
@@ -92,6 +92,7 @@ class DraftLengthPolicy:
         self._plain: float | None = None  # seconds of a round without drafts
         self._age = 0  # rounds since
         self._wait, self._pause = 0, FIRST_PAUSE
+        self._stake = 1.0  # plain rounds that the last probe could lose: the dearer, the longer the pause behind it
         self._doubt = 1  # that a new request's text is another: doubles with each probe in vain
         self._is_plain = True  # the round: nothing was asked for, though requests may have had drafts as they wished
         self._is_probe = False
@@ -175,7 +176,7 @@ class DraftLengthPolicy:
         self._requests = context.requests
         if any([request.request_id not in self._tracks for request in context.requests]):
             batch = len(context.requests)  # a new text changes less where there are many others
-            self._wait = min(self._wait, batch * NEW_REQUEST_WAIT * self._doubt)
+            self._wait = min(self._wait, int(batch * NEW_REQUEST_WAIT * self._doubt * self._stake))
             self._pause = min(self._pause, batch * NEW_REQUEST_PAUSE * self._doubt)
         self._batch = [self._track(request) for request in context.requests]
         self.costs = self._costs[all([request.params.is_greedy for request in context.requests])]
@@ -307,7 +308,7 @@ class DraftLengthPolicy:
         if lacking > 0:
             self._wait = RETRY + int(lacking / INCOME)
             return 0
-        self._is_probe = True
+        self._is_probe, self._stake = True, max(1.0, seconds / prices.plain - 1)
         return k
 
     def _judge_probe(self, round_: Round, context: Context) -> None:
@@ -323,5 +324,5 @@ class DraftLengthPolicy:
             self._wait = 0
         else:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
-            self._wait = self._pause
+            self._wait = int(self._pause * self._stake)
             self._doubt = min(2 * self._doubt, MOST_DOUBT)
