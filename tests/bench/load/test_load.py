@@ -125,6 +125,14 @@ def test_modes_take_turns_and_begin_in_turn() -> None:
     assert asked == ["plain", "speculative", "speculative", "plain"]
 
 
+def test_repeats_go_on_with_the_prompts_and_modes_have_the_same() -> None:
+    server = FakeServer()
+    swept(server, Load(concurrency=2), requests_per_client=1)
+    asked = [(body["prompt"].split("\n")[1], "speculative" in body) for body in server.bodies if body["max_tokens"] == 9]
+    for is_plain in (True, False):
+        assert [text for text, mode in asked if mode == is_plain] == ["one", "two", "three", "one"]
+
+
 def test_servers_rest_before_each_run() -> None:
     sweep = swept(FakeServer(), Load(concurrency=2), rest=7.5)
     runs = [sample for repeat in sweep.groups[0].repeats for run in repeat.values() for sample in run.samples]

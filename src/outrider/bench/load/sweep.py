@@ -36,7 +36,7 @@ class Mode:
 class Traffic:
     """What is asked for."""
 
-    prompts: Sequence[str]  # taken in turn
+    prompts: Sequence[str]  # taken in turn, each repeat beginning where the one before ended
     requests_per_client: int = 4
     num_requests: int = 32  # of a run with a rate
     max_tokens: int = 64
@@ -50,9 +50,10 @@ class Traffic:
         """Requests of one run."""
         return self.num_requests if load.concurrency is None else load.concurrency * self.requests_per_client
 
-    def texts(self, load: Load, run: str) -> list[str]:
+    def texts(self, load: Load, run: str, repeat: int = 0) -> list[str]:
         """The prompts of one run. What they begin with is found in no server's cache, but for what they share by intent."""
-        texts = islice(cycle(self.prompts), self.count(load))
+        count = self.count(load)
+        texts = islice(cycle(self.prompts), repeat * count, (repeat + 1) * count)
         if self.shared_prefix:
             return [f"{_mark(run)}{self.shared_prefix}\n{text}" for text in texts]
         return [f"{_mark(f'{run}, {index}')}{text}" for index, text in enumerate(texts)]
@@ -169,7 +170,7 @@ class Sweep:
 
     async def _measure(self, load: Load, asker: Asker, mode: Mode, repeat: int) -> Run:
         traffic = self.traffic
-        texts = traffic.texts(load, f"{traffic.seed}, {load.label}, {mode.name}, {repeat}")
+        texts = traffic.texts(load, f"{traffic.seed}, {load.label}, {mode.name}, {repeat}", repeat)
         seeds = range(traffic.seed, traffic.seed + len(texts))
         before = await counters.read(asker.http)
 
