@@ -23,7 +23,7 @@ from outcome import check_out, count, told
 from outrider.bench.provenance import command
 
 ALARMS = 0.05  # of the audits, at most
-WHERE = ("version", "commit", "device", "dtype", "threads", "date", "versions", "target")
+WHERE = ("version", "commit", "cpu", "device", "dtype", "threads", "date", "versions", "target")
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ import jsonschema
 from outcome import check_out, count, told
 
 from outrider import LLM, SamplingParams
-from outrider.bench.provenance import command
+from outrider.bench.provenance import origin
 from outrider.engine.config import eos_token_ids
 from outrider.registry import PROPOSERS
 from outrider.sampling.grammar_masks import path_to
@@ -124,7 +124,7 @@ def main() -> int:
         except OutriderError as error:
             found[method] = {"skipped": str(error)}
         print(f"{method}: {json.dumps(found[method])}", file=sys.stderr, flush=True)
-    return told({"command": command(), "methods": found, "holds": holds(found)}, args.out)
+    return told({**origin(), "methods": found, "holds": holds(found)}, args.out)
 
 
 def holds(found: dict[str, Any]) -> bool:

@@ -27,7 +27,7 @@ from typing import Any
 import httpx
 from outcome import check_out, count, told
 
-from outrider.bench.provenance import command
+from outrider.bench.provenance import origin
 
 PROMPTS = [
     "def quicksort(",
@@ -287,7 +287,7 @@ def main() -> int:
     grown, faults = growth(soak.rss, args.minutes), metric(page, "outrider:proposer_faults_total")
     holds = not wrong and grown < MAX_GROWTH and faults > 0
     result = {
-        "command": command(),
+        **origin(),
         "minutes": args.minutes,
         "clients": args.clients,
         "seconds_to_ready": round(seconds, 2),

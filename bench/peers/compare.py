@@ -14,10 +14,12 @@ from client import Job
 from engines import ENGINES, HERE, OURS
 from prompts import BadInput, read_config, read_prompts
 from protocol import DTYPES, METHODS
-from report import provenance, table
+from report import table
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rounds import Contestant, Screen, alternate, cell
+
+from outrider.bench.provenance import origin
 
 EXAMPLES = """Examples:
 
@@ -98,7 +100,8 @@ def main(  # noqa: PLR0913 - one argument per command line option
 
 def _run(plan: Plan, job: Job, out: Path | None) -> dict[str, Any]:
     document: dict[str, Any] = {
-        **provenance(sys.argv[1:]),
+        **origin(),
+        "loadavg_at_start": round(os.getloadavg()[0], 2),
         "target": _describe(job.target),
         "draft": _describe(job.draft) if job.draft else None,
         "threads": job.threads,

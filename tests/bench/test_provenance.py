@@ -1,13 +1,14 @@
-"""The command that stands in a result: what was typed, whoever runs it, and no key."""
+"""What stands in a result of where it comes from: the command that was typed, and no key; the processor."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from outrider.bench.provenance import command
+from outrider.bench.provenance import command, cpu_name, origin
 
 
 @pytest.mark.parametrize(
@@ -32,3 +33,31 @@ def test_a_script_is_named_by_its_path_from_here(monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "bench" / "tune_check.py"), "--repeat", "2"])
     assert command() == "python bench/tune_check.py --repeat 2"
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ("model name\t: Xeon: a\nflags\t\t: fpu avx2 amx_bf16 avx512f\n", "Xeon: a (8 cores; avx2 avx512f amx_bf16)"),
+        ("BogoMIPS : 50\nFeatures : fp asimd sve\n", "a64 (8 cores; asimd sve)"),  # Arm
+        (None, "a64 (8 cores)"),  # macOS
+    ],
+)
+def test_a_processor_is_told_with_what_decides_its_speed(lines: str | None, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(path: Path) -> str:
+        if lines is None:
+            raise FileNotFoundError(path)
+        return lines
+
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr("platform.processor", lambda: "")
+    monkeypatch.setattr("platform.machine", lambda: "a64")
+    assert cpu_name() == told
+
+
+def test_every_result_says_where_it_comes_from() -> None:
+    """As README has it: version, commit, machine, command, date."""
+    found = origin()
+    assert {"version", "commit", "cpu", "command", "date", "versions"} == set(found)
+    assert all(found.values()) or found["commit"] is None  # no commit outside of a checkout

@@ -17,23 +17,30 @@ from outrider import __version__
 if TYPE_CHECKING:
     from outrider.runner import ModelRunner
 
-
 SECRET, HIDDEN = "--api-key", "hidden"  # an option whose value is not for files that are shown around
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "bf16")  # of products
 
 
-def provenance(runner: ModelRunner) -> dict[str, Any]:
-    """Versions, machine, command and date, JSON-ready."""
-    import torch
-
+def origin() -> dict[str, Any]:
+    """Versions, processor, command and date, JSON-ready: of any result, whatever ran."""
     return {
         "version": __version__,
         "commit": commit(),
-        "device": device_name(runner.device),
-        "dtype": str(runner.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
+        "cpu": cpu_name(),
         "command": command(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in ("torch", "transformers")},
+    }
+
+
+def provenance(runner: ModelRunner) -> dict[str, Any]:
+    """``origin``, and what a model ran on in this process."""
+    import torch
+
+    return origin() | {
+        "device": device_name(runner.device),
+        "dtype": str(runner.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
     }
 
 
@@ -78,15 +85,20 @@ def commit() -> str | None:
 
 
 def device_name(device: Any) -> str:
-    """What a reader needs to know of the machine: ``cuda: NVIDIA H100``, ``cpu: Intel Xeon ... (2 cores)``."""
+    """What a reader needs to know of the device: ``cuda: NVIDIA H100``, ``cpu: Intel Xeon ... (2 cores)``."""
     import torch
 
-    if device.type == "cuda":
-        return f"cuda: {torch.cuda.get_device_name(device)}"
-    name = platform.processor() or platform.machine()
+    return f"cuda: {torch.cuda.get_device_name(device)}" if device.type == "cuda" else f"{device.type}: {cpu_name()}"
+
+
+def cpu_name() -> str:
+    """``AMD EPYC (2 cores; avx2 avx512f avx512_bf16)``: with what decides how long a pass takes, which names may hide."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return f"{device.type}: {name} ({os.cpu_count()} cores)"
+    except OSError:
+        lines = []
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    flags = facts.get("flags", facts.get("Features", "")).split()  # x86's word and Arm's
+    kinds = " ".join(kind for kind in INSTRUCTIONS if kind in flags)
+    return f"{name} ({os.cpu_count()} cores{kinds and '; ' + kinds})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -47,9 +46,10 @@ def command(
 
         from outrider.server.bridge import load_aside
         from outrider.server.demo.app import Demo
+        from outrider.server.run import listen
     except ImportError as missing:
         raise OutriderError(f"the demo needs {missing.name}: pip install 'outrider[serve]'") from None
-    with bind(host, port) as listening:
+    with listen(host, port) as listening:
         track = load_aside(lambda: load_track(models, methods))
         with waiting("warming up"):
             speed = load_aside(track.warm_up)
@@ -65,17 +65,6 @@ def command(
             server.run(sockets=[listening])
         finally:
             demo.close()
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, taken before the seconds that loading takes. Raises ``OutriderError`` where there is none."""
-    from outrider.types import OutriderError
-
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise OutriderError(f"cannot listen on {host}:{port} ({error.strerror}): choose another --port or --host") from None
 
 
 def load_track(models: ModelOptions, methods: str | None) -> Track:

@@ -155,7 +155,7 @@ def command(
         compile_if_asked(llm, models)
         return llm
 
-    with listen(config) as listener:  # a port that is taken is found before the model is loaded
+    with listen(config.host, config.port) as listener:  # a port that is taken is found before the model is loaded
         llm = load_aside(prepared)
         log_json()
         serve(llm, config, keys, listener)

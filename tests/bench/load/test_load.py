@@ -67,6 +67,13 @@ def test_clients_are_as_many_as_asked_for() -> None:
         assert cell["tok_s"] == pytest.approx(concurrency * 9 / 0.41)
 
 
+def test_connections_are_used_again() -> None:
+    """As those of most clients are; a server may behave otherwise on a new one (the first acknowledgements come at once)."""
+    server = FakeServer()
+    swept(server, Load(concurrency=2), repeat=1)
+    assert server.num_read_whole == len(server.bodies) > 0
+
+
 def test_arrivals_have_the_rate_and_are_the_same_for_both_modes() -> None:
     started: dict[str, list[float]] = {}
     sweep = swept(FakeServer(), Load(rate=5.0), num_requests=400, repeat=1)

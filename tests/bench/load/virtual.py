@@ -58,6 +58,7 @@ class FakeServer:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     running: int = 0
     most: int = 0
+    num_read_whole: int = 0  # streams whose connection could be used again
     rounds: int = 0
     drafts: int = 0
     accepted: int = 0
@@ -95,6 +96,7 @@ class FakeServer:
             yield data[20:] + b"\r\n\r\n"
         self.running -= 1
         yield b'data: {"choices": [], "usage": {"completion_tokens": %d, "prompt_tokens": 5}}\n\ndata: [DONE]\n\n' % done
+        self.num_read_whole += 1
 
     def _page(self) -> str:
         here = '{model_name="fake",engine="0"}'

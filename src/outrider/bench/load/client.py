@@ -62,12 +62,15 @@ class Asker:
         return sample
 
     async def _read(self, answer: httpx.Response, sample: Sample) -> None:
-        """Takes the stream in. Tokens of a chunk are those that its usage counts beyond the last one's."""
+        """Takes the stream in. Tokens of a chunk are those that its usage counts beyond the last one's.
+
+        Read to its end, behind what says so: else the connection would be closed, and a new one is not what most requests have.
+        """
         clock, last, is_done = asyncio.get_running_loop().time, 0.0, False
         async for data in events(answer):
             if data == b"[DONE]":
                 is_done = True
-                break
+                continue
             now, event = clock(), json.loads(data)
             if "error" in event:
                 sample.error = _message(data)

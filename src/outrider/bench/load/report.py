@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from outrider import __version__
 from outrider.bench.load.cells import Objective, cells, worst
 from outrider.bench.load.sweep import Sweep
+from outrider.bench.provenance import origin
 from outrider.bench.tables import number
 
 if TYPE_CHECKING:
@@ -25,18 +23,11 @@ DEFINITIONS = (
 
 def document(sweep: Sweep, objective: Objective, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that was measured, and what is needed to repeat it."""
-    from outrider.bench.provenance import command, commit
-
     traffic, found = sweep.traffic, cells(sweep.groups, objective)
     return {
         "kind": "serve",
-        "version": __version__,
-        "commit": commit(),
-        "machine": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
+        **origin(),
         **extra,
-        "command": command(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "modes": [{"mode": mode.name, "url": mode.url, "more": dict(mode.more)} for mode in sweep.modes],
         "servers": sweep.servers,
         "max_tokens": traffic.max_tokens,
