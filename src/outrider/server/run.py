@@ -79,7 +79,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:
-        why = error.strerror or error
+        why = str(error.strerror or error).partition(" (while")[0]  # what follows is the address, once more
         raise OutriderError(f"cannot listen on {host} port {port} ({why}): choose another --port or --host") from None
 
 
