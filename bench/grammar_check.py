@@ -65,7 +65,7 @@ class Watch:
     def __init__(self, llm: LLM) -> None:
         self.num_drafts = self.num_forbidden = 0
         self._score = llm.runner.score
-        llm.runner.score = self  # type: ignore[method-assign, assignment]
+        llm.runner.score = self  # type: ignore[method-assign]
 
     def __call__(self, context: Context, proposal: Proposal) -> Scores:
         for b, request in enumerate(context.requests):

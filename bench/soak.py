@@ -85,7 +85,7 @@ def serve(args: argparse.Namespace) -> None:
 
     llm.proposer.propose = faulty  # type: ignore[method-assign]
     config = ServerConfig(port=args.port, max_queue=4 * args.clients)
-    listener = listen(config)
+    listener = listen(config.host, config.port)
     log_json()
     run(llm, config, KeyRing(), listener)
 
