@@ -20,10 +20,10 @@ from typing import Any
 
 from outcome import check_out, count, told
 
-from outrider.bench.provenance import command
+from outrider.bench.provenance import origin
 
 ALARMS = 0.05  # of the audits, at most
-WHERE = ("version", "commit", "cpu", "device", "dtype", "threads", "date", "versions", "target")
+WHERE = ("device", "dtype", "threads", "target")  # of an audit, beside where all results come from
 
 
 def main() -> int:
@@ -43,8 +43,9 @@ def main() -> int:
             print(f"seed {seed}: {audits[-1]['verdicts']}, {left / 60:.1f} min left", file=sys.stderr, flush=True)
     alarms = sum(not audit["certified"] for audit in audits)
     caught = all(control["caught"] for audit in audits for control in audit["controls"])
-    result = where | {
-        "command": command(),
+    result = {
+        **origin(),
+        **where,
         "methods": args.methods,
         "tv": args.tv,
         "audits": audits,

@@ -17,7 +17,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -212,10 +211,13 @@ def expected(args: argparse.Namespace) -> dict[tuple[str, int], str]:
 
 def check_port(port: int) -> None:
     """Ends the script where another server has the port: it would be the one that is asked."""
+    from outrider.server.run import listen
+    from outrider.types import OutriderError
+
     try:
-        socket.create_server(("127.0.0.1", port)).close()
-    except OSError as error:
-        raise SystemExit(f"error: cannot listen on port {port} ({error.strerror}): choose another --port") from None
+        listen("127.0.0.1", port).close()
+    except OutriderError as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 def ready_seconds(server: subprocess.Popen[bytes], url: str, log: Path) -> float:

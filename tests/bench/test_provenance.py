@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from outrider.bench.provenance import command, cpu_name, origin
+from outrider.bench import provenance
+from outrider.bench.provenance import command, commit, cpu_name, origin
 
 
 @pytest.mark.parametrize(
@@ -54,6 +56,29 @@ def test_a_processor_is_told_with_what_decides_its_speed(lines: str | None, told
     monkeypatch.setattr("platform.processor", lambda: "")
     monkeypatch.setattr("platform.machine", lambda: "a64")
     assert cpu_name() == told
+
+
+def test_a_commit_is_marked_where_code_that_measures_was_changed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+
+    code = [tmp_path / "src" / "outrider" / "engine.py", tmp_path / "bench" / "peers" / "compare.py", tmp_path / "README.md"]
+    for file in code:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
+    git("init")
+    git("add", "-A")
+    git("commit", "-m", "all")
+    package = code[0].parent / "bench"
+    package.mkdir()
+    monkeypatch.setattr(provenance, "__file__", str(package / "provenance.py"))
+    marked = []
+    for file in code:
+        file.write_text("changed")
+        marked.append((commit() or "").endswith("+"))
+        git("checkout", ".")
+    assert marked == [True, True, False] and not (commit() or "+").endswith("+")
 
 
 def test_every_result_says_where_it_comes_from() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider import __version__
+from outrider.cpp_library import cpu_flags
 
 if TYPE_CHECKING:
     from outrider.runner import ModelRunner
@@ -67,7 +68,10 @@ def _version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of the checkout Outrider runs from, "+" appended where files were changed; None outside of one."""
+    """The commit of the checkout Outrider runs from, "+" appended where its code or that of ``bench/`` was changed since.
+
+    None outside of a checkout.
+    """
     folder = Path(__file__).parent
     try:
         asked = {
@@ -76,7 +80,7 @@ def commit() -> str | None:
             ).stdout
             for what, arguments in {
                 "head": ["rev-parse", "--short=12", "HEAD"],
-                "changes": ["status", "--porcelain", "."],
+                "changes": ["status", "--porcelain", "--", ":/src", ":/bench"],
             }.items()
         }
     except (OSError, subprocess.SubprocessError):
@@ -93,12 +97,12 @@ def device_name(device: Any) -> str:
 
 def cpu_name() -> str:
     """``AMD EPYC (2 cores; avx2 avx512f avx512_bf16)``: with what decides how long a pass takes, which names may hide."""
+    name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    name = facts.get("model name") or platform.processor() or platform.machine()
-    flags = facts.get("flags", facts.get("Features", "")).split()  # x86's word and Arm's
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    flags = cpu_flags().split()
     kinds = " ".join(kind for kind in INSTRUCTIONS if kind in flags)
     return f"{name} ({os.cpu_count()} cores{kinds and '; ' + kinds})"
