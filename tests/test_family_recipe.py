@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import lzma
+import operator
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from outrider.train.distillation import Distillation, DistillationLoss
 from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
 from outrider.train.plan import Plan
 from outrider.train.trainer import Job, Trainer
-from recipes.family import corpus, data, evaluate, model, samples, stages, tokenizer
+from recipes.family import chats, corpus, data, evaluate, model, samples, stages, tokenizer
 from recipes.family.config import PRESETS
 
 TINY = PRESETS["tiny"]
@@ -177,7 +179,7 @@ def test_no_prompt_is_ever_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for name, found in splits.items():
         assert found.train, name
         assert found.held_out, name
-        assert not set(found.train) & set(found.held_out) or name == "functions"
+        assert not set(found.train) & set(found.held_out)
         assert "SECRET" not in "".join(found.train + found.held_out)
     with pytest.raises(ValueError, match="never for training"):
         corpus.read_documents(prompts / "books_en.txt.xz")
@@ -241,3 +243,47 @@ def test_an_export_replaces_model_folders_only(tmp_path: Path) -> None:
         done = CliRunner().invoke(app, ["export", *words, *options], env={"COLUMNS": "300"})
         assert done.exit_code == 2 and why in done.output
     assert (mine / "notes.txt").read_text() == "not to be lost"
+
+
+def test_near_duplicates_of_held_out_or_earlier_text_are_dropped() -> None:
+    tale = [f"Once upon a time there lived {who} in a small house." for who in ("a king", "a cat", "a boy", "an old woman")]
+    other = [f"The {thing} of the village stood beside the river for years." for thing in ("mill", "church", "bridge")]
+    splits = {
+        "books": corpus.Split(["\n".join(tale).replace("O", "\u201cO"), "\n".join(other)], []),
+        "tales": corpus.Split(["\n".join(tale)], []),
+        "peps": corpus.Split(["\n".join(other[:2]), "short\nlines"], ["\n".join(other)]),
+    }
+    kept = corpus.without_duplicates(splits)
+    assert {name: found.train for name, found in kept.items()} == {
+        "tales": ["\n".join(tale)],  # stays here, goes from the books, whatever their order
+        "books": [],  # one is a tale, the other is held out among the peps
+        "peps": ["short\nlines"],
+    }
+
+
+def test_conversations_are_what_the_chat_template_writes(tmp_path: Path) -> None:
+    learned = tokenizer.train(iter([CODE * 3]), 320)
+    turns = [("What is 2 + 3?", "2 + 3 = 5."), ("Thanks", "My pleasure.")]
+    messages = [
+        {"role": role, "content": text} for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+    assert learned.apply_chat_template(messages, tokenize=False) == chats.document(turns) + "<|endoftext|>\n"
+
+
+def test_conversations_hold_commands_stories_and_right_sums() -> None:
+    pages = ["# ls\n\n> List.\n\n- List [a]ll files in {{path}}:\n\n`ls {{[-a|--all]}} {{path}}`"]
+    fable = "THE FOX\n\n" + "A fox saw some grapes and could not reach them. " * 6
+    text = "\n".join(chats.write(pages, [fable]))
+    assert "How do I list all files in path?\n<|assistant|>\nUse this command:\n`ls -a path`" in text
+    assert "Tell me a story about the fox.\n<|assistant|>\nA fox saw some grapes" in text
+    sums = re.findall(r"^(\d+) ([-+*]) (\d+) = (-?\d+)\.(?:<\|endoftext\|>)?$", text, flags=re.MULTILINE)
+    assert len(sums) == chats.SUMS
+    operations = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+    assert all(operations[kind](int(first), int(second)) == int(value) for first, kind, second, value in sums)
+
+
+def test_a_run_can_be_ended_early_with_its_decay(tmp_path: Path) -> None:
+    shop = stages.Workshop("tiny", tmp_path, tmp_path, tokens_in_all=10_000)
+    plan = shop.plan(TINY.target_plan)
+    assert plan.max_tokens == 10_000 < TINY.target_plan.max_tokens
+    assert optim.lr_factor(9_000 / plan.max_tokens, plan) < optim.lr_factor(9_000 / TINY.target_plan.max_tokens, plan)

@@ -21,6 +21,9 @@ PresetName = Annotated[str, typer.Option("--preset", help=f"machine class: {', '
 Corpus = Annotated[Path, typer.Option("--corpus", help="folder of the xz text files")]
 Work = Annotated[Path, typer.Option("--work", help="folder for checkpoints and tokenised text")]
 Minutes = Annotated[float | None, typer.Option("--minutes", help="time budget; the preset's own if not given")]
+Tokens = Annotated[
+    int | None, typer.Option("--tokens", help="tokens of the whole run; fewer than planned end a run early, with its decay")
+]
 Wall = Annotated[bool, typer.Option("--wall", help="pauses count, too: the run ends by the clock")]
 Compiled = Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the layers")]
 Package = Annotated[Path, typer.Option("--package", help="folder that gets target/, draft/ and the model card")]
@@ -59,11 +62,13 @@ def target(
     corpus: Corpus = CORPUS,
     work: Work = WORK,
     minutes: Minutes = None,
+    tokens: Tokens = None,
     wall: Wall = False,
     compiled: Compiled = True,
 ) -> None:
     """Train the target; run again to resume."""
-    shop = replace(workshop(preset, corpus, work), compiled=compiled, minutes=minutes, count_pauses=wall)
+    budget = {"minutes": minutes, "tokens_in_all": tokens, "count_pauses": wall}
+    shop = replace(workshop(preset, corpus, work), compiled=compiled, **budget)
     if not stages.train_target(shop):
         sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
 

@@ -81,7 +81,10 @@ def bits(found: dict[str, dict[str, float]]) -> str:
     """Validation table."""
     rows = [f"| {name} | {value:.3f} | {found['draft'][name]:.3f} |" for name, value in found["target"].items()]
     head = ["## Bits per byte on held-out documents", "", "| source | target | draft |", "|---|---|---|"]
-    note = "`total` weighs the sources as in training. Measured on the exported weights."
+    note = (
+        "`total` weighs the sources of the first edition as that did, so that editions can be compared. "
+        "Measured on the exported weights."
+    )
     return "\n".join([*head, *rows, "", note])
 
 

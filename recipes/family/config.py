@@ -55,13 +55,13 @@ class Preset:
 
 PRESETS = {
     "cpu": Preset(
-        vocab=4096,
-        target=Shape(hidden=256, layers=8, heads=4, kv_heads=2, intermediate=768),
-        draft=Shape(hidden=256, layers=2, heads=4, kv_heads=2, intermediate=768),
-        target_plan=Plan(60_000_000, 4096, ((0.85, 256), (0.97, 512), (1.0, 1024)), minutes=75),
+        vocab=6144,
+        target=Shape(hidden=256, layers=14, heads=4, kv_heads=2, intermediate=768),
+        draft=Shape(hidden=128, layers=2, heads=2, kv_heads=1, intermediate=384),
+        target_plan=Plan(150_000_000, 8192, ((0.7, 256), (0.95, 512), (1.0, 1024)), decay=0.3),
         draft_plan=Plan(20_000_000, 4096, ((1.0, 256),), minutes=40, muon_lr=0.01, adam_lr=0.0025, warmup=0.02),
-        layer_skip=LayerSkip(exit_scale=0.5, exit_share=0.25, from_scratch=True, whole_steps=True, grow_at=0.2),
-        source_megabytes=12,
+        layer_skip=LayerSkip(exit_scale=0.5, exit_share=0.25, from_scratch=True, whole_steps=True, grow_at=0.35),
+        source_megabytes=40,
         distillation=DraftText(3072),
     ),
     "gpu": Preset(

@@ -16,36 +16,52 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import chats
 from .config import ASSISTANT, END, USER
 
 HELD_OUT_SHARE = 0.005
+LONG_LINE = 25  # letters and digits: shorter lines repeat by chance
+MOST_REPEATED = 0.3  # of a document's long lines; what repeats more is a duplicate
+FIRST = ("tales", "thealgorithms", "gsm8k")  # where a document stands in two sources, it stays in these
 STDLIB_SKIP = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 STDLIB_SKIP |= {"encodings", "pydoc_data", "ensurepip", "turtledemo"}
 
 
 @dataclass(frozen=True)
 class Source:
-    """One source of text: `file` is None for the standard library and for derived functions."""
+    """One source of text: `file` is None for the standard library and for derived documents."""
 
     name: str
     file: str | None
     weight: float  # share of the training rows
+    in_total: float  # share of the total of bits per byte, the same for every edition of the family
     origin: str
     licence: str
 
 
 SOURCES = (
-    Source("functions", None, 0.30, "single functions cut from the four Python sources", "as their files"),
-    Source("thealgorithms", "code_thealgorithms_mit.txt.xz", 0.12, "TheAlgorithms/Python", "MIT"),
-    Source("stdlib", None, 0.06, "the Python interpreter's standard library", "PSF-2.0"),
-    Source("networkx", "code_networkx_bsd.txt.xz", 0.04, "networkx/networkx", "BSD-3-Clause"),
-    Source("sympy", "code_sympy_bsd.txt.xz", 0.03, "sympy/sympy", "BSD-3-Clause"),
-    Source("books", "books_en.txt.xz", 0.29, "mlschmitt/classic-books-markdown", "public domain"),
-    Source("peps", "docs_peps_pd.txt.xz", 0.04, "python/peps", "public domain / CC0"),
-    Source("rust", "docs_rust_mit_apache.txt.xz", 0.03, "rust-lang/book, rust-lang/reference", "MIT or Apache-2.0"),
-    Source("cpp", "docs_cpp_ccby.txt.xz", 0.01, "MicrosoftDocs/cpp-docs", "CC-BY-4.0"),
-    Source("tldr", "docs_tldr_en_ccby.txt.xz", 0.02, "tldr-pages/tldr", "CC-BY-4.0"),
-    Source("gsm8k", "math_gsm8k_train_mit.txt.xz", 0.06, "openai/grade-school-math, train split", "MIT"),
+    Source("functions", None, 0.13, 0.30, "single functions cut from the four sources of Python below", "as their files"),
+    Source("package_functions", None, 0.17, 0, "single functions cut from the packages", "as their files"),
+    Source("thealgorithms", "code_thealgorithms_mit.txt.xz", 0.05, 0.12, "TheAlgorithms/Python", "MIT"),
+    Source(
+        "packages",
+        "code_packages_permissive.txt.xz",
+        0.10,
+        0,
+        "40 packages of the Python package index",
+        "BSD, MIT, Apache-2.0",
+    ),
+    Source("stdlib", None, 0.05, 0.06, "the Python interpreter's standard library", "PSF-2.0"),
+    Source("networkx", "code_networkx_bsd.txt.xz", 0.03, 0.04, "networkx/networkx", "BSD-3-Clause"),
+    Source("sympy", "code_sympy_bsd.txt.xz", 0.03, 0.03, "sympy/sympy", "BSD-3-Clause"),
+    Source("tales", "tales_en.txt.xz", 0.15, 0, "tales of mlschmitt/classic-books-markdown", "public domain"),
+    Source("books", "books_en.txt.xz", 0.15, 0.29, "mlschmitt/classic-books-markdown", "public domain"),
+    Source("peps", "docs_peps_pd.txt.xz", 0.02, 0.04, "python/peps", "public domain / CC0"),
+    Source("rust", "docs_rust_mit_apache.txt.xz", 0.01, 0.03, "rust-lang/book, rust-lang/reference", "MIT or Apache-2.0"),
+    Source("cpp", "docs_cpp_ccby.txt.xz", 0.01, 0.01, "MicrosoftDocs/cpp-docs", "CC-BY-4.0"),
+    Source("tldr", "docs_tldr_en_ccby.txt.xz", 0.02, 0.02, "tldr-pages/tldr", "CC-BY-4.0"),
+    Source("gsm8k", "math_gsm8k_train_mit.txt.xz", 0.04, 0.06, "openai/grade-school-math, train split", "MIT"),
+    Source("chats", None, 0.04, 0, "short conversations made of tldr, tales and templates of our own", "as their files"),
 )
 CODE = ("thealgorithms", "stdlib", "networkx", "sympy")
 
@@ -120,7 +136,7 @@ def functions(document: str) -> Iterator[str]:
         first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
         length = node.end_lineno - first + 1
         has_doc = ast.get_docstring(node) is not None
-        if not 3 + has_doc <= length <= 70 or len(node.body) < 1 + has_doc or node.name.startswith("test"):
+        if not 3 + has_doc <= length <= 60 or len(node.body) < 1 + has_doc or node.name.startswith("test"):
             continue
         text = textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno]))
         doc = (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ")
@@ -147,25 +163,58 @@ def split(documents: list[str], limit: int) -> Split:
     return Split(train, held_out)
 
 
-def load(corpus: Path, megabytes: float) -> dict[str, Split]:
-    """Every source, cleaned and split; functions of held-out files are held out too."""
-    limit = int(megabytes * 1e6)
-    splits: dict[str, Split] = {}
-    for source in SOURCES:
-        if source.name == "functions":
-            continue
-        documents = read_documents(corpus / source.file) if source.file else read_stdlib()
-        clean = CLEANERS.get(source.name, str)
-        splits[source.name] = split([clean(text) for text in documents], limit)
-    found = Split([], [])
-    for name in CODE:
+def lines_of(document: str) -> dict[int, int]:
+    """Hash and length of every long line, letters and digits only: what near-duplicates share."""
+    plain = (re.sub(r"[\W_]+", "", line).lower() for line in document.splitlines())
+    return {hash(line): len(line) for line in plain if len(line) >= LONG_LINE}
+
+
+def without_duplicates(splits: dict[str, Split]) -> dict[str, Split]:
+    """Drop training documents that mostly repeat held-out text or a document of an earlier source."""
+    seen: set[int] = set()
+    for found in splits.values():
+        for text in found.held_out:
+            seen.update(lines_of(text))
+    kept: dict[str, Split] = {}
+    for name in sorted(splits, key=lambda name: name not in FIRST):
+        train = []
+        for text in splits[name].train:
+            lines = lines_of(text)
+            repeated = sum(length for line, length in lines.items() if line in seen)
+            if repeated <= MOST_REPEATED * max(1, sum(lines.values())):
+                train.append(text)
+                seen.update(lines)
+        kept[name] = Split(train, splits[name].held_out)
+    return kept
+
+
+def functions_of(splits: dict[str, Split], names: tuple[str, ...], limit: int) -> Split:
+    """Single functions of several sources; those of held-out files are held out too."""
+    train: set[str] = set()
+    held_out: set[str] = set()
+    for name in names:
         share = limit // 4 if name == "sympy" else limit
         size = 0
         for text in splits[name].train:
             if size < share:
-                found.train.extend(functions(text))
+                train.update(functions(text))
                 size += len(text)
         for text in splits[name].held_out:
-            found.held_out.extend(functions(text))
-    splits["functions"] = Split(sorted(set(found.train), key=digest), sorted(set(found.held_out), key=digest))
-    return splits
+            held_out.update(functions(text))
+    return Split(sorted(train - held_out, key=digest), sorted(held_out, key=digest))
+
+
+def load(corpus: Path, megabytes: float) -> dict[str, Split]:
+    """Every source, cleaned, split and free of near-duplicates, in the order of `SOURCES`."""
+    limit = int(megabytes * 1e6)
+    splits: dict[str, Split] = {}
+    for source in SOURCES:
+        if source.file or source.name == "stdlib":
+            documents = read_documents(corpus / source.file) if source.file else read_stdlib()
+            clean = CLEANERS.get(source.name, str)
+            splits[source.name] = split([clean(text) for text in documents], limit)
+    splits = without_duplicates(splits)
+    splits["functions"] = functions_of(splits, CODE, limit)
+    splits["package_functions"] = functions_of(splits, ("packages",), limit)
+    splits["chats"] = split(chats.write(splits["tldr"].train, splits["tales"].train), limit)
+    return {source.name: splits[source.name] for source in SOURCES}

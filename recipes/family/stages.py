@@ -38,6 +38,7 @@ class Workshop:
     folder: Path
     compiled: bool = True
     minutes: float | None = None  # instead of the plan's own budget
+    tokens_in_all: int | None = None  # instead of the plan's own: a run that has passed the start of its decay there ends soon
     count_pauses: bool = False
 
     @property
@@ -46,8 +47,9 @@ class Workshop:
         return PRESETS[self.preset_name]
 
     def plan(self, own: Plan) -> Plan:
-        """A preset's plan with this workshop's time budget."""
-        return replace(own, minutes=self.minutes or own.minutes, count_pauses=self.count_pauses)
+        """A preset's plan with this workshop's budgets."""
+        tokens, minutes = self.tokens_in_all or own.max_tokens, self.minutes or own.minutes
+        return replace(own, max_tokens=tokens, minutes=minutes, count_pauses=self.count_pauses)
 
     @property
     def device(self) -> torch.device:
@@ -65,7 +67,7 @@ class Workshop:
         fitting = min(256, self.preset.max_positions // 2)
         rows = data.held_out_rows(self.tokens, names, fitting, 8_192 if long else 4_096)
         counts = tokenizer.token_bytes(tokenizer.load(self.folder / "tokenizer"))
-        return HeldOut(rows, {s.name: s.weight for s in corpus.SOURCES}, torch.tensor(counts, dtype=torch.float64))
+        return HeldOut(rows, {s.name: s.in_total for s in corpus.SOURCES}, torch.tensor(counts, dtype=torch.float64))
 
 
 def prepare(shop: Workshop) -> None:
@@ -76,7 +78,7 @@ def prepare(shop: Workshop) -> None:
     for name, split in splits.items():
         print(f"{name}: {len(split.train)} documents, {sum(map(len, split.train)) / 1e6:.2f} M characters, "
               f"held out {len(split.held_out)}", flush=True)  # fmt: skip
-    learned = tokenizer.train(tokenizer.balanced_sample(splits, 12_000_000), shop.preset.vocab)
+    learned = tokenizer.train(tokenizer.balanced_sample(splits, 24_000_000), shop.preset.vocab)
     learned.save_pretrained(shop.folder / "tokenizer")
     counts = data.encode_all(learned, splits, shop.tokens)
     print({name: f"{count / 1e6:.2f} M tokens" for name, count in counts.items()}, flush=True)
