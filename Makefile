@@ -1,4 +1,4 @@
-# make run    sees Outrider at work: one prompt, plain and speculative
+# make run    shows a race: one prompt, plain and speculative, side by side
 # make test   runs the tests
 # make check  format, lint, types
 #
@@ -9,12 +9,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
-DEMO := --k 4 --max-tokens 120 --ignore-eos "def read_lines(path: str) -> list[str]:"
-
 .PHONY: run test check fix clean
 
 run: $(VENV)/.installed
-	$(BIN)/outrider compare $(or $(ARGS),$(DEMO))
+	@$(BIN)/outrider compare $(or $(ARGS),--k 4)
 
 test: $(VENV)/.installed-dev
 	@scripts/test $(ARGS)
@@ -31,12 +29,11 @@ clean:
 
 $(VENV)/.installed: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Outrider needs Python 3.10 or newer: make PYTHON=python3.12")'
-	@echo "installing Outrider into $(VENV) (a few minutes the first time: PyTorch is large)"
-	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) -r requirements.txt
-	@$(PIP) --no-deps --editable .
+	@scripts/announce "making $(VENV)" $(PYTHON) -m venv $(VENV)
+	@scripts/announce "installing PyTorch and the other requirements into $(VENV)" $(PIP) -r requirements.txt
+	@scripts/announce "installing Outrider" $(PIP) --no-deps --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
-	@$(PIP) -r requirements-dev.txt
+	@scripts/announce "installing what the tests need" $(PIP) -r requirements-dev.txt
 	@touch $@

@@ -204,12 +204,37 @@ def test_what_stands_behind_two_dashes_is_another_engine_s(outrider: Run, monkey
 
 
 def test_compare_shows_both_and_says_that_the_words_are_the_same(outrider: Run, target: Path, draft: Path) -> None:
-    code, out, err = outrider("compare", *models(target, draft), "--k", 3, "--max-tokens", 24, PROMPT)
+    options = [*models(target, draft), "--k", 3, "--max-tokens", 24, "--temperature", 0]
+    code, out, err = outrider("compare", *options, PROMPT)
     assert code == 0
     text = PROMPT + plain_text(outrider, target, "--max-tokens", 24)
     assert out == text + text
     assert "Same text: yes, all 24 tokens are equal." in err
     assert "plain" in err and "draft k=3" in err and "100%" in err
+
+
+def test_compare_samples_the_same_words_unless_a_temperature_is_given(outrider: Run, target: Path, draft: Path) -> None:
+    code, out, err = outrider("compare", *models(target, draft), "--k", 3, "--max-tokens", 24, "--ignore-eos", PROMPT)
+    coupled = ["--same-text", "--temperature", 0.7, "--top-p", 0.9, "--seed", 0, "--ignore-eos", "--max-tokens", 24]
+    text = PROMPT + plain_text(outrider, target, *coupled)
+    assert code == 0 and out == text + text
+    assert "Same text: yes, all 24 sampled tokens are equal." in err
+    assert "\x1b" not in out + err
+    _, _, err = outrider("compare", *models(target, draft), "--k", 3, "--max-tokens", 24, "--temperature", 2, PROMPT)
+    assert "not meant to be" in err or "yes, all" in err
+
+
+def test_compare_ends_a_text_where_generate_does(outrider: Run, target: Path, draft: Path) -> None:
+    stop = plain_text(outrider, target, "--max-tokens", 30)[5:8]
+    options = ["--max-tokens", 30, "--temperature", 0, "--stop", stop]
+    code, out, _ = outrider("compare", *models(target, draft), "--k", 3, *options, PROMPT)
+    assert code == 0 and out == 2 * (PROMPT + plain_text(outrider, target, *options))
+
+
+def test_ctrl_c_ends_a_race(outrider: Run, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt(monkeypatch, 60)  # behind the warm-up
+    code, _, err = outrider("compare", *models(target, draft), "--k", 2, "--max-tokens", 200, "--ignore-eos", PROMPT)
+    assert code == app.EXIT_INTERRUPTED and "interrupted" in err
 
 
 def test_a_difference_is_located_and_explained() -> None:

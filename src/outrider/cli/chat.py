@@ -37,8 +37,9 @@ def command(
     sampling: SamplingOptions,
 ) -> None:
     """Talk with a model; the conversation is kept."""
-    from outrider.cli.session import load, prepare, read_prompt
+    from outrider.cli.session import load, prepare, read_prompt, start
 
+    start()
     interactive = message is None and sys.stdin.isatty()
     question = None if interactive else read_prompt(message)
     params = sampling.params()

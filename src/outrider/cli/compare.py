@@ -1,8 +1,10 @@
-"""``outrider compare``: the same prompt plain and speculative, and whether the words are the same."""
+"""``outrider compare``: plain and speculative decoding race from one prompt, and whether the words are the same."""
 
 from __future__ import annotations
 
 import sys
+from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,8 +14,8 @@ from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, w
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from outrider.bench.contenders import Contender, Contenders
-    from outrider.bench.measure import Run
+    from outrider.bench.race import Lane, Race
+    from outrider.engine import LLM, Engine
     from outrider.types import SamplingParams
 
 EXAMPLES = """Examples:
@@ -22,9 +24,16 @@ outrider compare
 
 outrider compare --k 5 --max-tokens 100 "The ship left the harbour"
 
-outrider compare --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --same-text --temperature 0.8 "Dear Sir,"
+outrider compare --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --temperature 0 "Dear Sir,"
+
+Without --temperature both sample at 0.7 with --top-p 0.9 and --same-text, so that even sampled words can be compared.
 """
-DEFAULT_PROMPT = "def quicksort(numbers):\n"
+DEFAULT_PROMPT = "Once upon a time there was a king who had three daughters."
+MAX_TOKENS, SEED = 200, 0
+TEMPERATURE, TOP_P = 0.7, 0.9  # small models read best at these
+TURN = 0.1  # seconds that a lane gains before it is the other's turn: its caches are warm for most of them
+WARMUP_TOKENS = 24
+MEANING = "tok/s: after the first token; tok/pass: tokens per pass of the target; ms of a round: draft + score + other"
 
 
 @with_groups
@@ -35,65 +44,122 @@ def command(
     methods: MethodOptions,
     sampling: SamplingOptions,
 ) -> None:
-    """Generate plain and speculative, show both texts, both speeds and whether the words are the same."""
-    from outrider.bench.contenders import PLAIN, Contender, Contenders
-    from outrider.bench.grid import warm_up
-    from outrider.bench.workloads import Prompt, encode
+    """Race plain against speculative decoding: both texts as they come, both speeds, and whether the words are the same."""
     from outrider.cli.console import err, waiting
-    from outrider.cli.options import parse_k
-    from outrider.cli.session import load, read_prompt, resolve
+    from outrider.cli.session import load, read_prompt, start
 
+    start()
     text = DEFAULT_PROMPT if prompt is None else read_prompt(prompt)
-    params = sampling.params(seed=sampling.seed if sampling.seed is not None else 0)
-    llm = load(models, methods, max_batch=1, compile=models.compile or "always")
-    contenders = Contenders(llm, resolve(models, methods).get("draft"))
-    pair = [Contender(PLAIN, 0), Contender(llm.proposer.name, parse_k(methods.k))]
+    models, sampling = with_defaults(models, sampling)
+    params = sampling.params()
+    llm = load(models, methods, max_batch=2, compile=models.compile or "always")
+    from outrider.bench.race import Race
+    from outrider.bench.workloads import Prompt, encode
+
     prompt_ids = encode(llm.tokenizer, Prompt("", text))
-    for contender in pair:
-        with waiting(f"warming up: {contender.label}"):
-            warm_up(contenders, contender, [prompt_ids], batch=1)
-    runs = []
-    for contender in pair:
-        err.rule(f"[bold]{'plain decoding' if contender.is_plain else 'speculative: ' + contender.label}")
-        runs.append(_stream(contenders, contender, text, prompt_ids, params))
-    err.rule()
-    err.print(_table(pair, runs))
-    err.print("[dim]tok/pass: tokens per pass of the target; ms of a round: draft + score + other[/]")
-    said = verdict(llm.tokenizer, runs[0].token_ids[0], runs[1].token_ids[0], params.is_greedy, models.same_text)
+    with waiting("warming up"):
+        warm_up(llm, prompt_ids, params)
+    race = Race(engines(llm), prompt_ids, params, TURN)
+    titles = {lane.name: title(llm, lane.name) for lane in race.lanes}
+    if sys.stdout.isatty():
+        watch(llm, race, titles, text)
+    else:
+        write(llm, race, text)
+    err.print(table(race.lanes, titles))
+    err.print(f"[dim]{MEANING}[/]")
+    plain, speculative = (lane.output for lane in race.lanes)
+    said = verdict(llm.tokenizer, plain, speculative, params.is_greedy, models.same_text)
     err.print(said, markup=False)  # it quotes tokens
 
 
-def _stream(contenders: Contenders, contender: Contender, text: str, prompt_ids: list[int], params: SamplingParams) -> Run:
-    from outrider.bench.measure import generate
-
-    sys.stdout.write(text)
-
-    def show(piece: str) -> None:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-
-    run = generate(contenders, contender, [prompt_ids], params, batch=1, show=show)
-    print(flush=True)
-    return run
+def with_defaults(models: ModelOptions, sampling: SamplingOptions) -> tuple[ModelOptions, SamplingOptions]:
+    """The options with what compare takes where they are not given: sampling that reads well, its noise the same for both."""
+    if sampling.temperature is None:
+        models = replace(models, same_text=True)
+        top_p = TOP_P if sampling.top_p is None else sampling.top_p
+        sampling = replace(sampling, temperature=TEMPERATURE, top_p=top_p)
+    seed = SEED if sampling.seed is None else sampling.seed
+    max_tokens = MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
+    return models, replace(sampling, seed=seed, max_tokens=max_tokens)
 
 
-def _table(pair: list[Contender], runs: list[Run]) -> Table:
+def engines(llm: LLM) -> dict[str, Engine]:
+    """An engine for each lane, plain first, its policy untaught."""
+    from outrider.bench.contenders import PLAIN
+    from outrider.bench.race import engine_for
+    from outrider.engine import FixedLength
+    from outrider.engine.config import build_policy, build_proposer
+
+    plain = build_proposer(replace(llm.speculation, method=PLAIN, proposer=None), llm.runner, llm.tokenizer)
+    policy = build_policy(llm.speculation, llm.runner, llm.proposer)
+    return {PLAIN: engine_for(llm, plain, FixedLength(0)), "speculative": engine_for(llm, llm.proposer, policy)}
+
+
+def title(llm: LLM, lane: str) -> str:
+    """What a lane is called on the screen."""
+    from outrider.bench.contenders import PLAIN, Contender
+
+    k = llm.speculation.num_draft_tokens
+    return PLAIN if lane == PLAIN else Contender(llm.proposer.name, k if isinstance(k, int) else "auto").label
+
+
+def warm_up(llm: LLM, prompt_ids: list[int], params: SamplingParams) -> None:
+    """Compile and measure what the first rounds would otherwise wait for, and forget what was generated."""
+    from outrider.bench.race import Race
+
+    k = llm.speculation.num_draft_tokens
+    llm.warmup(k if isinstance(k, int) else 0)
+    for _ in Race(engines(llm), prompt_ids, replace(params, max_tokens=WARMUP_TOKENS, ignore_eos=True, stop=())).run():
+        pass
+    llm.proposer.memory = None
+
+
+def watch(llm: LLM, race: Race, titles: dict[str, str], text: str) -> None:
+    """The race on the screen."""
+    from rich.console import Console
+
+    from outrider.cli.console import TokenPainter
+    from outrider.cli.race_view import RaceView, shown_rounds
+    from outrider.engine.detokenizer import DetokenizerFactory
+
+    assert llm.tokenizer is not None  # the prompt was encoded with it
+    factory = DetokenizerFactory(llm.tokenizer)
+    painters = {lane.name: TokenPainter(factory(())) for lane in race.lanes}
+    with closing(race.run()) as steps:
+        RaceView(Console(highlight=False), titles, text).show(shown_rounds(steps, painters))
+
+
+def write(llm: LLM, race: Race, text: str) -> None:
+    """Both texts one after the other, for a file or a pipe."""
+    from outrider.cli.console import waiting
+
+    texts = {lane.name: text for lane in race.lanes}
+    with waiting("racing"), closing(race.run()) as steps:
+        for step in steps:
+            texts[step.lane.name] += step.emission.text
+    for each in texts.values():
+        print(each, flush=True)
+
+
+def table(lanes: list[Lane], titles: dict[str, str]) -> Table:
+    """Speed and acceptance of both lanes, after their first tokens."""
     from rich import box
     from rich.table import Table
 
     view = Table(box=box.SIMPLE, pad_edge=False, padding=0)
-    for name in ("", "tokens", "seconds", "tok/s", "speedup", "tok/pass", "accepted", "ms"):
+    for name in ("", "tokens", "first token", "tok/s", "speedup", "tok/pass", "accepted", "ms"):
         view.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for contender, run in zip(pair, runs, strict=True):
-        ms = run.ms
+    plain = lanes[0]
+    for lane in lanes:
+        stats, ms = lane.stats, lane.stats.ms_per_round
         view.add_row(
-            contender.label,
-            str(run.num_tokens),
-            f"{run.seconds:.2f}",
-            f"{run.tok_s:.1f}",
-            f"{run.tok_s / runs[0].tok_s:.2f}" if runs[0].tok_s else "",
-            f"{run.mean_acceptance_length:.2f}",
-            "" if contender.is_plain else f"{run.acceptance_rate:.0%}",
+            titles[lane.name],
+            str(len(lane.output)),
+            f"{1e3 * lane.first_seconds:.0f} ms",
+            f"{stats.tok_s:.1f}",
+            f"{stats.tok_s / plain.stats.tok_s:.2f}" if plain.stats.tok_s else "",
+            f"{stats.mean_acceptance_length:.2f}",
+            "" if lane is plain else f"{stats.acceptance_rate:.0%}",
             f"{ms['draft']:.1f}+{ms['score']:.1f}+{ms['verify'] + ms['host']:.1f}",
         )
     return view
@@ -102,7 +168,8 @@ def _table(pair: list[Contender], runs: list[Run]) -> Table:
 def verdict(tokenizer: Any, plain: list[int], speculative: list[int], is_greedy: bool, same_text: bool) -> str:
     """Whether two token sequences are equal; if not, where they part and what that means."""
     if plain == speculative:
-        return f"Same text: yes, all {len(plain)} tokens are equal."
+        kind = "" if is_greedy else "sampled "
+        return f"Same text: yes, all {len(plain)} {kind}tokens are equal."
     if not is_greedy and not same_text:
         return "Same text: no, and not meant to be: both are samples of the same distribution (--same-text makes them equal)."
     at = next(

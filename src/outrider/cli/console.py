@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.markup import escape
 from rich.text import Text
+
+from outrider.progress import PERIOD, reported_every
 
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from outrider.engine import LLM, Chunk, GenerationStats
+    from outrider.engine import LLM, Chunk, Emission, GenerationStats
     from outrider.engine.detokenizer import Detokenizer
 
 STYLES = {"accepted": "green", "corrected": "bold yellow", "bonus": "cyan", "plain": ""}
@@ -28,25 +30,59 @@ def say_error(what: str) -> None:
     err.print(Text.assemble(("error:", "red"), " ", what), soft_wrap=True)
 
 
+@dataclass
+class _Screen:
+    """What stderr shows: the spinner and its text, and when the last line came."""
+
+    spinner: Status | None = None
+    waits_for: Text = field(default_factory=Text)
+    changed: float = 0.0
+
+
+_screen = _Screen()
+
+
 @contextmanager
 def waiting(what: str) -> Iterator[Status | None]:
-    """Says what is being waited for: a spinner on a terminal, one line elsewhere."""
+    """Show that ``what`` takes its time: a spinner on a terminal, a line every few seconds elsewhere."""
+    started, begun = monotonic(), Text(f"{what} ...")
     if err.is_terminal:
-        started = monotonic()
-        with err.status(Text(f"{what} ...")) as status:
-            yield status
+        with err.status(begun) as status:
+            _screen.spinner, _screen.waits_for = status, begun
+            try:
+                yield status
+            finally:
+                _screen.spinner = None
         if monotonic() - started > 2:
-            err.print(Text(f"{what}: {monotonic() - started:.1f} s", style="dim"))
+            _say(f"{what}: {monotonic() - started:.1f} s")
     else:
-        err.print(Text(f"{what} ..."), soft_wrap=True)
-        yield None
+        _say(begun.plain)
+
+        def tick(elapsed: float) -> None:
+            if monotonic() - _screen.changed >= PERIOD + 0.5:  # else what takes so long reports its own progress
+                _say(f"{what} ... {elapsed:.0f} s ...")
+
+        with reported_every(0.5, tick):
+            yield None
+
+
+def _say(line: str) -> None:
+    err.print(Text(line, style="dim"), soft_wrap=True)
+    _screen.changed = monotonic()
 
 
 class _Notices(logging.Handler):
-    """Puts what the package logs on the screen as one dim line: it says what is being waited for."""
+    """Shows what the package logs: a dim line each; progress in the spinner's place where there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        err.print(f"[dim]{escape(record.getMessage())}[/]")
+        spinner, message = _screen.spinner, record.getMessage()
+        if spinner is None:
+            _say(message)
+        elif getattr(record, "is_progress", False):
+            spinner.update(Text(message))
+        else:
+            _say(message)
+            spinner.update(_screen.waits_for)
 
 
 def show_notices() -> None:
@@ -67,27 +103,31 @@ def legend() -> Text:
 
 
 class TokenPainter:
-    """Colours streamed text by where each token came from, whatever the size of the chunks it comes in."""
+    """Tells where each part of a streamed text came from, whatever the size of the chunks it comes in."""
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         self._detokenizer = detokenizer
-        self._pieces: list[tuple[str, str]] = []  # text not yet shown, and its colour
+        self._pieces: list[tuple[str, str]] = []  # text not yet shown, and its origin
 
-    def paint(self, chunk: Chunk) -> str:
-        """The chunk's text with terminal colours; the text itself is left as it is, tabs and control characters too."""
+    def pieces(self, chunk: Chunk | Emission) -> list[tuple[str, str]]:
+        """The chunk's text in parts, each with the origin of its token: a name in ``STYLES``."""
         for token, origin in zip(chunk.token_ids, chunk.origins, strict=True):
             piece = self._detokenizer.feed([token])
             if piece:
-                self._pieces.append((piece, CODES[origin]))
-        painted, left = "", chunk.text
+                self._pieces.append((piece, origin))
+        found, left = [], chunk.text
         while left:
-            piece, code = self._pieces.pop(0) if self._pieces else (left, CODES["plain"])
+            piece, origin = self._pieces.pop(0) if self._pieces else (left, "plain")
             shown, rest = left[: len(piece)], piece[len(left) :]
-            painted += f"\x1b[{code}m{shown}\x1b[0m"
+            found.append((shown, origin))
             left = left[len(shown) :]
             if rest:
-                self._pieces.insert(0, (rest, code))
-        return painted
+                self._pieces.insert(0, (rest, origin))
+        return found
+
+    def paint(self, chunk: Chunk) -> str:
+        """The chunk's text with terminal colours; the text itself is left as it is, tabs and control characters too."""
+        return "".join(f"\x1b[{CODES[origin]}m{piece}\x1b[0m" for piece, origin in self.pieces(chunk))
 
 
 def painter_for(llm: LLM) -> TokenPainter | None:

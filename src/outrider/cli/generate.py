@@ -40,8 +40,9 @@ def command(
     sampling: SamplingOptions,
 ) -> None:
     """Continue a text, showing it as it comes and then what it cost."""
-    from outrider.cli.session import load, prepare, read_prompt
+    from outrider.cli.session import load, prepare, read_prompt, start
 
+    start()
     text, params = read_prompt(prompt), sampling.params()
     llm = load(models, methods, max_batch=1)
     prepare(llm, models)

@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from outrider.types import SamplingParams
 
 
+def start() -> None:
+    """Import torch, which takes seconds, where the user sees what is waited for."""
+    if "torch" not in sys.modules:
+        with waiting("starting"):
+            import torch  # noqa: F401
+
+
 def read_prompt(argument: str | None) -> str:
     """The prompt given, or standard input for ``-`` or where something is piped in."""
     from outrider.types import OutriderError
@@ -138,11 +145,11 @@ def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
     """Loads target and draft. ``more`` goes to ``LLM`` as it is."""
     from outrider.registry import split_method
 
+    show_notices()
     arguments = resolve(models, methods) | more
     named = [value for value in split_method(methods.method or "")[1].values() if "/" in value]
     if all(source is None or Path(source).expanduser().is_dir() for source in (models.target, models.draft, *named)):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing to look up: local folders must not wait for a network
-    show_notices()
     with loading(f"loading {models.target or 'the embedded models'}"):
         from outrider.engine import LLM
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from transformers import PreTrainedModel
 
+from outrider import progress
 from outrider.cpp_library import cpu_flags
 from outrider.disk_cache import cache_dir
 from outrider.runner.gates import fuse_gates
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Run = Callable[[list[Tensor]], list[Tensor]]
+
+SECONDS, SECONDS_PER_LAYER = 8.0, 1.5  # that compiling a pass takes, roughly, on one core
 
 # what a package is made from, beside the model
 TRACED = ("attention.py", "compiled.py", "gates.py", "layer_span.py", "linear.py", "passes.py", "kernels/__init__.py")
@@ -109,15 +112,16 @@ def export(module: Pass) -> ExportedProgram:
 
 
 def _build(module: Pass, path: Path) -> None:
-    logger.info("compiling the pass of %s for this machine: once, about a minute; kept in %s", _name(module), path.parent)
-    exported = export(module)
-    fuse_gates(exported)
+    expected = SECONDS + SECONDS_PER_LAYER * module.cache_shape.num_layers
     part = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
     # What is left beside Outrider's operators is small: waking threads for it would take longer than doing it.
     options = {"aot_inductor.package_constants_in_so": False, "cpp.threads": 1}
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=options)
+    with progress.logged(logger, f"compiling the pass of {_name(module)}, once per machine", expected):
+        exported = export(module)
+        fuse_gates(exported)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=options)
     part.replace(path)  # atomic: two processes may build at once
 
 

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider import cpp_library
+from outrider import cpp_library, progress
 from outrider.runner import huge_pages
 
 logger = logging.getLogger(__name__)
 
+SECONDS = 25.0  # that compiling the kernels takes, roughly
 PANEL = 32  # outputs whose weights stand side by side in a packed weight
 DEEP, DEEP_BYTES = 32, 64  # inputs that are taken at once where they are multiplied in bfloat16 or in 8 bits
 
@@ -293,9 +294,9 @@ def load_cpu_kernels() -> bool:
     source = Path(__file__).with_name("cpu.cpp")
     library = cpp_library.library_path(source, compiler, torch.__version__, sys.abiflags)
     if not library.exists():
-        logger.info("compiling Outrider's CPU kernels (once a machine, some 20 s)")
         try:
-            _compile(compiler, source, library)
+            with progress.logged(logger, "compiling Outrider's CPU kernels, once per machine", SECONDS):
+                _compile(compiler, source, library)
         except cpp_library.FAILURES as error:
             logger.warning("the CPU kernels did not compile, torch's own are used: %s", cpp_library.first_line(error))
             return False

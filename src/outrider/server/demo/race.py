@@ -1,22 +1,16 @@
-"""A race of plain and speculative decoding on one machine: the lanes take turns, round by round, each by its own clock.
-
-Whoever's clock is behind runs next, and a clock counts the seconds of its lane's own rounds alone. So both are real runs of the
-engine, neither slows the other down but by what it leaves in the processor's caches, and a page can play them side by side.
-"""
+"""A race as the page shows it: the events of ``bench.race``, told round by round, with the distributions of every token."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
 from time import perf_counter
 
-import torch
-
-from outrider.engine import Emission, Engine, GenerationStats, Observation, Round
+from outrider.bench.race import Race, Step
+from outrider.engine import Engine, GenerationStats, Observation
 from outrider.server.demo.distributions import Place, places
 from outrider.server.demo.race_request import Event
 from outrider.server.demo.token_texts import TokenTexts
-from outrider.types import OutriderError, Request, SamplingParams
+from outrider.types import SamplingParams
 
 SLICE = 0.05  # seconds of rounds between two looks at whether the visitor is still there
 PLAIN, SPECULATIVE = "plain", "speculative"
@@ -36,63 +30,13 @@ def figures(stats: GenerationStats, plain: GenerationStats) -> dict[str, float |
     }
 
 
-@dataclass
-class Lane:
-    """One run of the engine with its own clock."""
-
-    name: str
-    engine: Engine
-    request: Request
-    clock: float = 0.0  # seconds of this lane's rounds
-    stats: GenerationStats = field(default_factory=GenerationStats)  # after its first round, which reads the prompt
-    finish_reason: str | None = None
-
-    @property
-    def output(self) -> list[int]:
-        return self.request.token_ids[self.request.num_prompt_tokens :]
-
-    def step(self) -> tuple[Emission, Observation | None]:
-        """One round. The target's runner is shared by the lanes, and each tells it what its proposer wants to see."""
-        seen: list[Observation] = []
-        engine = self.engine
-        engine.runner.needs_hidden = engine.proposer.needs_hidden
-        engine.observer = seen.append
-        emissions = engine.step()
-        while not emissions:  # a long prompt is read in parts
-            emissions = engine.step()
-        (emission,) = emissions
-        self.finish_reason = emission.finish_reason
-        if not seen:  # the target failed
-            return emission, None
-        self.clock += seen[0].round.times.total
-        if not seen[0].is_prefill:
-            self._count(seen[0].round, len(emission.token_ids))
-        return emission, seen[0]
-
-    def _count(self, round_: Round, num_tokens: int) -> None:
-        stats = self.stats
-        stats.count(round_.lens[0], round_.num_judged[0], round_.num_accepted[0], num_tokens)
-        stats.times.add(round_.times)
-        stats.num_steps += 1
-        stats.num_draft_steps += round_.depths[0]
-
-    def leave(self) -> None:
-        """Frees the request's cache, however the race ended."""
-        self.engine.observer = None
-        self.engine.abort(self.request.request_id)
-
-
-class Race:
+class ShownRace:
     """Both lanes, from the same prompt with the same settings and the same seed."""
 
     def __init__(self, lanes: Mapping[str, Engine], prompt: Sequence[int], params: SamplingParams, texts: TokenTexts) -> None:
         """``lanes``: the engine of each, plain first."""
-        seed = params.seed or 0
-        self.lanes = []
-        for name, engine in lanes.items():
-            generator = torch.Generator().manual_seed(seed)
-            request = Request(f"race-{name}", list(prompt), len(prompt), params, seed, generator)
-            self.lanes.append(Lane(name, engine, request))
+        self._race = Race(lanes, prompt, params)
+        self.lanes = self._race.lanes
         self._texts = texts
 
     def run(self, seconds: float) -> Generator[list[Event], None, None]:
@@ -102,33 +46,26 @@ class Race:
         """
         started, pending = perf_counter(), [self._started()]
         last = started
+        steps = self._race.run()
         try:
-            for lane in self.lanes:
-                lane.engine.add(lane.request)
-            while running := [lane for lane in self.lanes if lane.finish_reason is None]:
-                lane = min(running, key=lambda lane: lane.clock)
-                emission, seen = lane.step()
-                if emission.finish_reason == "error":
-                    raise OutriderError(emission.error or "the target failed")
-                if seen is not None:
-                    pending.append(self._round(lane, emission, seen))
+            for step in steps:
+                pending.append(self._round(step))
                 now = perf_counter()
                 if now - started > seconds:
-                    for late in running:
-                        late.finish_reason = late.finish_reason or "time"
+                    self._race.stop("time")
                 if now - last > SLICE:
                     yield pending
                     pending, last = [], now
             yield [*pending, self._finished()]
         finally:
-            for lane in self.lanes:
-                lane.leave()
+            steps.close()
 
     def _started(self) -> Event:
         return {"type": "started", "num_prompt_tokens": self.lanes[0].request.num_prompt_tokens}
 
-    def _round(self, lane: Lane, emission: Emission, seen: Observation) -> Event:
+    def _round(self, step: Step) -> Event:
         """One round as the page draws it: its tokens, where each came from, and what was drafted in vain."""
+        lane, emission, seen = step.lane, step.emission, step.seen
         tokens: list[Event] = []
         for token_id, origin, place in zip(emission.token_ids, emission.origins, places(seen, emission.token_ids), strict=True):
             text, name = self._texts.next(lane.name, token_id)
@@ -178,15 +115,12 @@ class Race:
         }
 
     def _finished(self) -> Event:
-        plain, speculative = (lane.output for lane in self.lanes)
-        pairs = zip(plain, speculative, strict=False)
-        difference = next((at for at, (first, second) in enumerate(pairs) if first != second), None)
         return {
             "type": "finished",
             "reasons": {lane.name: lane.finish_reason for lane in self.lanes},
             "num_tokens": {lane.name: len(lane.output) for lane in self.lanes},
             "clocks": {lane.name: lane.clock for lane in self.lanes},
-            "first_difference": difference,
+            "first_difference": self._race.first_difference,
             "figures": figures(self.lanes[1].stats, self.lanes[0].stats),
             "plain_tok_s": self.lanes[0].stats.tok_s or None,
         }

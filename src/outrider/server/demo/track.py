@@ -10,11 +10,12 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from outrider.engine import Engine, FixedLength, Scheduler
-from outrider.engine.config import build_policy, build_proposer, build_verifiers, eos_token_ids
+from outrider.bench.race import engine_for
+from outrider.engine import Engine, FixedLength
+from outrider.engine.config import build_policy, build_proposer, build_verifiers
 from outrider.engine.methods import fitting_proposers
 from outrider.proposers.degraded import Degraded
-from outrider.server.demo.race import PLAIN, SPECULATIVE, Race
+from outrider.server.demo.race import PLAIN, SPECULATIVE, ShownRace
 from outrider.server.demo.race_request import MAX_DRAFTS, Event, Limits, RaceRequest
 from outrider.server.demo.token_texts import TokenTexts
 from outrider.types import OutriderError, SamplingParams
@@ -100,7 +101,7 @@ class Track:
         params = SamplingParams(max_tokens=wanted.max_tokens, temperature=wanted.temperature, seed=wanted.seed, ignore_eos=True)
         lanes = {PLAIN: self._plain, SPECULATIVE: engine}
         faults = engine.stats.faults
-        race = Race(lanes, prompt, params, TokenTexts(self.llm.tokenizer, prompt))
+        race = ShownRace(lanes, prompt, params, TokenTexts(self.llm.tokenizer, prompt))
         for events in race.run(self.limits.seconds):
             if events[-1]["type"] == "finished":
                 events[-1]["faults"] = engine.stats.faults - faults
@@ -108,7 +109,4 @@ class Track:
 
     def _engine(self, proposer: Proposer) -> Engine:
         """An engine of its own for a method, over the target that all share."""
-        llm, speculation = self.llm, self.llm.speculation
-        scheduler = Scheduler(1, llm.runner.max_len, sorted(eos_token_ids(llm.runner, llm.tokenizer)))
-        worn = Degraded(proposer) if proposer.max_drafts else proposer
-        return Engine(llm.runner, worn, build_verifiers(speculation), FixedLength(0), scheduler, speculation.same_text)
+        return engine_for(self.llm, Degraded(proposer) if proposer.max_drafts else proposer, FixedLength(0))

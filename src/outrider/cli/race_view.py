@@ -1,0 +1,159 @@
+"""A race on a terminal: both texts as they grow, coloured by where each token came from, and their speeds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from outrider.cli.console import STYLES, TokenPainter, legend
+
+if TYPE_CHECKING:
+    from outrider.bench.race import Step
+
+SHOWN = 8.0  # seconds in which a race that was over in a blink is played back
+PATIENCE = 1.5  # seconds of rounds before the first picture: a race that is over by then is played back instead
+FRAMES = 20  # a second
+SIDE_BY_SIDE = 100  # columns from which the lanes stand side by side
+MOST_LINES, LEAST_LINES = 16, 3  # of text in a lane
+FRAME = 2  # lines, or columns with the padding, around a text
+TURNS = "the lanes take turns on the same processor; each clock counts its own rounds"
+AROUND = 4  # lines below the lanes, the prompt's included
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round added to a lane, and the lane's figures after it."""
+
+    lane: str
+    pieces: list[tuple[str, str]]  # text and origin
+    clock: float  # seconds
+    num_tokens: int
+    tok_s: float  # after the first tokens; 0 before
+    is_last: bool
+
+
+def shown_rounds(steps: Iterable[Step], painters: dict[str, TokenPainter]) -> Iterator[Round]:
+    """The steps of a race as they are shown."""
+    for step in steps:
+        lane = step.lane
+        pieces = painters[lane.name].pieces(step.emission)
+        yield Round(lane.name, pieces, lane.clock, len(lane.output), lane.stats.tok_s, lane.finish_reason is not None)
+
+
+@dataclass
+class LaneView:
+    """One lane's text and speed."""
+
+    title: str
+    text: Text = field(default_factory=Text)
+    last: Round | None = None
+
+    def add(self, round_: Round) -> None:
+        for piece, origin in round_.pieces:
+            self.text.append(piece.expandtabs(4).replace("\r", ""), STYLES[origin])
+        self.last = round_
+
+    def panel(self, console: Console, width: int, lines: int | None) -> Panel:
+        """The lane in a frame: the last ``lines`` lines of its text, or all of it."""
+        wrapped = list(self.text.wrap(console, width - 2 * FRAME))
+        body = Text("\n").join(wrapped if lines is None else wrapped[-lines:])
+        figures = "reading the prompt"
+        if self.last is not None:
+            figures = f"{self.last.num_tokens} tokens in {self.last.clock:.2f} s"
+            if self.last.tok_s:
+                figures = f"{self.last.tok_s:.0f} tok/s, {figures}"
+        is_over = self.last is not None and self.last.is_last
+        return Panel(
+            body,
+            title=Text(self.title, style="bold"),
+            subtitle=Text(figures, style="bold" if is_over else ""),
+            title_align="left",
+            subtitle_align="right",
+            width=width,
+            height=None if lines is None else lines + FRAME,
+            border_style="green" if is_over else "dim",
+        )
+
+
+class RaceView:
+    """Both lanes, side by side where the window is wide enough."""
+
+    def __init__(self, console: Console, titles: dict[str, str], prompt: str) -> None:
+        """``titles``: of each lane, by its name, in their order."""
+        self.console, self.prompt = console, prompt
+        self.lanes = {name: LaneView(title) for name, title in titles.items()}
+        self.note = ""
+
+    def show(self, rounds: Iterator[Round]) -> None:
+        """Play a race to its end: as it runs, or slowed down where it is over too soon to be seen. Leaves the whole texts."""
+        recorded, is_over = taken(rounds, PATIENCE)
+        with Live(console=self.console, auto_refresh=False, transient=True) as live:
+            if is_over:
+                self._play_back(live, recorded)
+            else:
+                self._follow(live, recorded, rounds)
+        self.console.print(self._picture(lines=None))
+
+    def _play_back(self, live: Live, rounds: list[Round]) -> None:
+        slowed = SHOWN / max(rounds[-1].clock, *(round_.clock for round_ in rounds), 1e-9)
+        self.note = f"shown {slowed:.0f} times slower than it ran"
+        started, upcoming = time.monotonic(), sorted(rounds, key=lambda round_: round_.clock)
+        while upcoming:
+            at = (time.monotonic() - started) / slowed
+            while upcoming and upcoming[0].clock <= at:
+                self._add(upcoming.pop(0))
+            live.update(self._picture(self._lines()), refresh=True)
+            time.sleep(1 / FRAMES)
+
+    def _follow(self, live: Live, recorded: list[Round], rounds: Iterator[Round]) -> None:
+        drawn = 0.0
+        for round_ in recorded:
+            self._add(round_)
+        for round_ in rounds:
+            self._add(round_)
+            if time.monotonic() - drawn >= 1 / FRAMES:  # between rounds: no lane's clock counts it
+                live.update(self._picture(self._lines()), refresh=True)
+                drawn = time.monotonic()
+
+    def _add(self, round_: Round) -> None:
+        self.lanes[round_.lane].add(round_)
+
+    def _lines(self) -> int:
+        """Lines of text in a lane, so that the whole picture stays on the screen."""
+        free = self.console.height - AROUND - len(self._prompt().wrap(self.console, self.console.width))
+        if self.console.width < SIDE_BY_SIDE:
+            free //= len(self.lanes)
+        return max(min(free - FRAME, MOST_LINES), LEAST_LINES)
+
+    def _picture(self, lines: int | None) -> RenderableType:
+        width = self.console.width
+        below = [legend(), Text("; ".join(filter(None, [TURNS, self.note])), style="dim")]
+        if width < SIDE_BY_SIDE:
+            return Group(self._prompt(), *(lane.panel(self.console, width, lines) for lane in self.lanes.values()), *below)
+        each = width // len(self.lanes)
+        grid = Table.grid()
+        grid.add_row(*(lane.panel(self.console, each, lines) for lane in self.lanes.values()))
+        return Group(self._prompt(), grid, *below)
+
+    def _prompt(self) -> Text:
+        """The end of the prompt, on a few lines."""
+        lines = self.prompt.expandtabs(4).strip().splitlines()[-3:]
+        return Text("\n".join(line[-300:] for line in lines), style="dim")
+
+
+def taken(rounds: Iterator[Round], seconds: float, clock: Callable[[], float] = time.monotonic) -> tuple[list[Round], bool]:
+    """The rounds of the next so many seconds, and whether these were the last."""
+    started, found = clock(), []
+    for round_ in rounds:
+        found.append(round_)
+        if clock() - started > seconds:
+            return found, False
+    return found, True
