@@ -16,8 +16,7 @@ from outrider.bench.contenders import Contender, Contenders
 from outrider.bench.grid import PLAIN_CONTENDER, Group, Plan
 from outrider.bench.measure import Batch, Run, generate
 from outrider.bench.memory import PeakMemory
-from outrider.engine import PhaseTimes, Round
-from outrider.types import Context, OutriderError, Proposal, Scores
+from outrider.types import Context, OutriderError, PhaseTimes, Proposal, Round, Scores
 
 NGRAM = Contender("ngram", 3)
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from outrider.cli import app, chat, console
-from outrider.engine import Engine, GenerationStats, PhaseTimes
+from outrider.engine import Engine, GenerationStats
 from outrider.engine.outputs import Chunk
+from outrider.types import PhaseTimes
 
 Run = Callable[..., "tuple[int, str, str]"]
 PROMPT = "def add("

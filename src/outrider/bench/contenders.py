@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from outrider.engine import Engine, FixedLength, LengthPolicy, Round
+from outrider.engine import Engine, FixedLength, LengthPolicy
 from outrider.engine.config import Speculation, build_policy, build_proposer, build_verifiers
 from outrider.proposers.base import PlainProposer, Proposer
 from outrider.registry import PROPOSERS, split_method
-from outrider.types import Context
+from outrider.types import Context, Round
 
 if TYPE_CHECKING:
     from outrider.engine import LLM

@@ -5,7 +5,7 @@ from outrider.engine.llm import LLM
 from outrider.engine.outputs import Chunk, Completion, GenerationInterrupted
 from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.stats import GenerationStats, PhaseTimes, Round
+from outrider.engine.stats import GenerationStats
 
 __all__ = [
     "LLM",
@@ -18,7 +18,5 @@ __all__ = [
     "GenerationStats",
     "LengthPolicy",
     "Observation",
-    "PhaseTimes",
-    "Round",
     "Scheduler",
 ]

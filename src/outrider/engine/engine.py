@@ -19,9 +19,9 @@ from outrider.engine.drafting import Drafts, GuardedProposer
 from outrider.engine.logprobs import TokenLogprobs, token_logprobs
 from outrider.engine.policy import LengthPolicy
 from outrider.engine.scheduler import Entry, Scheduler
-from outrider.engine.stats import GenerationStats, PhaseTimes, Round
+from outrider.engine.stats import GenerationStats
 from outrider.sampling import Sampler
-from outrider.types import Context, OutriderError, Proposal, Request, Scores, Verdict
+from outrider.types import Context, OutriderError, PhaseTimes, Proposal, Request, Round, Scores, Verdict
 
 if TYPE_CHECKING:
     from outrider.proposers.base import Proposer

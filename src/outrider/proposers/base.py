@@ -296,13 +296,3 @@ def spread(values: Tensor, rows: Sequence[int], batch: int) -> Tensor:
         return values
     index = torch.tensor(rows, device=values.device)
     return values.new_zeros(batch, *values.shape[1:]).index_copy_(0, index, values)
-
-
-def rows_of(proposal: Proposal, rows: list[int]) -> Proposal:
-    """Some rows of a proposal."""
-    return Proposal(
-        proposal.token_ids[rows],
-        proposal.lens[rows],
-        None if proposal.probs is None else proposal.probs[rows],
-        None if proposal.parents is None else proposal.parents[rows],
-    )

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outrider.bench.contenders import Contender, Contenders
-from outrider.engine import Observation, Round
+from outrider.engine import Observation
 from outrider.search.traffic import Text
-from outrider.types import Context, OutriderError
+from outrider.types import Context, OutriderError, Round
 
 if TYPE_CHECKING:
     from outrider.engine import LLM

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-from outrider.engine.stats import Round
 from outrider.runner.costs import PassCosts
 from outrider.tune.acceptance import OPTIMISM, Acceptance
 from outrider.tune.cost import CostModel
 from outrider.tune.sharing import RoundPrices, Shares
-from outrider.types import Context, Request
+from outrider.types import Context, Request, Round
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 23)  # what is chosen from, beside the longest
 CAPS = (1, 2, 4, 8, 16)  # tried as the longest K of all where each request has its own, which is what its drafts are worth

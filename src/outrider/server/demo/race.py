@@ -12,11 +12,11 @@ from time import perf_counter
 
 import torch
 
-from outrider.engine import Emission, Engine, GenerationStats, Observation, Round
+from outrider.engine import Emission, Engine, GenerationStats, Observation
 from outrider.server.demo.distributions import Place, places
 from outrider.server.demo.race_request import Event
 from outrider.server.demo.token_texts import TokenTexts
-from outrider.types import OutriderError, Request, SamplingParams
+from outrider.types import OutriderError, Request, Round, SamplingParams
 
 SLICE = 0.05  # seconds of rounds between two looks at whether the visitor is still there
 PLAIN, SPECULATIVE = "plain", "speculative"
