@@ -218,6 +218,23 @@ class Context:
 
 
 @dataclass(frozen=True)
+class PartialPass:
+    """What drafting computed with the target's own first layers. The score takes it over and runs the other layers only."""
+
+    depth: int  # layers run
+    starts: Mapping[str, int]  # request id -> tokens in the target's cache before the first of ``tokens``
+    tokens: Mapping[str, Sequence[int]]
+    hidden: Mapping[str, Tensor]  # [T, H]: states after those layers, of each of the tokens
+
+    def num_known(self, request_id: str, start: int, tokens: Sequence[int]) -> int:
+        """How many of these tokens, which follow ``start`` cached ones, it holds from the first on."""
+        if self.starts.get(request_id) != start:
+            return 0
+        pairs = enumerate(zip(tokens, self.tokens[request_id], strict=False))
+        return next((at for at, (token, known) in pairs if token != known), min(len(tokens), len(self.tokens[request_id])))
+
+
+@dataclass(frozen=True)
 class Proposal:
     """What a proposer says: drafts for B requests, a chain (``parents=None``) or a tree of N nodes.
 
@@ -230,6 +247,7 @@ class Proposal:
     lens: Tensor  # [B] int64, on the CPU: valid drafts per request; 0 allowed
     probs: Tensor | None = None  # [B, N, V] float32; None: every draft is a point mass
     parents: Tensor | None = None  # [B, N] int64; None: a chain
+    partial_pass: PartialPass | None = None  # where the target's own first layers drafted
 
     @staticmethod
     def empty(batch: int, device: torch.device | str = "cpu") -> Proposal:

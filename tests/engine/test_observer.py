@@ -75,9 +75,9 @@ def test_an_observer_s_time_belongs_to_no_round() -> None:
 @pytest.mark.parametrize("seconds", [0.02, 0.0])
 def test_rounds_just_behind_drafts_of_a_model_are_cold_and_those_behind_a_lookup_are_not(seconds: float) -> None:
     class SlowTarget(TableRunner):
-        def score(self, context: Context, proposal: Proposal) -> Scores:
+        def score(self, context: Context, proposal: Proposal, hidden: tuple[int, ...] = ()) -> Scores:
             sleep(0.02)
-            return super().score(context, proposal)
+            return super().score(context, proposal, hidden)
 
     def first_rounds(context: Context, k: int) -> list[list[int]]:
         if context.requests[0].num_output_tokens >= 4:

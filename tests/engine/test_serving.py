@@ -67,14 +67,14 @@ def test_a_long_prompt_holds_nobody_up():
 
 def test_a_prompt_that_cannot_be_read_fails_alone(monkeypatch):
     runner = TableRunner()
-    read = runner.read
+    prefill = runner.prefill
 
-    def failing(ids, texts):
+    def failing(ids, texts, hidden):
         if "r1" in ids:
             raise MemoryError("no memory")
-        return read(ids, texts)
+        return prefill(ids, texts, hidden)
 
-    monkeypatch.setattr(runner, "read", failing)
+    monkeypatch.setattr(runner, "prefill", failing)
     found = outputs(run(make_engine(runner=runner), requests()))
     wanted = outputs(run(make_engine(), requests()))
     assert found["r1"][2] == "error"

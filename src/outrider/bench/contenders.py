@@ -97,11 +97,9 @@ class Contenders:
         before, policy = llm.engine, engine.policy
         llm.engine, llm.proposer = engine, engine.proposer
         engine.policy, engine.proposer.memory = recorder, self._memories.get(contender)
-        llm.runner.needs_hidden = engine.proposer.needs_hidden
         try:
             yield recorder
         finally:
             self._memories[contender] = engine.proposer.memory
             engine.policy = policy
             llm.engine, llm.proposer = before, before.proposer
-            llm.runner.needs_hidden = before.proposer.needs_hidden

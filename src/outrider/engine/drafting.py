@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-import torch
-
 from outrider.engine.features import FeatureStore
 from outrider.engine.guard import Checked, check, pruned
 from outrider.engine.scheduler import Entry
@@ -44,13 +42,8 @@ class Drafts:
 
     def row(self, b: int) -> Drafts:
         """The same for request b alone."""
-        proposal, n = self.proposal, self.lens[b]
-        alone = Proposal(
-            proposal.token_ids[b : b + 1, :n],
-            proposal.lens[b : b + 1],
-            None if proposal.probs is None else proposal.probs[b : b + 1, :n],
-            None if proposal.parents is None else proposal.parents[b : b + 1, :n],
-        )
+        n = self.lens[b]
+        alone = self.proposal.take([b]).narrow([n])
         rows = [0] if b in self.rows else []
         return Drafts(alone, [self.token_ids[b]], [n], [self.depths[b]], self.k, rows, self.seconds / len(self.lens))
 
@@ -255,18 +248,7 @@ def _is_point_mass(proposal: Proposal, b: int, node: int) -> bool:
 
 def _scattered(checked: Checked, rows: list[int], batch: int) -> Checked:
     """A proposal for some rows as one for the whole batch, the other rows without drafts."""
-    part = checked.proposal
-    index = torch.tensor(rows, device=part.token_ids.device)
-
-    def spread(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.new_zeros(batch, *tensor.shape[1:]).index_copy(0, index.to(tensor.device), tensor)
-
-    proposal = Proposal(
-        spread(part.token_ids),
-        spread(part.lens),
-        None if part.probs is None else spread(part.probs),
-        None if part.parents is None else spread(part.parents),
-    )
+    proposal = checked.proposal.scatter(rows, batch)
     token_ids: list[list[int]] = [[] for _ in range(batch)]
     lens = [0] * batch
     for i, b in enumerate(rows):

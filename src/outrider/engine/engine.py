@@ -104,7 +104,7 @@ class Engine:
         self._num_warming = 0  # rounds until the caches are the target's again, after drafts that took them
         self._guarded = GuardedProposer(proposer, runner.vocab_size, self._make_sampler, self.stats)
         self.costs = runner.costs
-        runner.needs_hidden = proposer.needs_hidden
+        self._hidden = proposer.needs_hidden
         if proposer.drafts_trees:
             self._check_tree(self._sampled)
 
@@ -165,7 +165,7 @@ class Engine:
             self._check_tree(verifier)
         before = perf_counter()
         try:
-            scores = self.runner.score(context, proposal)
+            scores = self.runner.score(context, proposal, self._hidden)
             scored = perf_counter()
             judge = sampler.tokens if verifier.judges == "tokens" else sampler.probs
             target = judge(scores.logits, proposal.token_ids, proposal.parents, lens=proposal.lens)
@@ -252,7 +252,7 @@ class Engine:
             pairs = zip(lengths, own, strict=True)
             lengths = [k if length is None else min(length, self.proposer.max_drafts) for k, length in pairs]
         if not all([entry.is_cached for entry in entries]):
-            has_read = self.runner.has_read(context.request_ids, [request.token_ids for request in context.requests])
+            has_read = self.runner.is_prefilled(context.request_ids, [request.token_ids for request in context.requests])
             lengths = [length if read else 0 for length, read in zip(lengths, has_read, strict=True)]
         if lengths.count(lengths[0]) < len(lengths):
             context = context.limited(lengths)
@@ -304,12 +304,12 @@ class Engine:
 
     def _read(self, entries: Sequence[Entry]) -> None:
         ids, texts = zip(*[(entry.request.request_id, entry.request.token_ids) for entry in entries], strict=True)
-        for entry, is_read in zip(entries, self.runner.read(ids, texts), strict=True):
+        for entry, is_read in zip(entries, self.runner.prefill(ids, texts, self._hidden), strict=True):
             self.scheduler.read(entry, not is_read)
 
     def _forget(self, request_ids: Sequence[str], ended: bool = False) -> None:
         """Drops what the caches hold of requests; of those that came to a good end it may serve others."""
-        if ended:
+        if ended and not self._hidden:  # a cached prefix has no hidden states for the proposer
             self.runner.retire(request_ids)
         else:
             self.runner.release(request_ids)

@@ -118,14 +118,7 @@ def _trimmed(proposal: Proposal, rows: list[list[int]], lens: list[int], wanted:
         proposal = replace(proposal, token_ids=_without_padding(proposal.token_ids, proposal.lens, 0))
     if proposal.parents is not None and min(wanted) < width:
         proposal = replace(proposal, parents=_without_padding(proposal.parents, proposal.lens, -1))
-    if width == proposal.num_nodes:
-        return proposal
-    return Proposal(
-        proposal.token_ids[:, :width],
-        proposal.lens,
-        None if proposal.probs is None else proposal.probs[:, :width],
-        None if proposal.parents is None else proposal.parents[:, :width],
-    )
+    return proposal if width == proposal.num_nodes else proposal.narrow(wanted)
 
 
 def _without_padding(values: Tensor, lens: Tensor, other: int) -> Tensor:

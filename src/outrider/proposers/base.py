@@ -287,7 +287,8 @@ def merged(parts: Sequence[tuple[Sequence[int], Proposal]], batch: int, vocab_si
             probs[index[:, None], torch.arange(part.num_nodes, device=device), part.token_ids.to(device)] = 1.0
         if parents is not None and part.parents is not None:
             parents[index, nodes] = part.parents.to(device)
-    return Proposal(token_ids, lens, probs, parents)
+    partial = next((part.partial_pass for _, part in parts if part.partial_pass is not None), None)
+    return Proposal(token_ids, lens, probs, parents, partial)
 
 
 def spread(values: Tensor, rows: Sequence[int], batch: int) -> Tensor:

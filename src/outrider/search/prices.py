@@ -211,7 +211,8 @@ def measure(contenders: Contenders, method: str, texts: Sequence[Text], batch: i
 
         def pass_cost(k: int) -> float:
             width = 1 + (llm.proposer.num_nodes(k) if k else 0)
-            return llm.runner.pass_cost(width, batch, int(fmean(len(text.prompt) for text in texts)))
+            cache_len = int(fmean(len(text.prompt) for text in texts))
+            return llm.runner.pass_cost(width, batch, cache_len, hidden=llm.proposer.needs_hidden)
 
         rounds |= _unseen(rounds, vain, blocks.lengths, pass_cost)
     first_layer = max(round_.first_layer for _, round_ in watch.rounds)

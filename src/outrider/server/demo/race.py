@@ -52,10 +52,9 @@ class Lane:
         return self.request.token_ids[self.request.num_prompt_tokens :]
 
     def step(self) -> tuple[Emission, Observation | None]:
-        """One round. The target's runner is shared by the lanes, and each tells it what its proposer wants to see."""
+        """Run one round."""
         seen: list[Observation] = []
         engine = self.engine
-        engine.runner.needs_hidden = engine.proposer.needs_hidden
         engine.observer = seen.append
         emissions = engine.step()
         while not emissions:  # a long prompt is read in parts
