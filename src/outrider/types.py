@@ -266,6 +266,8 @@ class Proposal:
     def narrow(self, lens: Sequence[int]) -> Proposal:
         """The first ``lens[b]`` drafts of each request, no wider than the longest."""
         width = max(lens, default=0)
+        if width == 0:
+            return replace(Proposal.empty(len(lens), self.token_ids.device), partial_pass=self.partial_pass)
         return self._with(lambda values: values[:, :width], torch.tensor(lens, dtype=torch.long))
 
     def scatter(self, rows: Sequence[int], batch: int) -> Proposal:

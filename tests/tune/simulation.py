@@ -13,7 +13,7 @@ from itertools import cycle
 
 import torch
 
-from outrider.engine.engine import NUM_COLD
+from outrider.engine.ledger import NUM_COLD
 from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.runner.costs import PassCosts
 from outrider.tune import DraftLengthPolicy

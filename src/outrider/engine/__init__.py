@@ -4,6 +4,7 @@ from outrider.engine.engine import Emission, Engine, Observation
 from outrider.engine.llm import LLM
 from outrider.engine.outputs import Chunk, Completion, GenerationInterrupted
 from outrider.engine.policy import FixedLength, LengthPolicy
+from outrider.engine.round import RoundResult
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.stats import GenerationStats
 
@@ -18,5 +19,6 @@ __all__ = [
     "GenerationStats",
     "LengthPolicy",
     "Observation",
+    "RoundResult",
     "Scheduler",
 ]

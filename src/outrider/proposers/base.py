@@ -178,10 +178,10 @@ class Proposer(ABC):
         ``context.hidden`` has been read, does so for the requests that it names.
         """
 
-    def read(self, requests: Sequence[Request]) -> list[bool]:
-        """Reads on in the texts of new requests, a part a round; says of each whether it can be drafted for now.
+    def prefill(self, requests: Sequence[Request]) -> list[bool]:
+        """Prefill the next chunk of new requests; return for each whether it can be drafted for now.
 
-        For proposers that run a model over the whole text, which takes time for which nobody should wait.
+        For proposers that run a model over the whole text: other requests should not wait for it.
         """
         return [True] * len(requests)
 

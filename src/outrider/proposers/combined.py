@@ -141,8 +141,8 @@ class CombinedProposer(Proposer):
                 told = self._verdict_for(part, asked, [rows[i] for i in asked], verdict)
                 part.proposer.commit(context.take(asked), told)
 
-    def read(self, requests: Sequence[Request]) -> list[bool]:
-        first, second = (part.proposer.read(requests) for part in (self._first, self._second))
+    def prefill(self, requests: Sequence[Request]) -> list[bool]:
+        first, second = (part.proposer.prefill(requests) for part in (self._first, self._second))
         return [pair == (True, True) for pair in zip(first, second, strict=True)]
 
     def fork(self, source_id: str, request: Request) -> None:

@@ -123,8 +123,8 @@ class CrossTokenizerProposer(DraftModelProposer):
     def in_draft(self, token_ids: Tensor) -> Tensor:
         return self._to_draft[token_ids]
 
-    def read(self, requests: Sequence[Request]) -> list[bool]:
-        """Nothing ahead: what the draft reads is not the target's text."""
+    def prefill(self, requests: Sequence[Request]) -> list[bool]:
+        """Nothing in advance: the draft reads a translation of the text."""
         return [True] * len(requests)
 
     def fork(self, source_id: str, request: Request) -> None:

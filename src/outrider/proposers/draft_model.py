@@ -125,7 +125,7 @@ class DraftModelProposer(Proposer):
         """Tokens of the target [A, 1] -> the draft's ids."""
         return token_ids
 
-    def read(self, requests: Sequence[Request]) -> list[bool]:
+    def prefill(self, requests: Sequence[Request]) -> list[bool]:
         fitting = [request for request in requests if len(request.token_ids) < self.draft.max_len]
         if not fitting:
             return [True] * len(requests)
