@@ -67,7 +67,7 @@ class Watch:
         self._score = llm.runner.score
         llm.runner.score = self  # type: ignore[method-assign]
 
-    def __call__(self, context: Context, proposal: Proposal) -> Scores:
+    def __call__(self, context: Context, proposal: Proposal, hidden: tuple[int, ...] = ()) -> Scores:
         for b, request in enumerate(context.requests):
             drafts = proposal.token_ids[b, : int(proposal.lens[b])].tolist()
             parents = None if proposal.parents is None else proposal.parents[b].tolist()
@@ -78,7 +78,7 @@ class Watch:
                 allowed = request.matcher.allowed(output, path_to(parent, drafts, parents))
                 self.num_drafts += 1
                 self.num_forbidden += allowed is None or not bool(allowed[draft])
-        return self._score(context, proposal)
+        return self._score(context, proposal, hidden)
 
 
 def check(method: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,6 +59,7 @@ class Drafting:
         self.requests = [make_request(f"r{index}", make_text(length, index, 60)) for index, length in enumerate(lengths)]
         for request in self.requests:
             request.params = SamplingParams(temperature=temperature)
+        self.hidden = ()  # states that the scores report
         self.spans = []
         run = self.runner.passes.run
 
@@ -74,9 +76,9 @@ class Drafting:
         """Drafts, scores, checks every row against the plain forward, accepts so many drafts of each request."""
         context = self.context(limits)
         drafts = self.proposer.propose(context, max(limits))
-        proposal = drafts if proposal is None else proposal
+        proposal = drafts if proposal is None else replace(proposal, partial_pass=drafts.partial_pass)
         self.spans.clear()
-        scores = self.runner.score(context, proposal)
+        scores = self.runner.score(context, proposal, self.hidden)
         for b, request in enumerate(self.requests):
             n = int(proposal.lens[b])
             text = request.token_ids + proposal.token_ids[b, :n].tolist()
@@ -154,7 +156,7 @@ def test_drafts_that_were_not_proposed_are_scored_rightly():
     drafting.step([3, 3, 3], [0, 0, 0], proposal_of([[], [], []]))
     tree = proposal_of([own[0], own[1], own[2]], [[-1, -1, -1]] * 3)
     context = drafting.context([3, 3, 3])
-    drafting.proposer.propose(context, 3)
+    tree = replace(tree, partial_pass=drafting.proposer.propose(context, 3).partial_pass)
     assert drafting.runner.score(context, tree).first_layer == 0
     drafting.runner.release(["r0", "r1", "r2"])
     drafting.step([3, 3, 3], [1, 1, 1])
@@ -164,28 +166,32 @@ def test_drafts_that_were_not_proposed_are_scored_rightly():
 def test_what_a_request_of_the_same_name_drafted_before_is_forgotten():
     drafting = Drafting(lengths=(9,))
     drafting.step([2], [1])
-    drafting.proposer.propose(drafting.context([2]), 2)
+    stale = drafting.proposer.propose(drafting.context([2]), 2)
     drafting.runner.release(["r0"])
     length = len(drafting.requests[0].token_ids)
     drafting.requests[0].token_ids[:] = [*make_text(length - 1, 9, 60), drafting.requests[0].token_ids[-1]]
+    assert drafting.runner.score(drafting.context([2]), stale).first_layer == 0
+    drafting.runner.release(["r0"])
     drafting.step([2], [1])
     drafting.assert_cache_is_a_fresh_forwards(exact=kernels.load_cpu_kernels())
 
 
 def test_layers_wanted_by_others_are_still_seen():
     drafting = Drafting(lengths=(9,))
-    drafting.runner.needs_hidden = (0, 3)
+    drafting.hidden = (0, 3)
     _, scores = drafting.step([2], [1])
     assert set(scores.hidden) == {0, 3} and scores.first_layer == 0
-    drafting.runner.needs_hidden = (DEPTH, 3)
+    drafting.hidden = (DEPTH, 3)
     _, scores = drafting.step([2], [1])
     assert set(scores.hidden) == {DEPTH, 3} and scores.first_layer == DEPTH
 
 
 def test_hidden_states_are_those_of_a_plain_forward_whoever_read_the_text():
-    drafting = Drafting(lengths=(40,))  # longer than what is read with the drafts: drafting reads it
-    layers = drafting.runner.needs_hidden = (DEPTH, drafting.runner.num_layers)
+    drafting = Drafting(lengths=(40,))  # longer than what is read with the drafts
+    layers = drafting.hidden = (DEPTH, drafting.runner.num_layers)
     text = list(drafting.requests[0].token_ids)
+    while not all(drafting.runner.prefill(["r0"], [text], layers)):
+        pass
     _, scores = drafting.step([2], [0])
     assert scores.first_layer == DEPTH
     wanted = drafting.model(torch.tensor([text]), output_hidden_states=True).hidden_states

@@ -16,8 +16,7 @@ from outrider.bench.contenders import Contender, Contenders
 from outrider.bench.grid import PLAIN_CONTENDER, Group, Plan
 from outrider.bench.measure import Batch, Run, generate
 from outrider.bench.memory import PeakMemory
-from outrider.engine import PhaseTimes, Round
-from outrider.types import Context, OutriderError, Proposal, Scores
+from outrider.types import Context, OutriderError, PhaseTimes, Proposal, Round, Scores
 
 NGRAM = Contender("ngram", 3)
 
@@ -35,7 +34,6 @@ def test_contenders_share_the_target_and_leave_no_trace(llm: LLM) -> None:
     assert runs[NGRAM].token_ids == runs[PLAIN_CONTENDER].token_ids
     assert runs[PLAIN_CONTENDER].num_drafts == 0 and runs[NGRAM].num_drafts > 0
     assert (llm.engine, llm.engine.policy) == (engine, policy)
-    assert llm.runner.needs_hidden == llm.proposer.needs_hidden
 
 
 def test_plain_and_contenders_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,10 +140,10 @@ def test_decoding_begins_when_every_prompt_has_its_first_tokens(tmp_path: Path) 
 def test_a_target_that_fails_ends_the_measurement(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     score = llm.runner.score
 
-    def failing(context: Context, proposal: Proposal) -> Scores:
+    def failing(context: Context, proposal: Proposal, hidden: tuple[int, ...] = ()) -> Scores:
         if any(request.token_ids[0] == 9 for request in context.requests):
             raise RuntimeError("out of memory")
-        return score(context, proposal)
+        return score(context, proposal, hidden)
 
     monkeypatch.setattr(llm.runner, "score", failing)
     with pytest.raises(OutriderError, match="out of memory"):

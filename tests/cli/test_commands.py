@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from outrider.cli import app, chat, console
-from outrider.engine import Engine, GenerationStats, PhaseTimes
+from outrider.engine import Engine, GenerationStats
 from outrider.engine.outputs import Chunk
+from outrider.types import PhaseTimes
 
 Run = Callable[..., "tuple[int, str, str]"]
 PROMPT = "def add("
@@ -92,7 +93,7 @@ def test_generate_json_is_one_document(outrider: Run, target: Path, draft: Path)
     assert document["finish_reason"] == "length"
     assert document["stats"]["mean_acceptance_length"] > 3
     assert set(document["stats"]["ms"]) == {"draft", "score", "verify", "host"}
-    assert set(document["stats"]["seconds"]) == {*document["stats"]["ms"], "read"}
+    assert set(document["stats"]["seconds"]) == {*document["stats"]["ms"], "read", "draft_prefill"}
     assert document["stats"]["plain_tok_s"] > 0 and document["stats"]["expected_speedup"] > 0
 
 

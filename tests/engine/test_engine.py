@@ -303,7 +303,7 @@ def test_a_proposer_that_failed_is_kept_no_features_for():
     engine.add(make_request("r0", PROMPTS[0], max_tokens=8))
     for _ in range(3):
         engine.step()
-    assert not engine._guarded._features._unseen
+    assert not engine._guard._features._unseen
 
 
 def test_a_tree_counts_by_its_depth_and_costs_by_its_nodes():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.engine.guard import check
 from outrider.engine.policy import FixedLength
+from outrider.engine.validation import check
 from outrider.proposers.base import Proposer, ScriptedProposer, chain_proposal
 from outrider.runner.tree_mask import ancestor_matrix
 from outrider.sampling import InvalidLogits

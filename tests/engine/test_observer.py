@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from outrider.engine import Observation
-from outrider.engine.engine import NUM_COLD
+from outrider.engine.ledger import NUM_COLD
+from outrider.engine.policy import FixedLength
 from outrider.proposers.base import ScriptedProposer
-from outrider.types import Context, Proposal, Scores
+from outrider.types import Context, Proposal
 
 from .toy import TableRunner, greedy_continuation, make_engine, make_request
 
@@ -30,12 +31,13 @@ def test_an_observer_sees_every_round_as_it_was_settled() -> None:
     while engine.has_work:
         (emission,) = engine.step()
         emitted += emission.token_ids
-        last = seen[-1]
+        last = seen[-1].result
         path = last.verdict.path[0, : int(last.verdict.num_accepted[0])].tolist()
         said = [*last.proposal.token_ids[0, path].tolist(), int(last.verdict.next_token[0])]
         assert said[: len(emission.token_ids)] == emission.token_ids
         assert torch.equal(last.scores.logits[0, 0], runner.logits_after(request.token_ids[: -len(emission.token_ids)]))
-        assert last.round.num_accepted == [len(path)]
+        assert last.paths == [path] and seen[-1].round.num_accepted == [len(path)]
+        assert last.token_ids == [emission.token_ids] and last.texts == [emission.text]
     assert [each.is_prefill for each in seen] == [True] + [False] * (len(seen) - 1)
     assert len(emitted) == 9
 
@@ -72,25 +74,19 @@ def test_an_observer_s_time_belongs_to_no_round() -> None:
     assert num_rounds > 1 and engine.stats.times.total < 0.2 * num_rounds
 
 
-@pytest.mark.parametrize("seconds", [0.02, 0.0])
-def test_rounds_just_behind_drafts_of_a_model_are_cold_and_those_behind_a_lookup_are_not(seconds: float) -> None:
-    class SlowTarget(TableRunner):
-        def score(self, context: Context, proposal: Proposal) -> Scores:
-            sleep(0.02)
-            return super().score(context, proposal)
-
-    def first_rounds(context: Context, k: int) -> list[list[int]]:
-        if context.requests[0].num_output_tokens >= 4:
-            return [[]]
-        sleep(seconds)
-        return drafts(context, k)
-
-    engine = make_engine(ScriptedProposer.of_chains(first_rounds), k=2, runner=SlowTarget())
+@pytest.mark.parametrize("runs_model", [True, False])
+def test_plain_rounds_soon_after_a_model_drafted_are_cold_and_those_after_a_lookup_are_not(runs_model: bool) -> None:
+    policy = FixedLength(2)
+    lengths = iter([2] * 4 + [0] * 40)
+    policy.next_lengths = lambda context: [next(lengths)] * len(context.requests)  # type: ignore[method-assign]
+    proposer = ScriptedProposer.of_chains(drafts)
+    proposer.reads_text_only = not runs_model
+    engine = make_engine(proposer, policy=policy)
     seen: list[Observation] = []
     engine.observer = seen.append
-    engine.add(make_request("r", [1, 2], max_tokens=12))
+    engine.add(make_request("r", [1, 2], max_tokens=24))
     while engine.has_work:
         engine.step()
     plain = [each.round.is_cold for each in seen if not any(each.round.lens)]
     assert len(plain) > NUM_COLD + 1 and not any(each.round.is_cold for each in seen if any(each.round.lens))
-    assert plain == [seconds > 0] * NUM_COLD + [False] * (len(plain) - NUM_COLD)
+    assert plain == [runs_model] * NUM_COLD + [False] * (len(plain) - NUM_COLD)

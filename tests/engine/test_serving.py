@@ -7,7 +7,7 @@ import torch
 from tiny_folder import make_folder
 
 from outrider import LLM, SamplingParams
-from outrider.engine.drafting import FIRST_PAUSE
+from outrider.engine.guard import FIRST_PAUSE
 from outrider.engine.policy import FixedLength
 from outrider.proposers.base import ScriptedProposer
 from outrider.runner.kv_cache import SHARED, SLACK, CacheShape, KVCache
@@ -67,14 +67,14 @@ def test_a_long_prompt_holds_nobody_up():
 
 def test_a_prompt_that_cannot_be_read_fails_alone(monkeypatch):
     runner = TableRunner()
-    read = runner.read
+    prefill = runner.prefill
 
-    def failing(ids, texts):
+    def failing(ids, texts, hidden):
         if "r1" in ids:
             raise MemoryError("no memory")
-        return read(ids, texts)
+        return prefill(ids, texts, hidden)
 
-    monkeypatch.setattr(runner, "read", failing)
+    monkeypatch.setattr(runner, "prefill", failing)
     found = outputs(run(make_engine(runner=runner), requests()))
     wanted = outputs(run(make_engine(), requests()))
     assert found["r1"][2] == "error"
@@ -104,11 +104,11 @@ def test_a_proposer_reads_a_long_text_in_parts_and_nobody_waits_for_it():
     runner = TableRunner()
     proposer, asked = oracle(runner), []
 
-    def read(requests):
+    def prefill(requests):
         asked.append([request.request_id for request in requests])
         return [request.request_id == "r0" or len(asked) > 4 for request in requests]
 
-    proposer.read = read
+    proposer.prefill = prefill
     found = run(make_engine(proposer, 3, runner=runner), requests())
     assert outputs(found) == outputs(run(make_engine(), requests()))
     assert asked == [["r0", "r1", "r2"], *[["r1", "r2"]] * 4]
@@ -129,11 +129,11 @@ def test_after_a_round_that_broke_off_a_proposer_reads_in_parts_again():
     runner = TableRunner()
     proposer, asked = oracle(runner), []
 
-    def read(requests):
+    def prefill(requests):
         asked.append([request.request_id for request in requests])
         return [True] * len(requests)
 
-    proposer.read = read
+    proposer.prefill = prefill
     engine = make_engine(proposer, 3, runner=runner)
     engine.add(make_request("r", [3, 4, 5], max_tokens=23))
     engine.step()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.engine import GenerationStats, PhaseTimes, Round
+from outrider.engine import GenerationStats
 from outrider.runner.costs import PassCosts, PlainRound
+from outrider.types import PhaseTimes, Round
 
 
 def drafted(num_accepted: int, score: float = 3.0) -> Round:

@@ -26,7 +26,6 @@ class TableRunner:
 
     def __init__(self, max_batch=8, max_len=200, eos_bias=-100.0, seed=0, sharpness=2.0):
         self.max_batch, self.max_len = max_batch, max_len
-        self.needs_hidden = ()
         self.costs = PassCosts()
         table = torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * sharpness
         table[:, :, EOS] += eos_bias
@@ -41,7 +40,7 @@ class TableRunner:
     def logits_after(self, text: list[int]) -> torch.Tensor:
         return self.table[_end(text)]
 
-    def score(self, context: Context, proposal: Proposal) -> Scores:
+    def score(self, context: Context, proposal: Proposal, hidden: tuple[int, ...] = ()) -> Scores:
         self.num_scores += 1
         width = proposal.num_nodes + 1
         logits = torch.full((len(context.requests), width, VOCAB), float("nan"))  # rows beyond lens are undefined
@@ -54,7 +53,7 @@ class TableRunner:
                 raise RuntimeError("out of memory")
             known = self.cached.setdefault(request.request_id, [])
             assert known == request.token_ids[: len(known)], "the cache is not a prefix of the committed text"
-            if self.needs_hidden:
+            if hidden:
                 before.append([request.token_ids[: i + 1] for i in range(len(known), len(request.token_ids) - 1)])
             after = {-1: _end(request.token_ids)}
             for i in range(lens[b]):
@@ -66,15 +65,14 @@ class TableRunner:
             logits[tuple(zip(*places, strict=True))] = self.table[tuple(zip(*ends, strict=True))]
         self._drafts = drafts
         rows = [[*map(self.logits_after, texts), *logits[b, : 1 + lens[b]]] for b, texts in enumerate(before)]
-        hidden = {layer: [torch.stack(row)[:, : self.hidden_size] + layer for row in rows] for layer in self.needs_hidden}
-        return Scores(logits, hidden)
+        return Scores(logits, {layer: [torch.stack(row)[:, : self.hidden_size] + layer for row in rows] for layer in hidden})
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         paths, counts = verdict.path.tolist(), verdict.num_accepted.tolist()
         for request, drafts, path, count in zip(context.requests, self._drafts, paths, counts, strict=True):
             self.cached[request.request_id] = request.token_ids + [drafts[i] for i in path[:count]]
 
-    def read(self, request_ids, texts) -> list[bool]:
+    def prefill(self, request_ids, texts, hidden=()) -> list[bool]:
         """Nothing: every text is scored at once, unless a test sets ``chunk``."""
         if self.chunk is None:
             return [True] * len(texts)
@@ -87,7 +85,7 @@ class TableRunner:
             done.append(len(known) == len(text) - 1)
         return done
 
-    def has_read(self, request_ids, texts) -> list[bool]:
+    def is_prefilled(self, request_ids, texts) -> list[bool]:
         pairs = zip(request_ids, texts, strict=True)
         return [len(text) - 1 - len(self.cached.get(request_id, [])) < self.short for request_id, text in pairs]
 
@@ -107,7 +105,7 @@ class TableRunner:
     def keep_len(self, request_id, num_tokens) -> None:
         del self.cached[request_id][num_tokens:]
 
-    def pass_cost(self, width, batch, cache_len):
+    def pass_cost(self, width, batch, cache_len, **_):
         return 0.001
 
 

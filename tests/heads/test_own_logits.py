@@ -105,9 +105,8 @@ def test_a_head_that_drafts_through_the_targets_output_head_does_what_the_target
     proposer = EagleProposer(head, runner, EagleConfig(max_nodes=1))
     request = make_request("r", make_text(9, 3))
     request.params = SamplingParams(temperature=1.0)
-    runner.needs_hidden = (2,)
     empty = Context((request,), (0,), Sampler([request], VOCAB))
-    scores = runner.score(empty, Proposal.empty(1))
+    scores = runner.score(empty, Proposal.empty(1), (2,))
     request.token_ids.append(5)
     context = Context((request,), (1,), Sampler([request], VOCAB), scores.hidden)
     probs = proposer.propose(context, 1).probs

@@ -109,6 +109,7 @@ class Rounds:
         self.tolerance = tolerance or TOLERANCE[runner.dtype]
         self.requests = [make_request(f"r{index}", text) for index, text in enumerate(texts)]
         self.largest_error = 0.0
+        self.hidden: tuple[int, ...] = ()  # hidden states that the scores report
 
     def step(
         self,
@@ -119,7 +120,7 @@ class Rounds:
     ) -> None:
         """Scores the drafts, checks the logits of every node, then keeps the nodes ``accepted`` of each request."""
         context = Context(tuple(self.requests), tuple(map(len, chains)), None)
-        scores = self.runner.score(context, proposal_of(chains, parents))
+        scores = self.runner.score(context, proposal_of(chains, parents), self.hidden)
         for b, (request, chain) in enumerate(zip(self.requests, chains, strict=True)):
             paths = node_paths(parents[b] if parents is not None else range(-1, len(chain) - 1))
             for node, path in enumerate([[], *paths]):

@@ -149,11 +149,11 @@ def test_hidden_states_are_transformers_own_of_the_whole_text(model_type, chunk)
     """Prompts that are read in chunks or with the drafts, text a round adds, the drafts themselves: embedding to final norm."""
     model = make_model(small_config(model_type))
     runner = ModelRunner.load(untouched(model), RunnerConfig(compile="never", prefill_chunk=chunk))
-    layers = runner.needs_hidden = tuple(range(runner.num_layers + 1))
+    layers = tuple(range(runner.num_layers + 1))
     rounds = Rounds(runner, model, [make_text(40, 1), make_text(3, 2), make_text(21, 3)])
     requests, read = rounds.requests, {layer: [[], [], []] for layer in layers}
     for chains in ([[1], [5, 6], []], [[7, 8, 9], [5, 6], [4]]):
-        scores = runner.score(Context(tuple(requests), (3, 3, 3), None), proposal_of(chains))
+        scores = runner.score(Context(tuple(requests), (3, 3, 3), None), proposal_of(chains), layers)
         for b, (request, chain) in enumerate(zip(requests, chains, strict=True)):
             wanted = model(torch.tensor([request.token_ids + chain]), output_hidden_states=True).hidden_states
             for layer in layers:
@@ -167,9 +167,8 @@ def test_hidden_states_are_transformers_own_of_the_whole_text(model_type, chunk)
 
 def test_a_hidden_state_that_the_model_does_not_have_is_refused():
     runner = start("llama").runner
-    runner.needs_hidden = (runner.num_layers + 1,)
     with pytest.raises(OutriderError, match=r"has the hidden states 0 to \d+, not all of"):
-        runner.score(Context((make_request("x", [1, 2]),), (0,), None), proposal_of([[]]))
+        runner.score(Context((make_request("x", [1, 2]),), (0,), None), proposal_of([[]]), (runner.num_layers + 1,))
 
 
 @pytest.mark.parametrize("asked", [None, 60])

@@ -104,11 +104,9 @@ def test_compiled_hidden_states_equal_eager_ones(runner, model):
     texts = [make_text(length, length) for length in (3, 40)]
 
     def states(made, texts=texts):
-        made.needs_hidden = (0, 1, 2)
         requests = tuple(make_request(f"h{index}", text) for index, text in enumerate(texts))
-        scores = made.score(Context(requests, (9, 9), None), proposal_of([[1, 2], [3]]))
+        scores = made.score(Context(requests, (9, 9), None), proposal_of([[1, 2], [3]]), (0, 1, 2))
         made.release([request.request_id for request in requests])
-        made.needs_hidden = ()
         return scores
 
     got, expected = states(runner), states(load(model, "never"))

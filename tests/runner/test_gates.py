@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from outrider.runner import ModelRunner, RunnerConfig, compiled, kernels
+from outrider.runner.forward import Pass
 from outrider.runner.gates import fuse_gates
-from outrider.runner.passes import Pass
 from outrider.runner.quantized import quantize, quantize_in_fours
 
 from .rounds import make_model, untouched

@@ -132,18 +132,17 @@ def test_a_score_done_again_reports_the_hidden_states_of_what_was_read_before():
     """When a request beside it failed: its text is in the cache by then, and nobody reads it a second time."""
     rounds = start("llama", lengths=(40, 5))
     runner, context = rounds.runner, Context(tuple(rounds.requests), (2, 2), None)
-    runner.needs_hidden = (1,)
     texts = [request.token_ids for request in rounds.requests]
-    while not all(runner.read(context.request_ids, texts)):
+    while not all(runner.prefill(context.request_ids, texts, (1,))):
         pass
-    first, again = (runner.score(context, proposal_of([[5, 6], [7]])) for _ in range(2))
+    first, again = (runner.score(context, proposal_of([[5, 6], [7]]), (1,)) for _ in range(2))
     for b, length in enumerate((39 + 1 + 2, 4 + 1 + 1)):
         assert again.hidden[1][b].shape[0] == length
         torch.testing.assert_close(again.hidden[1][b], first.hidden[1][b])
     runner.commit(context, verdict_of([[0], []], [7, 8]))
     for request, tokens in zip(rounds.requests, ([5, 7], [8]), strict=True):
         request.token_ids += tokens
-    assert [states.shape[0] for states in runner.score(context, proposal_of([[], []])).hidden[1]] == [1, 1]
+    assert [states.shape[0] for states in runner.score(context, proposal_of([[], []]), (1,)).hidden[1]] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +165,7 @@ def test_a_chunk_is_shared_by_those_who_wait_to_be_read(unread, counts):
 def test_a_short_prompt_is_read_beside_a_long_one():
     rounds = start("llama", lengths=(60, 25))
     texts = [request.token_ids for request in rounds.requests]
-    found = [rounds.runner.read(["r0", "r1"], texts) for _ in range(4)]
+    found = [rounds.runner.prefill(["r0", "r1"], texts) for _ in range(4)]
     assert found == [[False, False], [False, True], [False, True], [True, True]]
     rounds.step([[5, 6], [7]], [[0], []], [1, 2])
     assert_cache_holds_the_text(rounds)
@@ -175,8 +174,10 @@ def test_a_short_prompt_is_read_beside_a_long_one():
 def test_what_ends_with_a_chunk_is_read_by_the_score():
     rounds = start("llama", lengths=(50, 20, 5), prefill_chunk=48)
     runner, ids, texts = rounds.runner, ["r0", "r1", "r2"], [request.token_ids for request in rounds.requests]
-    runner.needs_hidden = (1,)
-    found = [(runner.read(ids, texts), runner.cache.cached_len("r0"), runner.has_read(ids, texts)) for _ in range(2)]
+    rounds.hidden = (1,)
+    found = [
+        (runner.prefill(ids, texts, (1,)), runner.cache.cached_len("r0"), runner.is_prefilled(ids, texts)) for _ in range(2)
+    ]
     assert found == [([False, True, True], 29, [False, False, True]), ([True, True, True], 29, [False, False, True])]
     shapes, run = [], runner.passes.run
     runner.passes.run = lambda tokens, *args: shapes.append(tokens.shape[1]) or run(tokens, *args)
@@ -189,8 +190,8 @@ def test_what_is_padded_is_read_before_the_score(monkeypatch):
     force_padding(monkeypatch)
     rounds = start("llama", lengths=(40, 5), prefill_chunk=64)
     texts = [request.token_ids for request in rounds.requests]
-    assert rounds.runner.read(["r0", "r1"], texts) == [True, True]
-    assert rounds.runner.has_read(["r0", "r1"], texts) == [True, True]
+    assert rounds.runner.prefill(["r0", "r1"], texts) == [True, True]
+    assert rounds.runner.is_prefilled(["r0", "r1"], texts) == [True, True]
     assert rounds.runner.cache.cached_len("r0") == 39
 
 

@@ -13,7 +13,6 @@ from tiny_folder import make_folder
 
 from outrider import LLM
 from outrider.bench.contenders import PLAIN, Contender
-from outrider.engine import PhaseTimes, Round
 from outrider.engine.methods import chosen_methods, fitting_proposers
 from outrider.proposers.base import Proposer
 from outrider.proposers.combined import CombinedProposer
@@ -24,7 +23,7 @@ from outrider.search import Question, Search, choice, confirming, prices, search
 from outrider.search.journal import Journal
 from outrider.search.report import result, rows, table, verdict
 from outrider.search.traffic import Text
-from outrider.types import OutriderError, SamplingParams
+from outrider.types import OutriderError, PhaseTimes, Round, SamplingParams
 from outrider.verifiers.exact import ExactMatchVerifier
 
 from . import toys

@@ -77,7 +77,7 @@ def test_every_answer_is_of_its_schema(method: str, same_text: bool, load: Calla
         llm = load(method, 3, max_batch=8, same_text=same_text)
     score = llm.runner.score
 
-    def watched(context: Any, proposal: Proposal) -> Any:
+    def watched(context: Any, proposal: Proposal, hidden: tuple[int, ...] = ()) -> Any:
         for b, request in enumerate(context.requests):
             drafts = proposal.token_ids[b, : int(proposal.lens[b])].tolist()
             parents = None if proposal.parents is None else proposal.parents[b].tolist()
@@ -87,7 +87,7 @@ def test_every_answer_is_of_its_schema(method: str, same_text: bool, load: Calla
                     output, path_to(node - 1 if parents is None else parents[node], drafts, parents)
                 )
                 assert allowed is not None and allowed[draft]  # so nothing stands behind the end of an answer either
-        return score(context, proposal)
+        return score(context, proposal, hidden)
 
     llm.runner.score = watched  # type: ignore[method-assign]
     grammar = compiler(llm).json(SCHEMA)

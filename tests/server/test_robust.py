@@ -282,10 +282,10 @@ def test_a_target_that_fails_for_one_request_fails_for_that_one(
     llm = load()
     score = llm.runner.score
 
-    def failing(context: Any, proposal: Proposal) -> Any:
+    def failing(context: Any, proposal: Proposal, hidden: tuple[int, ...] = ()) -> Any:
         if any(request.num_prompt_tokens > 100 for request in context.requests):
             raise MemoryError("cannot allocate memory")
-        return score(context, proposal)
+        return score(context, proposal, hidden)
 
     monkeypatch.setattr(llm.runner, "score", failing)
     with serving(llm) as server:

@@ -13,12 +13,11 @@ from itertools import cycle
 
 import torch
 
-from outrider.engine.engine import NUM_COLD
+from outrider.engine.ledger import NUM_COLD
 from outrider.engine.policy import FixedLength, LengthPolicy
-from outrider.engine.stats import PhaseTimes, Round
 from outrider.runner.costs import PassCosts
 from outrider.tune import DraftLengthPolicy
-from outrider.types import Context, Request, SamplingParams
+from outrider.types import Context, PhaseTimes, Request, Round, SamplingParams
 
 MAX_K = 15
 FIXED = (1, 2, 4, 8, 12)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from outrider.engine.stats import PhaseTimes, expected_speedup
+from outrider.engine.stats import expected_speedup
 from outrider.runner.costs import PassCosts
 from outrider.tune import CostModel
+from outrider.types import PhaseTimes
 
 
 def test_a_hiccup_in_the_first_pass_is_forgotten():

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from outrider.engine.policy import FixedLength
-from outrider.engine.stats import Round
 from outrider.runner.costs import PassCosts
 from outrider.tune import DraftLengthPolicy
-from outrider.types import Context, Request, SamplingParams
+from outrider.types import Context, Request, Round, SamplingParams
 from tests.tune import grid
 from tests.tune.simulation import MAX_K, Cell, Machine, Recorded, Text, automatic, best_fixed, plain, simulate, weigh
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -51,7 +51,7 @@ class Stressed(Around):
         if probs is None:
             probs = functional.one_hot(proposal.token_ids.clamp(0, size - 1), size).float()
         mixed = (1 - self.share) * probs + self.share / size
-        return Proposal(torch.where(replaced, anything, proposal.token_ids), proposal.lens, mixed, proposal.parents)
+        return replace(proposal, token_ids=torch.where(replaced, anything, proposal.token_ids), probs=mixed)
 
 
 class Watched(Verifier):

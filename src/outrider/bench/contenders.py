@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from outrider.engine import Engine, FixedLength, LengthPolicy, Round
+from outrider.engine import Engine, FixedLength, LengthPolicy
 from outrider.engine.config import Speculation, build_policy, build_proposer, build_verifiers
 from outrider.proposers.base import PlainProposer, Proposer
 from outrider.registry import PROPOSERS, split_method
-from outrider.types import Context
+from outrider.types import Context, Round
 
 if TYPE_CHECKING:
     from outrider.engine import LLM
@@ -97,11 +97,9 @@ class Contenders:
         before, policy = llm.engine, engine.policy
         llm.engine, llm.proposer = engine, engine.proposer
         engine.policy, engine.proposer.memory = recorder, self._memories.get(contender)
-        llm.runner.needs_hidden = engine.proposer.needs_hidden
         try:
             yield recorder
         finally:
             self._memories[contender] = engine.proposer.memory
             engine.policy = policy
             llm.engine, llm.proposer = before, before.proposer
-            llm.runner.needs_hidden = before.proposer.needs_hidden

@@ -10,8 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from outrider.bench.memory import PeakMemory
-from outrider.engine import Round
-from outrider.types import OutriderError, SamplingParams
+from outrider.types import OutriderError, Round, SamplingParams
 
 if TYPE_CHECKING:
     from outrider.bench.contenders import Contender, Contenders

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.engine import Emission, Engine, GenerationStats, LengthPolicy, Observation, Round, Scheduler
+from outrider.engine import Emission, Engine, GenerationStats, LengthPolicy, Observation, Scheduler
 from outrider.engine.config import build_verifiers, eos_token_ids
 from outrider.engine.detokenizer import DetokenizerFactory
-from outrider.types import OutriderError, Request, SamplingParams
+from outrider.types import OutriderError, Request, Round, SamplingParams
 
 if TYPE_CHECKING:
     from outrider.engine import LLM
@@ -51,10 +51,9 @@ class Lane:
         return self.request.token_ids[self.request.num_prompt_tokens :]
 
     def step(self) -> tuple[Emission, Observation | None]:
-        """Run one round. The lanes share the target's runner, and each tells it what its proposer wants to see."""
+        """Run one round."""
         seen: list[Observation] = []
         engine = self.engine
-        engine.runner.needs_hidden = engine.proposer.needs_hidden
         engine.observer = seen.append
         emissions = engine.step()
         while not emissions:  # a long prompt is read in parts

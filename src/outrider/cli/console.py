@@ -152,6 +152,7 @@ def summary(stats: GenerationStats, seconds: float) -> Text:
     if total:
         shares = stats.times.by_phase()
         shares["other"] = shares.pop("host")
+        shares["draft"] += shares.pop("draft_prefill")
         if not stats.times.read:  # a short prompt is read with the first score
             del shares["read"]
         lines.append("time: " + ", ".join(f"{name} {part:.2f} s ({part / total:.0%})" for name, part in shares.items()))

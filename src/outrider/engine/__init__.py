@@ -4,8 +4,9 @@ from outrider.engine.engine import Emission, Engine, Observation
 from outrider.engine.llm import LLM
 from outrider.engine.outputs import Chunk, Completion, GenerationInterrupted
 from outrider.engine.policy import FixedLength, LengthPolicy
+from outrider.engine.round import RoundResult
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.stats import GenerationStats, PhaseTimes, Round
+from outrider.engine.stats import GenerationStats
 
 __all__ = [
     "LLM",
@@ -18,7 +19,6 @@ __all__ = [
     "GenerationStats",
     "LengthPolicy",
     "Observation",
-    "PhaseTimes",
-    "Round",
+    "RoundResult",
     "Scheduler",
 ]

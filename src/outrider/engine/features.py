@@ -1,4 +1,4 @@
-"""Carries target features from the rounds that read a token to the proposer that asked for them (``needs_hidden``)."""
+"""Keep hidden states of the target from the round that computed them until the proposer that needs them drafts again."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from outrider.types import Context, Request
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """What a round read of a request: text before the root, the root, and drafts of which those of ``path`` were accepted."""
+    """The tokens of one request that a round read: committed ones, the root, and drafts of which ``path`` was accepted."""
 
     hidden: Mapping[int, Tensor]  # index -> [T + 1 + num_drafts, H]
     num_drafts: int
     path: list[int]
 
     def kept(self, index: int) -> Tensor:
-        """[T + 1 + len(path), H]: of the tokens that are committed now, or were."""
+        """[T + 1 + len(path), H]: of the committed tokens."""
         states, path = self.hidden[index], self.path
         read = len(states) - self.num_drafts
         if path == list(range(len(path))):
@@ -29,30 +29,30 @@ class _Round:
 
 
 class FeatureStore:
-    """Features of each request's committed tokens, from the first on, that the proposer has not seen yet.
+    """Hidden states of each request's committed tokens, from the first on, that the proposer has not seen yet.
 
-    They are cut when they are asked for: where nothing is drafted for long, nothing is done but to remember them.
+    Slices are taken lazily, when the proposer drafts.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = tuple(layers)
         self._unseen: dict[str, list[_Round]] = {}
-        self._prompts: dict[str, _Round | None] = {}  # of requests that others will start from; None until the prompt is read
+        self._prompts: dict[str, _Round | None] = {}  # of requests that others are forked from; None until it is prefilled
 
-    def keep(self, request: Request, hidden: Mapping[int, Tensor], num_drafts: int, path: list[int]) -> None:
-        """Remembers what a round read of a request, and which of its drafts were accepted.
+    def keep(self, request: Request, num_before: int, hidden: Mapping[int, Tensor], num_drafts: int, path: list[int]) -> None:
+        """Keep what a round read of a request that had ``num_before`` tokens, and which of its drafts were accepted.
 
         ``hidden``: index -> [T + 1 + num_drafts, H], of the committed tokens that it had to read, the root and the drafts.
         """
         self._unseen.setdefault(request.request_id, []).append(_Round(hidden, num_drafts, path))
         if request.request_id in self._prompts:
             read = len(hidden[self.layers[0]]) - num_drafts
-            if read == len(request.token_ids):  # from the first token on
+            if read == num_before:  # from the first token on
                 prompt = {index: states[: request.num_prompt_tokens - 1] for index, states in hidden.items()}
                 self._prompts[request.request_id] = _Round(prompt, 0, [])
 
     def attach(self, context: Context) -> Context:
-        """The context with everything unseen. It stays unseen until ``seen``, so that a failed round loses nothing."""
+        """The context with everything unseen; it is kept until ``seen``, so that a failed round loses nothing."""
         hidden = {}
         for layer in self.layers:
             rounds = [self._unseen.get(request_id, ()) for request_id in context.request_ids]
@@ -61,16 +61,16 @@ class FeatureStore:
         return replace(context, hidden=hidden)
 
     def seen(self, request_ids: Sequence[str]) -> None:
-        """The proposer has seen all there was."""
+        """Drop what the proposer has seen."""
         for request_id in request_ids:
             self._unseen.pop(request_id, None)
 
     def share(self, request_id: str) -> None:
-        """Other requests will start from this one's prompt: its features are kept beside."""
+        """Keep the hidden states of this request's prompt for requests that will be forked from it."""
         self._prompts.setdefault(request_id, None)
 
     def fork(self, source_id: str, new_id: str) -> bool:
-        """Gives a new request the features of all but the last token of the prompt. False where they are not at hand."""
+        """Give a new request the hidden states of all but the last token of the prompt. False where they are missing."""
         prompt = self._prompts.get(source_id)
         if prompt is None:
             return not self.layers
@@ -78,7 +78,7 @@ class FeatureStore:
         return True
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Forgets requests that ended, or whose text the target will read again."""
+        """Forget requests that ended, or that will be prefilled again."""
         self.seen(request_ids)
         for request_id in request_ids:
             self._prompts.pop(request_id, None)

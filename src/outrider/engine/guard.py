@@ -1,134 +1,183 @@
-"""What a proposer may hand to the target: a proposal with a mistake loses its drafts, never its request.
+"""Contain the failures of a proposer: whatever it does wrong costs drafts of the requests concerned, never their text.
 
-Knows the proposal's contract (outrider.types.Proposal) and no method.
+``GuardedProposer`` has the interface of a proposer and stands between it and the round. Knows no method.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+from outrider.engine.features import FeatureStore
+from outrider.engine.round import RoundResult
+from outrider.engine.validation import check, useful
+from outrider.proposers.base import Proposer
+from outrider.sampling import InvalidLogits
+from outrider.types import Context, Proposal, Request, Verdict
 
-from outrider.types import Proposal
+logger = logging.getLogger(__name__)
 
-PROBS_TOLERANCE = 1e-2  # a float32 softmax over 250k entries sums to 1 well within this
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """A proposal that is safe to score, its ids and lens as lists (read once a round), and the rows that were at fault."""
-
-    proposal: Proposal
-    token_ids: list[list[int]]
-    lens: list[int]
-    faults: dict[int, str] = field(default_factory=dict)  # row -> what was wrong
+FIRST_PAUSE = 64  # rounds without drafts after a request's first fault; each further fault doubles it
+MAX_DOUBLINGS = 6
 
 
-def check(proposal: object, limits: Sequence[int], k: int, vocab_size: int) -> Checked:
-    """Empties the rows whose drafts break the contract; a chain longer than asked for is cut, which is no fault.
+@dataclass(slots=True)
+class _Drafting:
+    """How far the proposer is with one request."""
 
-    Raises ``ValueError`` where the mistake is not one row's: a wrong type or shape.
-    """
-    proposal = _check_shapes(proposal, len(limits), vocab_size)
-    rows: list[list[int]] = proposal.token_ids.tolist()
-    lens: list[int] = proposal.lens.tolist()
-    num_nodes = proposal.num_nodes
-    faults = {row: f"{n} drafts in a proposal of {num_nodes}" for row, n in enumerate(lens) if not 0 <= n <= num_nodes}
-    for row, (ids, n) in enumerate(zip(rows, lens, strict=True)):
-        if row not in faults and n and not (min(ids[:n]) >= 0 and max(ids[:n]) < vocab_size):
-            faults[row] = f"a draft id outside the vocabulary of {vocab_size}"
-    if proposal.probs is not None and num_nodes:
-        faults = _check_probs(proposal.probs, lens) | faults
-    if proposal.parents is not None and num_nodes:
-        faults = _check_parents(proposal.parents, lens) | faults
-    wanted = [0 if row in faults else n for row, n in enumerate(lens)]
-    if proposal.parents is None:
-        wanted = [min(n, k, limit) for n, limit in zip(wanted, limits, strict=True)]
-    return Checked(_trimmed(proposal, rows, lens, wanted, vocab_size), rows, wanted, faults)
+    fork_of: str | None = None  # the request whose prompt is the same
+    is_prefilled: bool = False
+    num_faults: int = 0
+    paused_until: int = 0  # the last round without drafts
 
 
-def pruned(checked: Checked, kept: Sequence[Sequence[int]]) -> Checked:
-    """A checked proposal with only the drafts ``kept[b]`` of each row, in order, none without its parent."""
-    proposal, lens = checked.proposal, [len(nodes) for nodes in kept]
-    if lens == checked.lens:
-        return checked
-    width = max(lens)
-    if width == 0:
-        return Checked(Proposal.empty(len(lens), proposal.token_ids.device), [[]] * len(lens), lens, checked.faults)
-    index = torch.tensor([[*nodes, *[0] * (width - len(nodes))] for nodes in kept], device=proposal.token_ids.device)
-    parents = None
-    if proposal.parents is not None:
-        rows = proposal.parents.tolist()
-        moved = [[-1 if rows[b][node] < 0 else nodes.index(rows[b][node]) for node in nodes] for b, nodes in enumerate(kept)]
-        parents = torch.tensor([[*row, *[-1] * (width - len(row))] for row in moved], device=proposal.parents.device)
-    probs = proposal.probs
-    if probs is not None:
-        probs = probs.gather(1, index.to(probs.device).unsqueeze(-1).expand(-1, -1, probs.shape[-1]))
-    token_ids = proposal.token_ids.gather(1, index)
-    return Checked(Proposal(token_ids, torch.tensor(lens), probs, parents), token_ids.tolist(), lens, checked.faults)
+class GuardedProposer:
+    """Ask a proposer for the requests that it has not failed for, validate what it returns and contain what it raises."""
 
+    def __init__(self, proposer: Proposer, vocab_size: int, report: Callable[[Sequence[str]], None]) -> None:
+        """``report`` is called with the ids of requests for which the proposer failed."""
+        self._proposer, self._vocab_size, self._report = proposer, vocab_size, report
+        self._features = FeatureStore(proposer.needs_hidden)
+        self._requests: dict[str, _Drafting] = {}
+        self._drafted: set[str] = set()  # requests of this round that the proposer drafted for
+        self._round = 0
+        self._empty = Proposal.empty(1)
 
-def _check_shapes(proposal: object, batch: int, vocab_size: int) -> Proposal:
-    if not isinstance(proposal, Proposal):
-        raise ValueError(f"propose() returned {type(proposal).__name__}, not a Proposal")
-    ids, lens, probs, parents = proposal.token_ids, proposal.lens, proposal.probs, proposal.parents
-    if ids.dim() != 2 or ids.shape[0] != batch or ids.dtype != torch.long:
-        raise ValueError(f"token_ids is {ids.dtype} {tuple(ids.shape)}, not int64 [{batch}, N]")
-    if lens.shape != (batch,) or lens.dtype != torch.long:
-        raise ValueError(f"lens is {lens.dtype} {tuple(lens.shape)}, not int64 [{batch}]")
-    if probs is not None and (probs.shape != (*ids.shape, vocab_size) or not probs.is_floating_point()):
-        raise ValueError(f"probs is {probs.dtype} {tuple(probs.shape)}, not float {[*ids.shape, vocab_size]}")
-    if parents is not None and (parents.shape != ids.shape or parents.dtype != torch.long):
-        raise ValueError(f"parents is {parents.dtype} {tuple(parents.shape)}, not int64 {list(ids.shape)}")
-    return proposal
+    def prefill(self, requests: Sequence[Request]) -> list[bool]:
+        """Prefill the next chunk of prompts that are new to the proposer. Return which requests can be drafted for."""
+        able = [self._is_able(self._of(request)) for request in requests]
+        known = [request for request, is_able in zip(requests, able, strict=True) if is_able]
+        fresh = [request for request in known if not self._of(request).is_prefilled]
+        if not fresh:
+            return able
+        try:
+            self._prefill(fresh)
+        except Exception as error:
+            self._blame(known, error)
+            return [False] * len(requests)
+        return [is_able and self._of(request).is_prefilled for request, is_able in zip(requests, able, strict=True)]
 
+    def propose(self, context: Context, k: int) -> Proposal:
+        """At most k drafts for each request with a limit above 0, none for the others."""
+        self._round += 1
+        self._drafted = set()
+        batch = len(context.requests)
+        rows = [b for b, limit in enumerate(context.limits) if limit > 0] if k > 0 else []
+        if not rows:
+            return self._none(batch)
+        context = context.take(rows)
+        try:
+            view = self._features.attach(context) if self._features.layers else context
+            checked = useful(check(self._proposer.propose(view, k), context.limits, k, self._vocab_size), context)
+        except Exception as error:
+            self._blame(context.requests, error)
+            return self._none(batch)
+        self._features.seen(context.request_ids)
+        for row, reason in checked.faults.items():
+            self._fail([context.requests[row]], reason)
+        self._drafted = {name for row, name in enumerate(context.request_ids) if row not in checked.faults}
+        return checked.proposal if len(rows) == batch else checked.proposal.scatter(rows, batch)
 
-def _check_probs(probs: Tensor, lens: list[int]) -> dict[int, str]:
-    """Rows with a NaN, a negative entry or a sum other than 1 among their valid drafts; two passes over the whole."""
-    sums, lowest = torch.stack((probs.sum(-1), probs.amin(-1))).tolist()  # [B, N] each
-    return {
-        row: "draft probabilities that are NaN, negative or do not sum to 1"
-        for row, n in enumerate(lens)
-        # NaN compares false
-        if not all(abs(sums[row][i] - 1) <= PROBS_TOLERANCE and lowest[row][i] >= 0 for i in range(min(n, len(sums[row]))))
-    }
+    def commit(self, context: Context, verdict: Verdict) -> None:
+        """Tell the proposer the verdict on the requests that it drafted for this round."""
+        rows = [b for b, request_id in enumerate(context.request_ids) if request_id in self._drafted]
+        if not rows:
+            return
+        context = context.take(rows)
+        try:
+            self._proposer.commit(context, verdict if len(rows) == len(verdict.path) else verdict.take(rows))
+        except Exception as error:
+            self._fail(context.requests, f"{type(error).__name__}: {error}")
 
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Forget requests."""
+        self._forget(request_ids, self._proposer.release)
 
-def _check_parents(parents: Tensor, lens: list[int]) -> dict[int, str]:
-    return {
-        row: "a parent that does not stand before its draft"
-        for row, (ids, n) in enumerate(zip(parents.tolist(), lens, strict=True))
-        if not all(-1 <= parent < i for i, parent in enumerate(ids[:n]))
-    }
+    def retire(self, request_ids: Sequence[str]) -> None:
+        """Forget requests that finished; the proposer may keep their text cached for others."""
+        self._forget(request_ids, self._proposer.retire)
 
+    # --- samples of one prompt, hidden states ------------------------------------------------------------------------------
 
-def _trimmed(proposal: Proposal, rows: list[list[int]], lens: list[int], wanted: list[int], vocab_size: int) -> Proposal:
-    """The proposal with ``wanted`` drafts a row, no wider than needed.
+    def share(self, request_id: str) -> None:
+        """Announce that other requests will be forked from this one."""
+        if self._features.layers:
+            self._features.share(request_id)
 
-    Padding gets ids that an embedding can look up and hangs on the root.
-    """
-    width = max(wanted, default=0)
-    if width == 0:
-        return Proposal.empty(len(lens), proposal.token_ids.device)
-    if wanted != lens:
-        proposal = replace(proposal, lens=torch.tensor(wanted))
-    if any(not 0 <= token < vocab_size for ids, n in zip(rows, wanted, strict=True) for token in ids[n:width]):
-        proposal = replace(proposal, token_ids=_without_padding(proposal.token_ids, proposal.lens, 0))
-    if proposal.parents is not None and min(wanted) < width:
-        proposal = replace(proposal, parents=_without_padding(proposal.parents, proposal.lens, -1))
-    if width == proposal.num_nodes:
-        return proposal
-    return Proposal(
-        proposal.token_ids[:, :width],
-        proposal.lens,
-        None if proposal.probs is None else proposal.probs[:, :width],
-        None if proposal.parents is None else proposal.parents[:, :width],
-    )
+    def fork(self, source_id: str, request: Request) -> bool:
+        """Whether a request can start from the cached prompt of another: the hidden states that are needed are there."""
+        self._of(request).fork_of = source_id
+        return self._features.fork(source_id, request.request_id)
 
+    def keep_hidden(self, result: RoundResult) -> None:
+        """Keep the hidden states of the tokens that a round committed, until the proposer sees them."""
+        if not self._features.layers:
+            return
+        lens = result.proposal.lens.tolist()
+        for b, request in enumerate(result.context.requests):
+            if not self._of(request).num_faults:
+                hidden = {layer: states[b] for layer, states in result.scores.hidden.items()}
+                num_before = len(request.token_ids) - len(result.token_ids[b])
+                self._features.keep(request, num_before, hidden, lens[b], result.paths[b])
 
-def _without_padding(values: Tensor, lens: Tensor, other: int) -> Tensor:
-    """values [B, N], but ``other`` beyond ``lens`` [B]."""
-    is_draft = torch.arange(values.shape[1])[None] < lens[:, None]
-    return values.where(is_draft.to(values.device), other)
+    # --- inside --------------------------------------------------------------------------------------------------------------
+
+    def _of(self, request: Request) -> _Drafting:
+        found = self._requests.get(request.request_id)
+        if found is None:
+            found = self._requests[request.request_id] = _Drafting()
+        return found
+
+    def _is_able(self, drafting: _Drafting) -> bool:
+        # Hidden states of the committed tokens are gone after a fault: a proposer that needs them gets no second chance.
+        return self._round >= drafting.paused_until and not (drafting.num_faults and self._features.layers)
+
+    def _prefill(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            source = self._of(request).fork_of
+            if source is not None and source in self._requests and self._requests[source].is_prefilled:
+                self._proposer.fork(source, request)
+        for request, is_prefilled in zip(requests, self._proposer.prefill(requests), strict=True):
+            self._of(request).is_prefilled = is_prefilled
+
+    def _none(self, batch: int) -> Proposal:
+        if self._empty.lens.shape[0] != batch:
+            self._empty = Proposal.empty(batch)
+        return self._empty
+
+    def _blame(self, requests: Sequence[Request], error: Exception) -> None:
+        """Pause the requests that caused an error: those that it names, else all.
+
+        The others go without drafts for this round alone: the hidden states of this round have been read.
+        """
+        named = error.request_ids if isinstance(error, InvalidLogits) else ()
+        self._features.seen([request.request_id for request in requests])
+        at_fault = [request for request in requests if request.request_id in named] or requests
+        self._fail(at_fault, f"{type(error).__name__}: {error}")
+
+    def _fail(self, requests: Sequence[Request], reason: str) -> None:
+        """Pause drafting for requests: they go on plain, with nothing lost."""
+        ids = [request.request_id for request in requests]
+        for request in requests:
+            drafting = self._of(request)
+            drafting.is_prefilled = False
+            drafting.paused_until = self._round - 1 + (FIRST_PAUSE << min(drafting.num_faults, MAX_DOUBLINGS))
+            drafting.num_faults += 1
+        self._report(ids)
+        logger.warning("the proposer %r failed, %s go on without drafts: %s", self._proposer.name, ", ".join(ids), reason)
+        self._drop(ids, self._proposer.release)
+
+    def _forget(self, request_ids: Sequence[str], release: Callable[[Sequence[str]], None]) -> None:
+        for request_id in request_ids:
+            self._requests.pop(request_id, None)
+            self._drafted.discard(request_id)
+        self._drop(request_ids, release)
+
+    def _drop(self, request_ids: Sequence[str], release: Callable[[Sequence[str]], None]) -> None:
+        """Drop what is cached of requests."""
+        self._features.release(request_ids)
+        try:
+            release(request_ids)
+        except Exception as error:
+            logger.warning("the proposer %r failed to release a request: %s", self._proposer.name, error)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from outrider.engine.stats import Round
 from outrider.registry import Registry
-from outrider.types import Context, OutriderError
+from outrider.types import Context, OutriderError, Round
 
 POLICIES = Registry("draft length", {"auto": "outrider.tune.policy:DraftLengthPolicy"})
 

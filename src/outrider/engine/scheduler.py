@@ -6,18 +6,26 @@ Knows requests and text; knows no model, no method and no probability.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import Enum, auto
 
 from outrider.engine.detokenizer import Detokenizer, DetokenizerFactory, StopScanner
 from outrider.engine.queue import FairQueue
-from outrider.engine.stats import GenerationStats
-from outrider.sampling import Sampler
-from outrider.types import Context, OutriderError, Request
+from outrider.types import BatchSampler, Context, OutriderError, Request
+
+
+class State(Enum):
+    """Where a request is on its way."""
+
+    WAITING = auto()  # in the queue
+    PREFILL = auto()  # its prompt is prefilled in chunks, outside of rounds
+    FIRST_ROUND = auto()  # the next round prefills the rest of its prompt
+    DECODE = auto()  # its prompt is in the target's cache
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A request with what the engine keeps beside it."""
+    """A request and its place in the engine."""
 
     request: Request
     max_tokens: int  # of output, clipped to the context
@@ -25,13 +33,25 @@ class Entry:
     detokenizer: Detokenizer | None
     scanner: StopScanner | None  # only where stop strings were asked for
     fork_of: str | None = None  # the request whose prompt is the same, to copy its cache
-    stats: GenerationStats = field(default_factory=GenerationStats)
-    is_cached: bool = False  # its prompt is in the runner's cache
-    is_reading: bool = False  # a long text of it is being read, a part a step: it takes no part in rounds yet
-    is_followed: bool = False  # the proposer has read its text
-    is_speculating: bool = True  # False after the proposer failed for it
-    pause: int = 0  # rounds until it is tried again
+    state: State = State.WAITING
     finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The requests of one round. Row b of its context is ``entries[b]``."""
+
+    entries: tuple[Entry, ...]
+    context: Context
+
+    def take(self, rows: Sequence[int]) -> Batch:
+        """These requests alone, in this order."""
+        return Batch(tuple([self.entries[b] for b in rows]), self.context.take(rows))
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether the round prefills the rest of some prompt."""
+        return any([entry.state is not State.DECODE for entry in self.entries])
 
 
 class Scheduler:
@@ -48,11 +68,11 @@ class Scheduler:
         self.max_len = max_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.running: list[Entry] = []
-        self.waiting = FairQueue()
+        self.waiting: FairQueue[Entry] = FairQueue()
         self._make_detokenizer = make_detokenizer
-        self._batch: tuple[Entry, ...] = ()
+        self._entries: tuple[Entry, ...] = ()  # of the last batch, as long as the same requests run
         self._requests: tuple[Request, ...] = ()
-        self._sampler: Sampler | None = None
+        self._sampler: BatchSampler | None = None
 
     def check(self, request: Request) -> None:
         """Raises ``OutriderError`` if the request can never run."""
@@ -67,7 +87,7 @@ class Scheduler:
             raise OutriderError("stop strings need a tokenizer: pass one, or use stop_token_ids")
 
     def add(self, request: Request, fork_of: str | None = None, client: str = "", priority: int = 0) -> Entry:
-        """Queues a request that ``check`` has let pass."""
+        """Queue a request that passed ``check``."""
         params = request.params
         entry = Entry(
             request=request,
@@ -77,25 +97,25 @@ class Scheduler:
             scanner=StopScanner(params.stop) if params.stop else None,
             fork_of=fork_of,
         )
-        self.waiting.push(entry, client, priority)
+        self.waiting.push(entry, client, priority, cost=request.num_prompt_tokens + entry.max_tokens)
         return entry
 
     def admit(self, fits: Callable[[Entry], bool]) -> list[Entry]:
-        """Moves waiting requests into free places, as long as they fit."""
+        """Move waiting requests to free places, in order, until one does not fit."""
         admitted: list[Entry] = []
         if len(self.running) == self.max_batch:
             return admitted
         for entry in list(self.waiting):
             source = self.find(entry.fork_of) if entry.fork_of else None
-            if source is not None and not source.is_cached:
-                continue  # a sample waits until the prompt it shares is cached; meanwhile others need not
+            if source is not None and source.state is not State.DECODE:
+                continue  # a sample waits until the prompt it shares is cached; others may go first
             if len(self.running) == self.max_batch or not fits(entry):
-                break  # nobody overtakes it, or it might wait for ever
+                break  # strictly in order, or a large request might wait for ever
             if source is None:
                 entry.fork_of = None
             self.waiting.serve(entry)
             self.running.append(entry)
-            self._sampler = None
+            entry.state = State.PREFILL
             admitted.append(entry)
         return admitted
 
@@ -103,29 +123,29 @@ class Scheduler:
         """The running request of that id."""
         return next((entry for entry in self.running if entry.request.request_id == request_id), None)
 
-    def next_batch(self, make_sampler: Callable[[Sequence[Request]], Sampler]) -> tuple[tuple[Entry, ...], Context]:
-        """The requests of this round and its context; what depends on the composition alone is kept while it stays."""
+    def next_batch(self, make_sampler: Callable[[Sequence[Request]], BatchSampler]) -> Batch:
+        """The requests of the next round; one sampler serves as long as they stay the same."""
         if self._sampler is None:
-            self._batch = tuple(entry for entry in self.running if not entry.is_reading)
-            self._requests = tuple(entry.request for entry in self._batch)
+            self._entries = tuple(entry for entry in self.running if entry.state is not State.PREFILL)
+            self._requests = tuple(entry.request for entry in self._entries)
             self._sampler = make_sampler(self._requests)
-        # The round itself emits one token beyond the drafts, hence one draft less than the tokens still wanted.
-        limits = tuple([entry.max_tokens - entry.request.num_output_tokens - 1 for entry in self._batch])
-        return self._batch, Context(self._requests, limits, self._sampler)
+        # The round emits one token more than its drafts, hence one draft less than the tokens still wanted.
+        limits = tuple([entry.max_tokens - entry.request.num_output_tokens - 1 for entry in self._entries])
+        return Batch(self._entries, Context(self._requests, limits, self._sampler))
 
-    def read(self, entry: Entry, is_reading: bool) -> None:
-        """Takes a running request out of the rounds while its text is read, or back in."""
-        if entry.is_reading != is_reading:
-            entry.is_reading = is_reading
+    def move(self, entry: Entry, state: State) -> None:
+        """Change the state of a running request; requests in ``PREFILL`` take no part in rounds."""
+        if (entry.state is State.PREFILL) != (state is State.PREFILL):
             self._sampler = None
+        entry.state = state
 
     def slots(self, request: Request) -> int:
-        """Tokens that a request may come to."""
+        """The most tokens that a request may have, prompt included."""
         return min(request.num_prompt_tokens + request.params.max_tokens, self.max_len)
 
     def remove(self, request_id: str) -> Entry | None:
-        """Takes a request out, wherever it is."""
-        places: tuple[list[Entry] | FairQueue, ...] = (self.running, self.waiting)
+        """Remove a request, running or waiting."""
+        places: tuple[list[Entry] | FairQueue[Entry], ...] = (self.running, self.waiting)
         for entries in places:
             for entry in entries:
                 if entry.request.request_id == request_id:
@@ -135,7 +155,7 @@ class Scheduler:
         return None
 
     def commit(self, entry: Entry, token_ids: list[int]) -> tuple[list[int], str]:
-        """Appends a round's tokens up to where plain decoding would have stopped. Returns them and the text they complete."""
+        """Append a round's tokens up to where plain decoding would stop. Return them and the text that they complete."""
         if entry.scanner is None:
             kept, text = self._commit_ids(entry, token_ids)
         else:
@@ -146,7 +166,7 @@ class Scheduler:
         return kept, text
 
     def finish(self, entry: Entry, reason: str) -> str:
-        """Ends a running request for a reason of "stop", "length", "abort" or "error". Returns the text still held back."""
+        """Finish a running request with a reason of "stop", "length", "abort" or "error". Return the text still held back."""
         entry.finish_reason = reason
         self.remove(entry.request.request_id)
         scanner = entry.scanner
@@ -159,7 +179,7 @@ class Scheduler:
         return text if scanner.stopped_by is not None else text + scanner.flush()
 
     def _commit_ids(self, entry: Entry, token_ids: list[int]) -> tuple[list[int], str]:
-        """Without stop strings a whole round is looked at by ids, and decoded at once."""
+        """Without stop strings: look at token ids alone and decode the whole round at once."""
         room = entry.max_tokens - entry.request.num_output_tokens
         kept = token_ids if len(token_ids) <= room else token_ids[:room]
         shown = kept
@@ -172,7 +192,7 @@ class Scheduler:
         return kept, entry.detokenizer.feed(shown) if entry.detokenizer is not None else ""
 
     def _commit_text(self, entry: Entry, scanner: StopScanner, token_ids: list[int]) -> tuple[list[int], str]:
-        """With stop strings each token is decoded alone, so that a draft ends at the very token where plain decoding would."""
+        """With stop strings: decode token by token, so that the output ends at the same token as plain decoding."""
         detokenizer = entry.detokenizer
         assert detokenizer is not None  # add() refuses stop strings without a tokenizer
         room = entry.max_tokens - entry.request.num_output_tokens

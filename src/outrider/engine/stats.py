@@ -5,9 +5,10 @@ This module knows no model and no clock: the engine hands it counts and seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from outrider.runner.costs import PlainRound
+from outrider.types import PhaseTimes, Round
 
 
 def expected_tau(alpha: float, k: float) -> float:
@@ -18,52 +19,6 @@ def expected_tau(alpha: float, k: float) -> float:
 def expected_speedup(alpha: float, k: float, cost_ratio: float) -> float:
     """Leviathan et al. 2023, theorem 3.8: tokens of a round over its cost in target passes, K c + 1."""
     return expected_tau(alpha, k) / (k * cost_ratio + 1)
-
-
-@dataclass(slots=True)
-class PhaseTimes:
-    """Seconds by phase. ``host`` is everything that no other phase is."""
-
-    draft: float = 0.0
-    score: float = 0.0
-    verify: float = 0.0
-    host: float = 0.0
-    read: float = 0.0  # of prompts, between rounds
-
-    @property
-    def total(self) -> float:
-        return self.draft + self.score + self.verify + self.host + self.read
-
-    def by_phase(self) -> dict[str, float]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def add(self, other: PhaseTimes) -> None:
-        self.draft += other.draft
-        self.score += other.score
-        self.verify += other.verify
-        self.host += other.host
-        self.read += other.read
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One round as the draft-length policy sees it: what was asked, proposed, accepted and paid."""
-
-    k: int  # drafts asked for
-    lens: list[int]  # drafts proposed, per request
-    depths: list[int]  # the longest path among them: lens, unless they are trees
-    num_accepted: list[int]
-    times: PhaseTimes
-    first_layer: int = 0  # of the score: drafting had run those before it
-    is_cold: bool = False  # without drafts, just behind those of another model: it takes longer than one among its like
-    judged: list[int] | None = None  # steps of depth that were reached, where a path may end before the longest does: in trees
-
-    @property
-    def num_judged(self) -> list[int]:
-        """Steps of depth that were reached: all before them had been accepted."""
-        if self.judged is not None:
-            return self.judged
-        return [min(accepted + 1, depth) for accepted, depth in zip(self.num_accepted, self.depths, strict=True)]
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 Tokens = NDArray[np.int32]
 KEY = "outrider"  # in vLLM's additional_config: {"method": "name:option=value"}
-FAULT_PAUSE = 64  # steps without drafts after a fault; each further one doubles it, as in outrider.engine.drafting
+FAULT_PAUSE = 64  # steps without drafts after a fault; each further one doubles it, as in outrider.engine.guard
 MAX_DOUBLINGS = 6
 PATIENCE = 64  # steps after which a text that no row goes on with has ended: it may only have been put off
 

@@ -26,8 +26,8 @@ class Around(Proposer):
     def memory(self, known: object) -> None:
         self.inner.memory = known
 
-    def read(self, requests: Sequence[Request]) -> list[bool]:
-        return self.inner.read(requests)
+    def prefill(self, requests: Sequence[Request]) -> list[bool]:
+        return self.inner.prefill(requests)
 
     def fork(self, source_id: str, request: Request) -> None:
         self.inner.fork(source_id, request)

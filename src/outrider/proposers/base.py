@@ -178,10 +178,10 @@ class Proposer(ABC):
         ``context.hidden`` has been read, does so for the requests that it names.
         """
 
-    def read(self, requests: Sequence[Request]) -> list[bool]:
-        """Reads on in the texts of new requests, a part a round; says of each whether it can be drafted for now.
+    def prefill(self, requests: Sequence[Request]) -> list[bool]:
+        """Prefill the next chunk of new requests; return for each whether it can be drafted for now.
 
-        For proposers that run a model over the whole text, which takes time for which nobody should wait.
+        For proposers that run a model over the whole text: other requests should not wait for it.
         """
         return [True] * len(requests)
 
@@ -287,7 +287,8 @@ def merged(parts: Sequence[tuple[Sequence[int], Proposal]], batch: int, vocab_si
             probs[index[:, None], torch.arange(part.num_nodes, device=device), part.token_ids.to(device)] = 1.0
         if parents is not None and part.parents is not None:
             parents[index, nodes] = part.parents.to(device)
-    return Proposal(token_ids, lens, probs, parents)
+    partial = next((part.partial_pass for _, part in parts if part.partial_pass is not None), None)
+    return Proposal(token_ids, lens, probs, parents, partial)
 
 
 def spread(values: Tensor, rows: Sequence[int], batch: int) -> Tensor:
@@ -296,13 +297,3 @@ def spread(values: Tensor, rows: Sequence[int], batch: int) -> Tensor:
         return values
     index = torch.tensor(rows, device=values.device)
     return values.new_zeros(batch, *values.shape[1:]).index_copy_(0, index, values)
-
-
-def rows_of(proposal: Proposal, rows: list[int]) -> Proposal:
-    """Some rows of a proposal."""
-    return Proposal(
-        proposal.token_ids[rows],
-        proposal.lens[rows],
-        None if proposal.probs is None else proposal.probs[rows],
-        None if proposal.parents is None else proposal.parents[rows],
-    )

@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.proposers.base import Proposer, Setting, Turn, merged, rows_of
+from outrider.proposers.base import Proposer, Setting, Turn, merged
 from outrider.proposers.portable import Pair, Portable, TextDrafts
 from outrider.registry import options_by_part
-from outrider.sampling import Sampler
 from outrider.types import Context, Finding, OutriderError, Proposal, Request, Verdict
-
-MAX_SAMPLERS = 16  # kept for parts of a batch
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,6 @@ class CombinedProposer(Proposer):
         self._rows: dict[str, int] = {}  # of each request in the batch of this round
         self._owners: list[_Part] = []  # of each row's drafts
         self._proposal = Proposal.empty(0)
-        self._samplers: dict[tuple[str, ...], Sampler] = {}
 
     @property
     def turns(self) -> tuple[Turn, Turn]:
@@ -120,19 +116,20 @@ class CombinedProposer(Proposer):
         rows = [b for b, limit in enumerate(context.limits) if limit > 0 and lens[b] < first.enough]
         late = Proposal.empty(0)
         if rows:
-            late = self._second.propose(self._view(context, rows), rows, min(k, second.most))
+            late = self._second.propose(context.take(rows), rows, min(k, second.most))
         taken = {b: i for i, b in enumerate(rows) if late.lens[i] > 0}
         self._owners = [self._second if b in taken else self._first for b in range(batch)]
         if len(taken) == batch:
             self._proposal = late
             return late
-        wanted = zip(lens, context.limits, strict=True)
-        early = _cut(early, [0 if b in taken else min(n, k, limit) for b, (n, limit) in enumerate(wanted)])
+        if early.parents is None:  # a tree is not cut: its nodes are not in the order of their depths
+            lens = [min(n, k, limit) for n, limit in zip(lens, context.limits, strict=True)]
+        early = early.narrow([0 if b in taken else n for b, n in enumerate(lens)])
         if not taken:
             self._proposal = early
             return early
         kept = [b for b in range(batch) if b not in taken]
-        parts = [(kept, rows_of(early, kept)), (list(taken), rows_of(late, list(taken.values())))]
+        parts = [(kept, early.take(kept)), (list(taken), late.take(list(taken.values())))]
         self._proposal = merged(parts, batch, context.sampler.vocab_size)
         return self._proposal
 
@@ -142,10 +139,10 @@ class CombinedProposer(Proposer):
             asked = [i for i, row in enumerate(rows) if row in part.rows]
             if asked:
                 told = self._verdict_for(part, asked, [rows[i] for i in asked], verdict)
-                part.proposer.commit(self._view(context, asked), told)
+                part.proposer.commit(context.take(asked), told)
 
-    def read(self, requests: Sequence[Request]) -> list[bool]:
-        first, second = (part.proposer.read(requests) for part in (self._first, self._second))
+    def prefill(self, requests: Sequence[Request]) -> list[bool]:
+        first, second = (part.proposer.prefill(requests) for part in (self._first, self._second))
         return [pair == (True, True) for pair in zip(first, second, strict=True)]
 
     def fork(self, source_id: str, request: Request) -> None:
@@ -163,12 +160,10 @@ class CombinedProposer(Proposer):
     def release(self, request_ids: Sequence[str]) -> None:
         for part in (self._first, self._second):
             part.release(request_ids)
-        self._samplers.clear()
 
     def retire(self, request_ids: Sequence[str]) -> None:
         for part in (self._first, self._second):
             part.retire(request_ids)
-        self._samplers.clear()
 
     def _ask_first(self, context: Context, k: int) -> Proposal:
         """The first one's drafts: also where only few are wanted, as many as show that it has enough."""
@@ -195,22 +190,6 @@ class CombinedProposer(Proposer):
                     next_token[i] = self._proposal.token_ids[row, path[i, 0]]
                 path[i], num_accepted[i] = -1, 0
         return Verdict(path, num_accepted, next_token)
-
-    def _view(self, context: Context, rows: list[int]) -> Context:
-        """The context of some rows. All of them: itself."""
-        if len(rows) == len(context.requests):
-            return context
-        requests = tuple([context.requests[b] for b in rows])
-        return Context(requests, tuple([context.limits[b] for b in rows]), self._sampler(context.sampler, requests))
-
-    def _sampler(self, whole: Sampler, requests: tuple[Request, ...]) -> Sampler:
-        key = tuple([request.request_id for request in requests])
-        sampler = self._samplers.get(key)
-        if sampler is None or sampler.requests != requests:
-            if len(self._samplers) == MAX_SAMPLERS:
-                self._samplers.clear()
-            sampler = self._samplers[key] = Sampler(requests, whole.vocab_size, whole.device, whole.coupled)
-        return sampler
 
 
 class Joint:
@@ -263,11 +242,3 @@ class Joint:
 def _options_of(name: str, text: str) -> str:
     """Options of a method as those of two in turn: each with the method's name before it."""
     return ":".join([f"{name}.{option}" for option in text.split(":")])
-
-
-def _cut(proposal: Proposal, lens: list[int]) -> Proposal:
-    """Chains of point masses at these lengths; a tree stays as it is but for rows of length 0."""
-    if proposal.parents is not None:
-        kept = torch.tensor([n > 0 for n in lens])
-        return replace(proposal, lens=torch.where(kept, proposal.lens, 0))
-    return Proposal(proposal.token_ids[:, : max(lens, default=0)], torch.tensor(lens))

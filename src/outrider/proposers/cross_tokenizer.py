@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from outrider.proposers.base import NoOptions, Setting, chain_proposal, merged, rows_of
+from outrider.proposers.base import NoOptions, Setting, chain_proposal, merged
 from outrider.proposers.draft_model import DraftModelProposer, draft_tokenizer
 from outrider.proposers.portable import SmallModel
 from outrider.proposers.sample_text import TEXT
@@ -98,8 +98,7 @@ class CrossTokenizerProposer(DraftModelProposer):
         if not written or len(written) == batch:
             return by_text if written else by_token
         rows = sorted(written), sorted(set(range(batch)) - written)
-        parts = [(rows[0], rows_of(by_text, rows[0])), (rows[1], rows_of(by_token, rows[1]))]
-        return merged(parts, batch, self._vocab_size)
+        return merged([(rows[0], by_text.take(rows[0])), (rows[1], by_token.take(rows[1]))], batch, self._vocab_size)
 
     def texts(self, context: Context, k: int) -> dict[int, list[int]]:
         """Row -> its committed text in the draft's ids; what of it differs from what the draft was fed is taken back."""
@@ -124,8 +123,8 @@ class CrossTokenizerProposer(DraftModelProposer):
     def in_draft(self, token_ids: Tensor) -> Tensor:
         return self._to_draft[token_ids]
 
-    def read(self, requests: Sequence[Request]) -> list[bool]:
-        """Nothing ahead: what the draft reads is not the target's text."""
+    def prefill(self, requests: Sequence[Request]) -> list[bool]:
+        """Nothing in advance: the draft reads a translation of the text."""
         return [True] * len(requests)
 
     def fork(self, source_id: str, request: Request) -> None:

@@ -102,9 +102,9 @@ class DraftModelProposer(Proposer):
             drafts[:, step : step + 1] = token
             return self.in_draft(token if len(able) == len(requests) else token[able])
 
-        self.draft.rollout(ids, logits, k, pick)
+        partial = self.draft.rollout(ids, logits, k, pick)
         lens = torch.tensor([min(k, context.limits[i]) if i in texts else 0 for i in range(len(requests))])
-        return Proposal(drafts, lens, torch.cat(probs, 1) if probs else None)
+        return Proposal(drafts, lens, torch.cat(probs, 1) if probs else None, partial_pass=partial)
 
     def texts(self, context: Context, k: int) -> dict[int, list[int]]:
         """Row -> its committed text, of the requests for which k drafts are of use and fit the draft's window."""
@@ -125,11 +125,11 @@ class DraftModelProposer(Proposer):
         """Tokens of the target [A, 1] -> the draft's ids."""
         return token_ids
 
-    def read(self, requests: Sequence[Request]) -> list[bool]:
+    def prefill(self, requests: Sequence[Request]) -> list[bool]:
         fitting = [request for request in requests if len(request.token_ids) < self.draft.max_len]
         if not fitting:
             return [True] * len(requests)
-        done = self.draft.read([request.request_id for request in fitting], [request.token_ids for request in fitting])
+        done = self.draft.prefill([request.request_id for request in fitting], [request.token_ids for request in fitting])
         unread = {request.request_id for request, is_read in zip(fitting, done, strict=True) if not is_read}
         return [request.request_id not in unread for request in requests]
 

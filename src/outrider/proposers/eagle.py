@@ -30,7 +30,6 @@ from outrider.proposers.tree_sizes import Bill, TreeSizes
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
 from outrider.runner.quantized import check_head_bits
-from outrider.sampling import Sampler
 from outrider.types import Context, Finding, OutriderError, Proposal, Verdict
 
 
@@ -173,7 +172,7 @@ class _Round:
 
     def __init__(self, context: Context, able: list[int], k: int, vocab_size: int) -> None:
         self.batch, self.able, self.k, self.vocab_size = len(context.requests), able, k, vocab_size
-        self.sampler: Sampler = context.sampler
+        self.sampler = context.sampler
         self.ids = [context.requests[b].request_id for b in able]
         self.limits = [min(k, context.limits[b]) for b in able]
         self.is_whole = len(able) == self.batch

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.sampling import Sampler
-from outrider.types import Proposal
+from outrider.types import BatchSampler, Proposal
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,9 @@ def shape_of(paths: Sequence[tuple[int, ...]]) -> TreeShape:
     )
 
 
-def draw_tree(shape: TreeShape, sampler: Sampler, batch: int, logits_after: Callable[[list[int], Tensor], Tensor]) -> Proposal:
+def draw_tree(
+    shape: TreeShape, sampler: BatchSampler, batch: int, logits_after: Callable[[list[int], Tensor], Tensor]
+) -> Proposal:
     """A tree of N nodes for B requests, siblings drawn one after the other without replacement.
 
     ``probs`` are the distributions that each was drawn from, its earlier siblings taken out: for multi-round rejection.

@@ -15,7 +15,7 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -26,12 +26,10 @@ from transformers import PreTrainedModel
 from outrider import progress
 from outrider.cpp_library import cpu_flags
 from outrider.disk_cache import cache_dir
+from outrider.runner.forward import Pass
 from outrider.runner.gates import fuse_gates
 from outrider.runner.linear import is_packed
 from outrider.runner.loading import text_config
-
-if TYPE_CHECKING:
-    from outrider.runner.passes import Pass
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +38,7 @@ Run = Callable[[list[Tensor]], list[Tensor]]
 SECONDS, SECONDS_PER_LAYER = 8.0, 1.5  # that compiling a pass takes, roughly, on one core
 
 # what a package is made from, beside the model
-TRACED = ("attention.py", "compiled.py", "gates.py", "layer_span.py", "linear.py", "passes.py", "kernels/__init__.py")
+TRACED = ("attention.py", "compiled.py", "forward.py", "gates.py", "layer_span.py", "linear.py", "kernels/__init__.py")
 
 
 def is_supported(model: PreTrainedModel) -> bool:

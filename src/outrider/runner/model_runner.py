@@ -23,8 +23,7 @@ from outrider.runner.layer_span import WHOLE, LayerSpan, behind
 from outrider.runner.layouts import SHORT, Layouts, rows_from
 from outrider.runner.passes import PassRunner, Run
 from outrider.runner.read_hidden import ReadHidden
-from outrider.runner.self_draft import FirstLayers
-from outrider.types import Context, OutriderError, Proposal, Scores, Verdict
+from outrider.types import Context, OutriderError, PartialPass, Proposal, Scores, Verdict
 
 
 @dataclass
@@ -58,8 +57,6 @@ class ModelRunner:
         self.layouts = Layouts(self.cache, device, self.max_len)
         self.costs = PassCosts(self.layouts.is_padded)  # of its passes: one table, whichever engines it serves
         self.passes = PassRunner(model, self.cache, config.compile, self.costs.renew)
-        self.needs_hidden: tuple[int, ...] = ()  # hidden states that every score reports, counted as types.Scores says
-        self.first_layers: FirstLayers | None = None  # of this round's drafts, where drafting ran them
         self._read = ReadHidden()
         self._round: _Round | None = None
 
@@ -95,10 +92,13 @@ class ModelRunner:
 
     # -- a round ------------------------------------------------------------------------------------------------------------
 
-    def score(self, context: Context, proposal: Proposal) -> Scores:
-        """One target pass over whatever is not cached yet and the drafts: logits [B, N + 1, V], row 0 after the root."""
+    def score(self, context: Context, proposal: Proposal, hidden: tuple[int, ...] = ()) -> Scores:
+        """Run one target pass over the uncached committed tokens and the drafts: logits [B, N + 1, V], row 0 after the root.
+
+        ``hidden``: the hidden states to report, counted as ``types.Scores`` says.
+        """
         texts = [request.token_ids for request in context.requests]
-        rows, pending = self.catch_up(context.request_ids, texts, spare=proposal.num_nodes)
+        rows, pending = self.catch_up(context.request_ids, texts, spare=proposal.num_nodes, hidden=hidden)
         bases = [self.cache.cached_lens[row] for row in rows]
         lens = proposal.lens.tolist()
         drafts = [nodes[:n] for nodes, n in zip(proposal.token_ids.tolist(), lens, strict=True)]
@@ -106,8 +106,8 @@ class ModelRunner:
         first = [len(text) - 1 for text in pending]
         is_tree = proposal.parents is not None and proposal.num_nodes > 0
         states, span = None, WHOLE
-        if self.first_layers is not None and not is_tree:
-            states, span = self._begun(self.first_layers, context.request_ids, tokens)
+        if proposal.partial_pass is not None and not is_tree:
+            states, span = self._continued(proposal.partial_pass, context.request_ids, tokens, hidden)
         width = 1 + proposal.num_nodes
         laid = self.layouts.chain(tokens, rows, bases, least=max(first) + width)
         if is_tree:
@@ -117,12 +117,12 @@ class ModelRunner:
         counts = [width if self.layouts.is_padded else 1 + n for n in lens]
         places = self.layouts.places(roots, counts)
         given = laid.ids if states is None else laid.join(states)
-        logits, hidden = self.passes.run(given, laid.layout, self.needs_hidden, places, span)
+        logits, found = self.passes.run(given, laid.layout, hidden, places, span)
         self._round = _Round(context.request_ids, [base + at for base, at in zip(bases, first, strict=True)], is_tree)
         own = (context.request_ids, laid.starts, [len(text) for text in tokens])
         if self.layouts.is_padded:  # a captured graph writes there again
-            hidden = {index: states.clone() for index, states in hidden.items()}
-        whole = {index: self._read.whole(index, states, *own) for index, states in hidden.items()}
+            found = {index: states.clone() for index, states in found.items()}
+        whole = {index: self._read.whole(index, states, *own) for index, states in found.items()}
         logits = rows_from(logits, [0, *accumulate(counts)][:-1], counts, width).float()
         return Scores(logits, whole, first_layer=span.start)
 
@@ -139,23 +139,21 @@ class ModelRunner:
                 self.cache.keep(row, root + 1, paths[index][: accepted[index]])
             self.cache.cached_lens[row] = root + 1 + accepted[index]
         self._read.forget(last.request_ids)
-        self._round = self.first_layers = None
+        self._round = None
 
-    def prepare(self) -> None:
-        """Compiles, or loads, the whole pass and what else is in use."""
-        self.passes.runner_of(self.needs_hidden)
+    def prepare(self, hidden: tuple[int, ...] = ()) -> None:
+        """Compile, or load, the whole pass that reports these hidden states, and the other passes in use."""
+        self.passes.runner_of(hidden)
         self.passes.compile_now()
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Forgets requests."""
-        self.first_layers = None
         self._read.forget(request_ids)
         self.cache.release(request_ids)
 
     def retire(self, request_ids: Sequence[str]) -> None:
-        """Forgets requests that came to a good end; where that was asked for, their text stays cached for others."""
-        # Hidden states are not kept, so a proposer that wants to see those of every token needs the text read again.
-        if self.config.prefix_cache and not self.needs_hidden:
+        """Forget requests that finished. With ``prefix_cache`` their tokens stay cached for requests with the same prefix."""
+        if self.config.prefix_cache:
             self.cache.retire(request_ids)
         self.release(request_ids)
 
@@ -164,24 +162,26 @@ class ModelRunner:
         return self.cache.admit(request_id, num_tokens)
 
     @torch.inference_mode()
-    def read(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> list[bool]:
-        """Reads on in texts that are too long to be scored, ``prefill_chunk`` tokens of all together (see ``shared_chunk``).
+    def prefill(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], hidden: tuple[int, ...] = ()) -> list[bool]:
+        """Prefill the next chunk of long texts, ``prefill_chunk`` tokens of all together (see ``shared_chunk``).
 
-        Says of each whether all of it that has to be read has been. What comes to its end with this chunk is left to the score,
-        if passes are not padded: one pass less before the first token.
+        Return for each text whether the score can take the rest. Where passes are not padded, a text that this chunk would
+        finish is left to the score: one pass less before the first token. ``hidden``: the hidden states that the score of
+        these tokens will report.
         """
-        rows = self._rows(request_ids, texts)
+        rows = self._rows(request_ids, texts, hidden)
         unread = self._unread(texts, rows)
         counts = shared_chunk([count if count >= SHORT else 0 for count in unread], self.config.prefill_chunk)
         left = [most - count for most, count in zip(unread, counts, strict=True)]
         if not self.layouts.is_padded:
             counts = [count if rest else 0 for count, rest in zip(counts, left, strict=True)]
-        self._read_on(request_ids, texts, rows, counts)
+        self._read_on(request_ids, texts, rows, counts, hidden)
         return [rest < SHORT for rest in left]
 
-    def has_read(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> list[bool]:
-        """Of each text, whether what is not cached of it is short."""
-        return [count < SHORT for count in self._unread(texts, self._rows(request_ids, texts))]
+    def is_prefilled(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> list[bool]:
+        """Whether each text is cached but for a few tokens."""
+        pairs = zip(request_ids, texts, strict=True)
+        return [len(text) - 1 - self.cache.cached_len(request_id) < SHORT for request_id, text in pairs]
 
     def fork(self, source_id: str, new_id: str, num_tokens: int) -> None:
         """Gives a new request what is cached of another's first tokens, so that n samples read their prompt once."""
@@ -200,7 +200,7 @@ class ModelRunner:
             self.cache.cached_lens[row] = len(text)
         return logits
 
-    def rollout(self, request_ids: Sequence[str], logits: Tensor, steps: int, pick: Pick) -> None:
+    def rollout(self, request_ids: Sequence[str], logits: Tensor, steps: int, pick: Pick) -> PartialPass | None:
         """Feeds token after token behind what is cached: ``pick(logits [B, 1, V], step)`` chooses a step's tokens: [B, 1].
 
         ``logits`` [B, V] are those that ``extend`` gave. The last step's tokens are picked and not fed.
@@ -211,15 +211,16 @@ class ModelRunner:
             pass
         for row in rows:
             self.cache.cached_lens[row] += steps - 1
+        return None  # a model of its own runs no part of the target's pass
 
     def catch_up(
-        self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], spare: int
+        self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], spare: int, hidden: tuple[int, ...] = ()
     ) -> tuple[list[int], list[list[int]]]:
         """Reads uncached text longer than a pass. Returns the cache rows and what is left to feed: the last token at least."""
-        rows, lens = self._rows(request_ids, texts), self.cache.cached_lens
+        rows, lens = self._rows(request_ids, texts, hidden), self.cache.cached_lens
         for row, text in zip(rows, texts, strict=True):
             lens[row] = min(lens[row], len(text) - 1)
-        self._prefill(request_ids, texts, rows, spare)
+        self._prefill(request_ids, texts, rows, spare, hidden)
         return rows, [list(text[lens[row] :]) for text, row in zip(texts, rows, strict=True)]
 
     def feed(
@@ -276,16 +277,39 @@ class ModelRunner:
         row = self.cache.row(request_id)
         self.cache.cached_lens[row] = min(self.cache.cached_lens[row], num_tokens)
 
-    def _begun(
-        self, first: FirstLayers, request_ids: Sequence[str], tokens: Sequence[list[int]]
+    def _continued(
+        self, partial: PartialPass, request_ids: Sequence[str], tokens: Sequence[list[int]], wanted: tuple[int, ...]
     ) -> tuple[list[Tensor] | None, LayerSpan]:
-        """Hidden states [n_b, H] of each request's tokens and the layers left to run; None and all of them else."""
-        if any(index < behind(first.depth) for index in self.needs_hidden):
-            return None, WHOLE
-        states = first.complete(self, request_ids, tokens)
-        return states, WHOLE if states is None else LayerSpan(first.depth)
+        """Hidden states [n_b, H] of each request's uncached tokens after the layers that drafting ran, and the layers left.
 
-    def _prefill(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], rows: list[int], spare: int) -> None:
+        Tokens that the drafts did not cover go through the first layers now. None and all layers where nothing is known, or
+        where a hidden state is ``wanted`` of the layers that would be skipped.
+        """
+        lens = [self.cache.cached_len(request_id) for request_id in request_ids]
+        known = [partial.num_known(*each) for each in zip(request_ids, lens, tokens, strict=True)]
+        if not any(known) or any(index < behind(partial.depth) for index in wanted):
+            return None, WHOLE
+        found = [
+            [partial.hidden[request_id][:count]] if count else [] for request_id, count in zip(request_ids, known, strict=True)
+        ]
+        short = [b for b, text in enumerate(tokens) if known[b] < len(text)]
+        if short:
+            parts, slots = [tokens[b][known[b] :] for b in short], [lens[b] + known[b] for b in short]
+            rows = [self.cache.row(request_ids[b]) for b in short]
+            last, span = behind(partial.depth), LayerSpan(0, partial.depth, head=False)
+            _, hidden = self.feed(self.passes, parts, rows, slots, (last,), span)
+            for b, states in zip(short, hidden[last], strict=True):
+                found[b].append(states)
+        return [torch.cat(states) for states in found], LayerSpan(partial.depth)
+
+    def _prefill(
+        self,
+        request_ids: Sequence[str],
+        texts: Sequence[Sequence[int]],
+        rows: list[int],
+        spare: int,
+        hidden: tuple[int, ...],
+    ) -> None:
         """Reads long uncached text in chunks, all requests together, but for what the pass that follows can take."""
         longest = max(len(text) for text in texts)
         if longest > self.max_len:
@@ -296,10 +320,15 @@ class ModelRunner:
             unread = self._unread(texts, rows)
             if sum([count for count in unread if count >= SHORT]) <= most:
                 return
-            self._read_on(request_ids, texts, rows, [min(count, self.config.prefill_chunk) for count in unread])
+            self._read_on(request_ids, texts, rows, [min(count, self.config.prefill_chunk) for count in unread], hidden)
 
     def _read_on(
-        self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], rows: Sequence[int], counts: Sequence[int]
+        self,
+        request_ids: Sequence[str],
+        texts: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        counts: Sequence[int],
+        hidden: tuple[int, ...],
     ) -> None:
         """Reads the next ``counts[b]`` uncached tokens of each text in one pass."""
         lens = self.cache.cached_lens
@@ -309,8 +338,8 @@ class ModelRunner:
         chunks = [list(texts[b][lens[rows[b]] : lens[rows[b]] + counts[b]]) for b in some]
         read = self.layouts.chain(chunks, [rows[b] for b in some], [lens[rows[b]] for b in some])
         # one logit row, since there must be one: none is wanted
-        _, hidden = self.passes.run(read.ids, read.layout, self.needs_hidden, self.layouts.arange(0, 1))
-        self._read.add(hidden, [request_ids[b] for b in some], read.starts, [counts[b] for b in some])
+        _, found = self.passes.run(read.ids, read.layout, hidden, self.layouts.arange(0, 1))
+        self._read.add(found, [request_ids[b] for b in some], read.starts, [counts[b] for b in some])
         for b in some:
             lens[rows[b]] += counts[b]
 
@@ -319,26 +348,33 @@ class ModelRunner:
         lens = self.cache.cached_lens
         return [len(text) - 1 - lens[row] for text, row in zip(texts, rows, strict=True)]
 
-    def _rows(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> list[int]:
-        """The requests' rows; one that has none begins with whatever of its text an ended one has left."""
+    def _rows(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], hidden: tuple[int, ...]) -> list[int]:
+        """The requests' rows; a new one starts from the longest cached prefix of its text.
+
+        Hidden states are not cached: where they are wanted, every token is read again.
+        """
         pairs = zip(request_ids, texts, strict=True)
-        if self.config.prefix_cache and not self.needs_hidden:
+        if self.config.prefix_cache and not hidden:
             return [self.cache.row_for(request_id, text) for request_id, text in pairs]
         return [self.cache.row(request_id) for request_id in request_ids]
 
     def pass_cost(
-        self, width: int, batch: int, cache_len: int, repeat: int = 3, span: LayerSpan = WHOLE, passes: PassRunner | None = None
+        self,
+        width: int,
+        batch: int,
+        cache_len: int,
+        repeat: int = 3,
+        hidden: tuple[int, ...] = (),
+        span: LayerSpan = WHOLE,
+        passes: PassRunner | None = None,
     ) -> float:
         """Seconds of a pass of ``width`` tokens a request over ``cache_len`` cached ones: the least of ``repeat`` runs.
 
-        ``span`` begins at the first layer; ``passes``: others than the runner's. Raises ``OutriderError`` where fewer than
-        ``batch`` rows of the cache are free.
+        ``hidden``: the hidden states that it reports; ``span`` begins at the first layer; ``passes``: others than the
+        runner's. Raises ``OutriderError`` where fewer than ``batch`` rows of the cache are free.
         """
         slots = max(0, min(cache_len, self.max_len - width))
         names = [f"cost-probe-{index}" for index in range(batch)]
-        layers = self.needs_hidden if span == WHOLE and passes is None else ()
-        if not span.head and span.stop is not None:
-            layers = (behind(span.stop),)
         try:
             rows = [self.cache.row(name) for name in names]
             self.cache.reserve(slots + width)
@@ -350,7 +386,7 @@ class ModelRunner:
                 texts, every = self.layouts.chain([[0] * width] * batch, rows, [slots] * batch), width * batch
                 self._synchronize()
                 start = time.perf_counter()
-                (passes or self.passes).run(texts.ids, texts.layout, layers, self.layouts.arange(0, every), span)
+                (passes or self.passes).run(texts.ids, texts.layout, hidden, self.layouts.arange(0, every), span)
                 self._synchronize()
                 times.append(time.perf_counter() - start)
             return min(times[1:])

@@ -1,80 +1,25 @@
 """A model that drafts for itself, over its own cache: by its first layers, or by another form of its weights.
 
-What such a draft writes stands behind the committed text, where the score of the same round writes again: nothing of it stays,
-and there is nothing to take back. What the model's own first layers have computed is not computed again: the score takes it
-over and begins behind them.
+Drafts write to the cache after the committed tokens, where the score of the same round writes again: there is nothing to take
+back. What the model's own first layers computed is returned as a ``PartialPass``, from which the score continues.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from outrider.runner.layer_span import LayerSpan, behind
+from outrider.runner.model_runner import ModelRunner, Pick
 from outrider.runner.passes import PassRunner
-from outrider.types import OutriderError
-
-if TYPE_CHECKING:
-    from outrider.runner.model_runner import ModelRunner, Pick
+from outrider.types import OutriderError, PartialPass
 
 logger = logging.getLogger(__name__)
 
 TOLERANCE = 0.05  # of the largest logit: 16-bit kernels may round differently, and a wrong layer is off by far more
-
-
-@dataclass
-class FirstLayers:
-    """What the first ``depth`` layers gave for tokens behind the cached text, of requests in the order of ``places``."""
-
-    depth: int
-    places: dict[str, int]  # request id -> row a
-    bases: list[int]  # slot of each request's first token
-    tokens: list[list[int]]  # fed in one pass, then
-    rolled: list[Tensor] = field(default_factory=list)  # [A, 1] each: one more token a request
-    hidden: list[Tensor] = field(default_factory=list)  # [T_a, H] each
-
-    def complete(self, runner: ModelRunner, request_ids: Sequence[str], tokens: Sequence[list[int]]) -> list[Tensor] | None:
-        """Hidden states [n_b, H] of each request's tokens behind its cached text.
-
-        Those that are missing are run now. None where hardly any are at hand: a whole pass is the better bet.
-        """
-        have = self._at_hand(runner, request_ids, tokens)
-        if not any(have):
-            return None
-        found = [
-            [self.hidden[self.places[request_id]][:count]] if count else []
-            for request_id, count in zip(request_ids, have, strict=True)
-        ]
-        short = [b for b, text in enumerate(tokens) if have[b] < len(text)]
-        if short:
-            parts = [tokens[b][have[b] :] for b in short]
-            slots = [runner.cache.cached_len(request_ids[b]) + have[b] for b in short]
-            rows = [runner.cache.row(request_ids[b]) for b in short]
-            last, span = behind(self.depth), LayerSpan(0, self.depth, head=False)
-            _, hidden = runner.feed(runner.passes, parts, rows, slots, (last,), span)
-            for b, states in zip(short, hidden[last], strict=True):
-                found[b].append(states)
-        return [torch.cat(states) for states in found]
-
-    def _at_hand(self, runner: ModelRunner, request_ids: Sequence[str], tokens: Sequence[list[int]]) -> list[int]:
-        """Of how many of each request's leading tokens the hidden states are known."""
-        rolled = torch.cat(self.rolled, 1).tolist() if self.rolled else [[]] * len(self.tokens)
-        counts = []
-        for b, request_id in enumerate(request_ids):
-            a = self.places.get(request_id)
-            count = 0
-            if a is not None and self.bases[a] == runner.cache.cached_len(request_id):
-                for token, known in zip(tokens[b], self.tokens[a] + rolled[a], strict=False):
-                    if token != known:
-                        break
-                    count += 1
-            counts.append(count)
-        return counts
 
 
 class SelfDraft:
@@ -87,7 +32,9 @@ class SelfDraft:
         self._layers = () if depth is None else (behind(depth),)
         self._span = LayerSpan(0, depth)
         self._rows: list[int] = []
-        self._bases: list[int] = []
+        self._slots: list[int] = []  # of each request's first token that `extend` fed
+        self._fed: list[list[int]] = []
+        self._hidden: list[Tensor] = []  # [T_b, H] each, after the first layers
 
     @property
     def device(self) -> torch.device:
@@ -107,34 +54,38 @@ class SelfDraft:
         Uncached text longer than a pass is read by the whole model before.
         """
         runner = self._runner
-        runner.first_layers = None
-        rows, pending = runner.catch_up(request_ids, texts, spare=0)
-        slots = [runner.cache.cached_lens[row] for row in rows]
-        logits, hidden = runner.feed(self.passes, pending, rows, slots, self._layers, self._span)
-        self._rows, self._bases = rows, [slot + len(text) for slot, text in zip(slots, pending, strict=True)]
-        if self._depth is not None:
-            places = {request_id: a for a, request_id in enumerate(request_ids)}
-            first = FirstLayers(self._depth, places, slots, pending, hidden=hidden[behind(self._depth)])
-            runner.first_layers = first
+        self._rows, self._fed = runner.catch_up(request_ids, texts, spare=0)
+        self._slots = [runner.cache.cached_lens[row] for row in self._rows]
+        logits, hidden = runner.feed(self.passes, self._fed, self._rows, self._slots, self._layers, self._span)
+        self._hidden = [] if self._depth is None else hidden[behind(self._depth)]
         return logits
 
-    def rollout(self, request_ids: Sequence[str], logits: Tensor, steps: int, pick: Pick) -> None:
-        """Feeds token after token behind what ``extend`` fed, as ``ModelRunner.rollout`` does."""
-        runner, first = self._runner, self._runner.first_layers
-        rolling = runner.roll(self.passes.runner_of(self._layers, self._span), self._rows, self._bases, logits, steps, pick)
-        if first is None:
+    def rollout(self, request_ids: Sequence[str], logits: Tensor, steps: int, pick: Pick) -> PartialPass | None:
+        """Feed token after token after what ``extend`` fed, as ``ModelRunner.rollout`` does.
+
+        Return what the first layers computed; None where another form of the weights drafts.
+        """
+        bases = [slot + len(fed) for slot, fed in zip(self._slots, self._fed, strict=True)]
+        run = self.passes.runner_of(self._layers, self._span)
+        rolling = self._runner.roll(run, self._rows, bases, logits, steps, pick)
+        if self._depth is None:
             for _ in rolling:
                 pass
-            return
+            return None
         # A copy, with room for the steps: a captured graph writes to the same memory again.
-        first.hidden = [torch.cat((states, states.new_empty(steps - 1, states.shape[1]))) for states in first.hidden]
+        states = [torch.cat((each, each.new_empty(steps - 1, each.shape[1]))) for each in self._hidden]
+        rolled = []
         for step, (token_ids, hidden) in enumerate(rolling):
-            for states, text, new in zip(first.hidden, first.tokens, hidden[0], strict=True):
-                states[len(text) + step] = new
-            first.rolled.append(token_ids.clone())
+            for each, fed, new in zip(states, self._fed, hidden[0], strict=True):
+                each[len(fed) + step] = new
+            rolled.append(token_ids.clone())
+        drafted = torch.cat(rolled, 1).tolist() if rolled else [[]] * len(self._fed)
+        tokens = [fed + more for fed, more in zip(self._fed, drafted, strict=True)]
+        starts, by_request = zip(request_ids, self._slots, strict=True), zip(request_ids, states, strict=True)
+        return PartialPass(self._depth, dict(starts), dict(zip(request_ids, tokens, strict=True)), dict(by_request))
 
-    def read(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> list[bool]:
-        """All of it: what the target has read is read."""
+    def prefill(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> list[bool]:
+        """Nothing to do: the cache is the target's."""
         return [True] * len(texts)
 
     def fork(self, source_id: str, new_id: str, num_tokens: int) -> None:
@@ -154,7 +105,7 @@ class SelfDraft:
         self.passes.runner_of(self._layers, self._span)
         if self._depth is not None:
             self.passes.runner_of(self._layers, LayerSpan(0, self._depth, head=False))
-            self.passes.runner_of(self._runner.needs_hidden, LayerSpan(self._depth))
+            self.passes.runner_of((), LayerSpan(self._depth))
         self.passes.compile_now()
 
 

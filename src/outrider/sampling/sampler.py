@@ -20,6 +20,7 @@ from outrider.sampling.shaping import Shaping
 from outrider.types import OutriderError, Request
 
 _COIN, _DRAFT, _NOISE = range(3)  # purposes of a random number
+_MAX_PARTS = 16  # samplers of a part of the batch that are kept
 
 
 class InvalidLogits(OutriderError):
@@ -56,6 +57,16 @@ class Sampler:
         self._prefixes: dict[int, list[int]] = {}  # purpose -> the part of each request's keys that the round has in common
         self._noise: dict[tuple[int, int], Tensor] = {}  # (row, position) -> Gumbel noise [V]
         self._steps: Tensor | None = None  # [V] counter of the noise
+        self._parts: dict[tuple[int, ...], Sampler] = {}  # rows -> their sampler
+
+    def take(self, rows: Sequence[int]) -> Sampler:
+        """The sampler of these requests alone, in this order."""
+        key = tuple(rows)
+        if key not in self._parts:
+            if len(self._parts) == _MAX_PARTS:
+                self._parts.clear()
+            self._parts[key] = Sampler([self.requests[b] for b in key], self.vocab_size, self.device, self.coupled)
+        return self._parts[key]
 
     @property
     def is_deterministic(self) -> bool:

@@ -116,7 +116,7 @@ def lead(
     batch: int,
     coupled: bool = False,
 ) -> list[Trace]:
-    """Leads a proposer along recorded texts, k drafts a round and ``batch`` texts at a time. Leaves the runner as it was.
+    """Leads a proposer along recorded texts, k drafts a round and ``batch`` texts at a time.
 
     Raises ``OutriderError`` where target or proposer fails.
     """
@@ -125,7 +125,6 @@ def lead(
     requests = [_request(name, texts[index]) for name, index in numbered.items()]
     outputs = {name: texts[index].output for name, index in numbered.items()}
     traces = {name: found[index] for name, index in numbered.items()}
-    needs_hidden = runner.needs_hidden
     leaders = _SampledLeader(outputs, traces), _ExactLeader(outputs, traces)
     engine = Engine(runner, proposer, leaders, FixedLength(k), Scheduler(batch, runner.max_len), coupled)
     try:
@@ -140,7 +139,6 @@ def lead(
     finally:
         for request in requests:
             engine.abort(request.request_id)
-        runner.needs_hidden = needs_hidden
     return found
 
 

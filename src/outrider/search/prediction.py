@@ -15,13 +15,13 @@ from time import perf_counter
 
 import torch
 
-from outrider.engine import FixedLength, LengthPolicy, PhaseTimes, Round
+from outrider.engine import FixedLength, LengthPolicy
 from outrider.engine.policy import POLICIES
 from outrider.proposers.base import Proposer, Turn
 from outrider.runner.costs import PassCosts
 from outrider.search.prices import Price, Prices
 from outrider.search.traces import Replay
-from outrider.types import Context, Request, SamplingParams
+from outrider.types import Context, PhaseTimes, Request, Round, SamplingParams
 
 DRAWS = 4  # times that texts are played where it takes luck for a draft to survive
 

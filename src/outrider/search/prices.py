@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outrider.bench.contenders import Contender, Contenders
-from outrider.engine import Observation, Round
+from outrider.engine import Observation
 from outrider.search.traffic import Text
-from outrider.types import Context, OutriderError
+from outrider.types import Context, OutriderError, Round
 
 if TYPE_CHECKING:
     from outrider.engine import LLM
@@ -211,7 +211,8 @@ def measure(contenders: Contenders, method: str, texts: Sequence[Text], batch: i
 
         def pass_cost(k: int) -> float:
             width = 1 + (llm.proposer.num_nodes(k) if k else 0)
-            return llm.runner.pass_cost(width, batch, int(fmean(len(text.prompt) for text in texts)))
+            cache_len = int(fmean(len(text.prompt) for text in texts))
+            return llm.runner.pass_cost(width, batch, cache_len, hidden=llm.proposer.needs_hidden)
 
         rounds |= _unseen(rounds, vain, blocks.lengths, pass_cost)
     first_layer = max(round_.first_layer for _, round_ in watch.rounds)

@@ -90,16 +90,12 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
     path.write_text(json.dumps(known))
     left = [start for start in range(0, len(rows), SHARD_ROWS) if not (folder / _name(start // SHARD_ROWS)).exists()]
     _check_room(folder, len(left) * SHARD_ROWS * rows.shape[1] * len(known["layers"]) * runner.hidden_size * 2)
-    before, runner.needs_hidden = runner.needs_hidden, tuple(known["layers"])
-    try:
-        for start in left:
-            file, part = folder / _name(start // SHARD_ROWS), rows[start : start + SHARD_ROWS]
-            partial = file.with_suffix(".partial")
-            save_file(_captured(runner, part), partial)
-            partial.replace(file)
-            report((start + len(part)) / len(rows), {"rows": start + len(part)})
-    finally:
-        runner.needs_hidden = before
+    for start in left:
+        file, part = folder / _name(start // SHARD_ROWS), rows[start : start + SHARD_ROWS]
+        partial = file.with_suffix(".partial")
+        save_file(_captured(runner, part, tuple(known["layers"])), partial)
+        partial.replace(file)
+        report((start + len(part)) / len(rows), {"rows": start + len(part)})
     return FeatureCache(folder, known["layers"], len(rows), rows.shape[1])
 
 
@@ -111,8 +107,8 @@ def _check_room(folder: Path, needed: int) -> None:
         raise OutriderError(f"{said}: use less text (--max-tokens) or another folder (--work)")
 
 
-def _captured(runner: ModelRunner, rows: Tensor) -> dict[str, Tensor]:
-    found: dict[int, list[Tensor]] = {layer: [] for layer in runner.needs_hidden}
+def _captured(runner: ModelRunner, rows: Tensor, layers: tuple[int, ...]) -> dict[str, Tensor]:
+    found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     for batch in rows.split(runner.max_batch):
         requests = tuple(
             Request(f"captured-{index}", ids, len(ids), SamplingParams(), 0, torch.Generator())
@@ -121,7 +117,7 @@ def _captured(runner: ModelRunner, rows: Tensor) -> dict[str, Tensor]:
         # Nothing is sampled: the context's sampler is never asked.
         context = Context(requests, (0,) * len(requests), None)  # type: ignore[arg-type]
         try:
-            scores = runner.score(context, Proposal.empty(len(requests)))
+            scores = runner.score(context, Proposal.empty(len(requests)), layers)
         finally:
             runner.release(context.request_ids)
         for layer, chunks in found.items():

@@ -6,9 +6,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from outrider.engine.stats import PhaseTimes
 from outrider.runner.costs import SPIKE, WEIGHT, PassCosts
 from outrider.tune.sharing import RoundPrices
+from outrider.types import PhaseTimes
 
 UNKNOWN_COST_RATIO = 0.1  # of a draft step to a plain pass, until one was measured
 MOST_TO_READ = 0.05  # of a plain round, for each token that a proposer had not seen, until it was measured twice

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-from outrider.engine.stats import Round
 from outrider.runner.costs import PassCosts
 from outrider.tune.acceptance import OPTIMISM, Acceptance
 from outrider.tune.cost import CostModel
 from outrider.tune.sharing import RoundPrices, Shares
-from outrider.types import Context, Request
+from outrider.types import Context, Request, Round
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 23)  # what is chosen from, beside the longest
 CAPS = (1, 2, 4, 8, 16)  # tried as the longest K of all where each request has its own, which is what its drafts are worth
@@ -151,9 +150,8 @@ class DraftLengthPolicy:
         num_unseen = sum([self._num_unseen(b) - round_.num_accepted[b] - 1 for b in drafted_for])
         catch_up, plain, num_drafting = 0.0, self._plain or 0.0, max(1, len(drafted_for))
         if num_unseen > 0:
-            catch_up = self.costs.observe_catch_up(
-                times.draft - self.costs.draft(longest or round_.k, num_drafting, plain), num_unseen, plain
-            )
+            step = self.costs.draft(longest or round_.k, num_drafting, plain)
+            catch_up = self.costs.observe_catch_up(times.draft_prefill + times.draft - step, num_unseen, plain)
         if not is_prefill:
             drafting = (longest or round_.k, num_drafting)
             self.costs.observe(*drafting, batch, times, num_unseen > 0, longest > 0, round_.first_layer)

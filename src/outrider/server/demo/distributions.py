@@ -1,6 +1,6 @@
 """Why a token is what it is: the draft's and the target's distribution in its place, and the residual of the two.
 
-Reads an engine's ``Observation`` of a batch of one, by the verifier's own formulas; knows no method and no page.
+Reads the ``RoundResult`` of a batch of one, by the verifier's own formulas; knows no method and no page.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.engine import Observation
+from outrider.engine import RoundResult
 from outrider.verifiers.base import accept_prob, residual
 
 TOP = 5  # tokens shown of each distribution
@@ -41,12 +41,12 @@ class Place:
 
 
 @torch.no_grad()
-def places(seen: Observation, token_ids: Sequence[int]) -> list[Place]:
+def places(seen: RoundResult, token_ids: Sequence[int]) -> list[Place]:
     """The places of a round's emitted tokens: those on the accepted path, then the one after it."""
     proposal, sampler, logits = seen.proposal, seen.context.sampler, seen.scores.logits
     target = sampler.probs(logits, proposal.token_ids, proposal.parents, lens=proposal.lens)[0]  # [N + 1, V]
     is_greedy = seen.context.requests[0].params.is_greedy
-    path = verdict_path(seen)
+    (path,) = seen.paths
     found = []
     for depth, emitted in enumerate(token_ids):
         parent = path[depth - 1] if depth else -1
@@ -57,12 +57,7 @@ def places(seen: Observation, token_ids: Sequence[int]) -> list[Place]:
     return found
 
 
-def verdict_path(seen: Observation) -> list[int]:
-    """Accepted nodes, root to leaf."""
-    return list(seen.verdict.path[0, : int(seen.verdict.num_accepted[0])].tolist())
-
-
-def _tried(seen: Observation, parent: int, accepted: int | None) -> list[int]:
+def _tried(seen: RoundResult, parent: int, accepted: int | None) -> list[int]:
     """Nodes behind ``parent``, up to the accepted one."""
     proposal = seen.proposal
     count = int(proposal.lens[0])
@@ -73,7 +68,7 @@ def _tried(seen: Observation, parent: int, accepted: int | None) -> list[int]:
 
 
 def _place(
-    seen: Observation, target: Tensor, odds: Tensor | None, tried: list[int], accepted: int | None, emitted: int
+    seen: RoundResult, target: Tensor, odds: Tensor | None, tried: list[int], accepted: int | None, emitted: int
 ) -> Place:
     proposal = seen.proposal
     ids = proposal.token_ids[0]

@@ -67,7 +67,8 @@ class ShownRace:
         """One round as the page draws it: its tokens, where each came from, and what was drafted in vain."""
         lane, emission, seen = step.lane, step.emission, step.seen
         tokens: list[Event] = []
-        for token_id, origin, place in zip(emission.token_ids, emission.origins, places(seen, emission.token_ids), strict=True):
+        shown = places(seen.result, emission.token_ids)
+        for token_id, origin, place in zip(emission.token_ids, emission.origins, shown, strict=True):
             text, name = self._texts.next(lane.name, token_id)
             tokens.append({"text": text, "name": name, "origin": origin, "place": self._place(place, token_id)})
         return {
@@ -87,10 +88,11 @@ class ShownRace:
 
     def _dropped(self, seen: Observation) -> list[str]:
         """Drafts of a chain behind the rejected one: nobody looked at them."""
-        if seen.proposal.parents is not None:
+        proposal = seen.result.proposal
+        if proposal.parents is not None:
             return []
         first = seen.round.num_accepted[0] + 1
-        return [self._texts.name(token) for token in seen.proposal.token_ids[0, first : int(seen.proposal.lens[0])].tolist()]
+        return [self._texts.name(token) for token in proposal.token_ids[0, first : int(proposal.lens[0])].tolist()]
 
     def _place(self, place: Place, token_id: int) -> Event:
         """A place as the page draws it: names of tokens, and indices into them, for two tokens may share a name."""

@@ -1,0 +1,84 @@
+"""Measure where a step's time goes, without a clock in the round: proposer and runner are wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+
+import torch
+
+from outrider.proposers.around import Around
+from outrider.proposers.base import Proposer
+from outrider.runner import ModelRunner
+from outrider.types import Context, PhaseTimes, Proposal, Request, Scores, Verdict
+
+
+class PhaseClock:
+    """Attribute every moment to the phase that was entered last, a field of ``PhaseTimes``."""
+
+    def __init__(self) -> None:
+        self._times, self._since = PhaseTimes(), 0.0
+        self._phase: str | None = None  # None: the time belongs to no round
+
+    def enter(self, phase: str | None) -> None:
+        """Leave the phase before and enter this one."""
+        now = perf_counter()
+        if self._phase is not None:
+            setattr(self._times, self._phase, getattr(self._times, self._phase) + now - self._since)
+        self._phase, self._since = phase, now
+
+    @contextmanager
+    def phase(self, phase: str) -> Iterator[None]:
+        """Enter a phase, and return to the one before."""
+        before = self._phase
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def take(self) -> PhaseTimes:
+        """The times since the last call."""
+        self.enter(self._phase)
+        times, self._times = self._times, PhaseTimes()
+        return times
+
+
+class ClockedProposer(Around):
+    """A proposer whose drafting and prefill are timed."""
+
+    def __init__(self, inner: Proposer, clock: PhaseClock) -> None:
+        super().__init__(inner)
+        self._clock = clock
+
+    def prefill(self, requests: Sequence[Request]) -> list[bool]:
+        with self._clock.phase("draft_prefill"):
+            return self.inner.prefill(requests)
+
+    def propose(self, context: Context, k: int) -> Proposal:
+        self._clock.enter("draft")
+        try:
+            proposal = self.inner.propose(context, k)
+            if isinstance(proposal, Proposal) and proposal.token_ids.is_cuda:
+                torch.cuda.synchronize(proposal.token_ids.device)  # or whoever reads the drafts would wait for them
+            return proposal
+        finally:
+            self._clock.enter("host")
+
+
+class ClockedRunner:
+    """A runner whose scoring is timed; from its end to the commit the round verifies."""
+
+    def __init__(self, inner: ModelRunner, clock: PhaseClock) -> None:
+        self._inner, self._clock = inner, clock
+
+    def score(self, context: Context, proposal: Proposal, hidden: tuple[int, ...]) -> Scores:
+        self._clock.enter("score")
+        scores = self._inner.score(context, proposal, hidden)
+        self._clock.enter("verify")
+        return scores
+
+    def commit(self, context: Context, verdict: Verdict) -> None:
+        self._clock.enter("host")
+        self._inner.commit(context, verdict)

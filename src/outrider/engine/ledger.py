@@ -1,0 +1,109 @@
+"""Account for rounds: statistics of each request and in total, origins of tokens, and the prices of target passes.
+
+Everything is derived from the ``RoundResult`` and the seconds of its phases; what the policy learns from is the ``Round`` that
+comes out. Names are those of docs/glossary.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.engine.round import RoundResult
+from outrider.engine.stats import GenerationStats
+from outrider.runner.costs import PassCosts
+from outrider.types import PhaseTimes, Proposal, Round
+
+NUM_COLD = 3  # rounds without drafts that are slower after a model drafted: it took the target's place in the CPU's caches
+
+
+class Ledger:
+    """The books of one engine."""
+
+    def __init__(self, costs: PassCosts, drafts_with_model: bool) -> None:
+        """``costs`` learns from every decoding round; ``drafts_with_model``: whether the proposer runs a model."""
+        self.total = GenerationStats()
+        self._costs, self._drafts_with_model = costs, drafts_with_model
+        self._requests: dict[str, GenerationStats] = {}
+        self._num_cold = 0  # rounds without drafts that are still slower
+
+    def of(self, request_id: str) -> GenerationStats:
+        """The statistics of a request, live until it ends."""
+        stats = self._requests.get(request_id)
+        if stats is None:
+            stats = self._requests[request_id] = GenerationStats()
+        return stats
+
+    def close(self, request_ids: Sequence[str]) -> None:
+        """Forget requests that ended; the totals keep what they did."""
+        for request_id in request_ids:
+            self._requests.pop(request_id, None)
+
+    def add_faults(self, request_ids: Sequence[str]) -> None:
+        """Count a failure of the proposer for each of these requests."""
+        self.total.faults += len(request_ids)
+        for request_id in request_ids:
+            self.of(request_id).faults += 1
+
+    def record(self, result: RoundResult, times: PhaseTimes, is_prefill: bool) -> tuple[Round, list[list[str]]]:
+        """Book a round. Return it in numbers, and the origin of each emitted token of each request.
+
+        Origins are "accepted", "corrected" (after a rejection), "bonus" (after all drafts were accepted), or "plain" in a round
+        without drafts. ``is_prefill``: the pass also read prompts, so its seconds are no price of decoding.
+        """
+        proposal, lens = result.proposal, result.proposal.lens.tolist()
+        accepted = [len(path) for path in result.paths]
+        last = [_last_origin(proposal, b, lens[b], path) for b, path in enumerate(result.paths)]
+        judged = [count + (origin == "corrected") for count, origin in zip(accepted, last, strict=True)]
+        is_cold = not any(lens) and self._num_cold > 0
+        drafted_with_model = self._drafts_with_model and result.k > 0
+        self._num_cold = NUM_COLD if drafted_with_model else max(self._num_cold - 1, 0)
+        depths = path_depths(proposal, lens)
+        round_ = Round(result.k, lens, depths, accepted, times, result.scores.first_layer, is_cold, judged)
+        emitted = [len(token_ids) for token_ids in result.token_ids]
+        stats = [self.of(request_id) for request_id in result.context.request_ids]
+        for b, of_request in enumerate(stats):
+            of_request.count(lens[b], judged[b], accepted[b], emitted[b])
+            self.total.count(lens[b], judged[b], accepted[b], emitted[b])
+        self._clock(result, round_, is_prefill, stats, emitted)
+        pairs = zip(accepted, last, emitted, strict=True)
+        return round_, [(["accepted"] * count + [origin])[:length] for count, origin, length in pairs]
+
+    def _clock(
+        self, result: RoundResult, round_: Round, is_prefill: bool, stats: Sequence[GenerationStats], emitted: Sequence[int]
+    ) -> None:
+        """Book seconds: to the prices of passes, to each request and to the total."""
+        batch, times = len(stats), round_.times
+        cache_len = max([len(request.token_ids) for request in result.context.requests])
+        if not is_prefill:
+            passes = self._costs.behind(round_.first_layer)
+            passes.observe(passes.width(round_.lens), batch, cache_len, times.score, round_.is_cold)
+            if not any(round_.lens):
+                self._costs.observe_outside(batch, times.verify + times.host, round_.is_cold)
+        plain = self._costs.plain_round(batch, cache_len)
+        for of_request, num_tokens in zip(stats, emitted, strict=True):
+            of_request.clock(round_, is_prefill, num_tokens, plain)
+        self.total.clock(round_, is_prefill, sum(emitted) / batch, plain)
+
+
+def path_depths(proposal: Proposal, lens: list[int]) -> list[int]:
+    """The longest path of each request's drafts."""
+    if proposal.parents is None:
+        return lens
+    longest = []
+    for parents, length in zip(proposal.parents.tolist(), lens, strict=True):
+        depths: list[int] = []
+        for parent in parents[:length]:
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        longest.append(max(depths, default=0))
+    return longest
+
+
+def _last_origin(proposal: Proposal, b: int, num_drafts: int, path: list[int]) -> str:
+    """Where the token after the accepted path comes from."""
+    if not num_drafts:
+        return "plain"
+    if proposal.parents is None:
+        is_leaf = len(path) == num_drafts
+    else:
+        is_leaf = (path[-1] if path else -1) not in proposal.parents[b, :num_drafts].tolist()
+    return "bonus" if is_leaf else "corrected"

@@ -1,0 +1,99 @@
+"""One round of speculative decoding: propose, score, judge, verify, commit, emit.
+
+Plain decoding is the round without drafts, batch 1 the batch of one. This is the algorithm alone: guard.py contains a failing
+proposer, clock.py measures seconds, and ledger.py accounts for the ``RoundResult``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.engine.scheduler import Batch, Scheduler
+from outrider.types import Context, OutriderError, Proposal, Scores, Verdict
+from outrider.verifiers.base import Verifier
+
+
+class Drafter(Protocol):
+    """The part of a proposer that a round uses."""
+
+    def propose(self, context: Context, k: int) -> Proposal: ...
+    def commit(self, context: Context, verdict: Verdict) -> None: ...
+
+
+class Scorer(Protocol):
+    """The part of a model runner that a round uses."""
+
+    def score(self, context: Context, proposal: Proposal, hidden: tuple[int, ...]) -> Scores: ...
+    def commit(self, context: Context, verdict: Verdict) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What rounds are made of."""
+
+    proposer: Drafter
+    runner: Scorer
+    scheduler: Scheduler
+    verifiers: tuple[Verifier, Verifier]  # for sampled rounds; for rounds in which the sampler leaves nothing to chance
+    hidden: tuple[int, ...]  # hidden states of the target that the proposer needs
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """What one round did: the one record that the ledger, the policy and observers read. Row b belongs to request b."""
+
+    context: Context
+    k: int  # drafts asked for
+    proposal: Proposal
+    scores: Scores
+    verdict: Verdict
+    paths: list[list[int]]  # accepted drafts, root to leaf
+    token_ids: list[list[int]]  # tokens emitted, cut where the request finished
+    texts: list[str]  # the text that they complete
+
+
+class TargetError(Exception):
+    """The target failed at a round of which nothing was committed. ``proposal`` can be scored again, request by request."""
+
+    def __init__(self, proposal: Proposal) -> None:
+        self.proposal = proposal
+
+
+def run_round(batch: Batch, k: int, parts: Parts) -> RoundResult:
+    """Draft up to k tokens for each request, score them in one target pass and keep what the verifier accepts."""
+    return finish_round(batch, k, parts.proposer.propose(batch.context, k), parts)
+
+
+def finish_round(batch: Batch, k: int, proposal: Proposal, parts: Parts) -> RoundResult:
+    """Run a round from its proposal on. Raises ``TargetError`` where the target fails."""
+    context, sampler = batch.context, batch.context.sampler
+    sampled, deterministic = parts.verifiers
+    verifier = deterministic if sampler.is_deterministic else sampled
+    if proposal.parents is not None:
+        check_handles_trees(verifier)
+    try:
+        scores = parts.runner.score(context, proposal, parts.hidden)
+        judge = sampler.tokens if verifier.judges == "tokens" else sampler.probs
+        target = judge(scores.logits, proposal.token_ids, proposal.parents, lens=proposal.lens)
+        verdict = verifier.verify(proposal, target, sampler)
+    except Exception as error:
+        raise TargetError(proposal) from error
+    next_tokens, counts = verdict.next_token.tolist(), verdict.num_accepted.tolist()
+    paths = [path[:count] for path, count in zip(verdict.path.tolist(), counts, strict=True)]
+
+    parts.runner.commit(context, verdict)  # the KV cache keeps the accepted path
+    parts.proposer.commit(context, verdict)
+
+    drafts = proposal.token_ids.tolist()
+    token_ids = [[*(drafts[b][node] for node in path), next_tokens[b]] for b, path in enumerate(paths)]
+    emitted = [parts.scheduler.commit(entry, tokens) for entry, tokens in zip(batch.entries, token_ids, strict=True)]
+    return RoundResult(context, k, proposal, scores, verdict, paths, [ids for ids, _ in emitted], [text for _, text in emitted])
+
+
+def check_handles_trees(verifier: Verifier) -> None:
+    """Raise ``OutriderError`` for a verifier of chains, where the proposer drafts trees."""
+    if not verifier.handles_trees:
+        raise OutriderError(
+            f"{type(verifier).__name__} judges chains, but the proposer drafts trees: choose a verifier that handles trees"
+        )

@@ -1,0 +1,162 @@
+"""Check what a proposer returns before the target scores it: a wrong row loses its drafts, never its request.
+
+Knows the contract of ``outrider.types.Proposal`` and no method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from outrider.sampling.grammar_masks import path_to
+from outrider.types import Context, Proposal
+
+PROBS_TOLERANCE = 1e-2  # a float32 softmax over 250k entries sums to 1 well within this
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A proposal that is safe to score, its ids and lens as lists, and the rows that were at fault."""
+
+    proposal: Proposal
+    token_ids: list[list[int]]
+    lens: list[int]
+    faults: dict[int, str] = field(default_factory=dict)  # row -> what was wrong
+
+
+def check(proposal: object, limits: Sequence[int], k: int, vocab_size: int) -> Checked:
+    """Empty the rows whose drafts break the contract, and cut chains that are longer than asked for, which is no fault.
+
+    Raises ``ValueError`` for a wrong type or shape, which concerns all rows.
+    """
+    proposal = _check_shapes(proposal, len(limits), vocab_size)
+    rows: list[list[int]] = proposal.token_ids.tolist()
+    lens: list[int] = proposal.lens.tolist()
+    num_nodes = proposal.num_nodes
+    faults = {row: f"{n} drafts in a proposal of {num_nodes}" for row, n in enumerate(lens) if not 0 <= n <= num_nodes}
+    for row, (ids, n) in enumerate(zip(rows, lens, strict=True)):
+        if row not in faults and n and not (min(ids[:n]) >= 0 and max(ids[:n]) < vocab_size):
+            faults[row] = f"a draft id outside the vocabulary of {vocab_size}"
+    if proposal.probs is not None and num_nodes:
+        faults = _check_probs(proposal.probs, lens) | faults
+    if proposal.parents is not None and num_nodes:
+        faults = _check_parents(proposal.parents, lens) | faults
+    wanted = [0 if row in faults else n for row, n in enumerate(lens)]
+    if proposal.parents is None:
+        wanted = [min(n, k, limit) for n, limit in zip(wanted, limits, strict=True)]
+    if wanted != lens or num_nodes != max(wanted):
+        proposal = proposal.narrow(wanted)
+    return Checked(_with_valid_padding(proposal, rows, wanted, vocab_size), rows, wanted, faults)
+
+
+def useful(checked: Checked, context: Context) -> Checked:
+    """Drop drafts that cannot survive: those that break a request's grammar or follow its end, and those of a tree that are
+    deeper than the request's own K.
+
+    The target never takes such a point mass, and rejecting it does not change what comes next, so leaving it out changes no
+    distribution. Drafts with probabilities were drawn by the sampler, which applies the grammar, up to the end of the text.
+    """
+    proposal, own = checked.proposal, [request.num_draft_tokens for request in context.requests]
+    is_tree = proposal.parents is not None
+    has_grammar = any([request.matcher is not None for request in context.requests])
+    if not has_grammar and (not is_tree or own.count(None) == len(own)):
+        return checked
+    parents = proposal.parents.tolist() if proposal.parents is not None else None
+    kept = []
+    for b, request in enumerate(context.requests):
+        drafts, tree, most = checked.token_ids[b], None if parents is None else parents[b], own[b]
+        nodes: list[int] = []
+        depths = {-1: 0}  # of the nodes that are kept
+        output = request.token_ids[request.num_prompt_tokens :]
+        for node in range(checked.lens[b]):
+            parent = node - 1 if tree is None else tree[node]
+            if parent not in depths or (is_tree and most is not None and depths[parent] >= most):
+                continue
+            if has_grammar and request.matcher is not None:
+                allowed = request.matcher.allowed(output, path_to(parent, drafts, tree))
+                if allowed is None or (not allowed[drafts[node]] and _is_point_mass(proposal, b, node, drafts[node])):
+                    continue
+            depths[node] = depths[parent] + 1
+            nodes.append(node)
+        kept.append(nodes)
+    return _pruned(checked, kept)
+
+
+def _pruned(checked: Checked, kept: Sequence[Sequence[int]]) -> Checked:
+    """Keep only the drafts ``kept[b]`` of each row, which are in order and include their parents."""
+    proposal, lens = checked.proposal, [len(nodes) for nodes in kept]
+    if lens == checked.lens:
+        return checked
+    width = max(lens)
+    if width == 0:
+        return Checked(proposal.narrow(lens), [[]] * len(lens), lens, checked.faults)
+    index = torch.tensor([[*nodes, *[0] * (width - len(nodes))] for nodes in kept], device=proposal.token_ids.device)
+    parents = None
+    if proposal.parents is not None:
+        rows = proposal.parents.tolist()
+        moved = [[-1 if rows[b][node] < 0 else nodes.index(rows[b][node]) for node in nodes] for b, nodes in enumerate(kept)]
+        parents = torch.tensor([[*row, *[-1] * (width - len(row))] for row in moved], device=proposal.parents.device)
+    probs = proposal.probs
+    if probs is not None:
+        probs = probs.gather(1, index.to(probs.device).unsqueeze(-1).expand(-1, -1, probs.shape[-1]))
+    token_ids = proposal.token_ids.gather(1, index)
+    pruned = replace(proposal, token_ids=token_ids, lens=torch.tensor(lens), probs=probs, parents=parents)
+    return Checked(pruned, token_ids.tolist(), lens, checked.faults)
+
+
+def _is_point_mass(proposal: Proposal, b: int, node: int, token: int) -> bool:
+    """Whether no other token could have been drafted. In a batch with probabilities, point masses are one-hots."""
+    return proposal.probs is None or float(proposal.probs[b, node, token]) == 1.0
+
+
+def _check_shapes(proposal: object, batch: int, vocab_size: int) -> Proposal:
+    if not isinstance(proposal, Proposal):
+        raise ValueError(f"propose() returned {type(proposal).__name__}, not a Proposal")
+    ids, lens, probs, parents = proposal.token_ids, proposal.lens, proposal.probs, proposal.parents
+    if ids.dim() != 2 or ids.shape[0] != batch or ids.dtype != torch.long:
+        raise ValueError(f"token_ids is {ids.dtype} {tuple(ids.shape)}, not int64 [{batch}, N]")
+    if lens.shape != (batch,) or lens.dtype != torch.long:
+        raise ValueError(f"lens is {lens.dtype} {tuple(lens.shape)}, not int64 [{batch}]")
+    if probs is not None and (probs.shape != (*ids.shape, vocab_size) or not probs.is_floating_point()):
+        raise ValueError(f"probs is {probs.dtype} {tuple(probs.shape)}, not float {[*ids.shape, vocab_size]}")
+    if parents is not None and (parents.shape != ids.shape or parents.dtype != torch.long):
+        raise ValueError(f"parents is {parents.dtype} {tuple(parents.shape)}, not int64 {list(ids.shape)}")
+    return proposal
+
+
+def _check_probs(probs: Tensor, lens: list[int]) -> dict[int, str]:
+    """Rows with a NaN, a negative entry or a sum other than 1 among their valid drafts."""
+    sums, lowest = torch.stack((probs.sum(-1), probs.amin(-1))).tolist()  # [B, N] each
+    return {
+        row: "draft probabilities that are NaN, negative or do not sum to 1"
+        for row, n in enumerate(lens)
+        # NaN compares false
+        if not all(abs(sums[row][i] - 1) <= PROBS_TOLERANCE and lowest[row][i] >= 0 for i in range(min(n, len(sums[row]))))
+    }
+
+
+def _check_parents(parents: Tensor, lens: list[int]) -> dict[int, str]:
+    return {
+        row: "a parent that does not stand before its draft"
+        for row, (ids, n) in enumerate(zip(parents.tolist(), lens, strict=True))
+        if not all(-1 <= parent < i for i, parent in enumerate(ids[:n]))
+    }
+
+
+def _with_valid_padding(proposal: Proposal, rows: list[list[int]], lens: list[int], vocab_size: int) -> Proposal:
+    """Padding with ids that an embedding can look up, as children of the root."""
+    width = proposal.num_nodes
+    if any(not 0 <= token < vocab_size for ids, n in zip(rows, lens, strict=True) for token in ids[n:width]):
+        proposal = replace(proposal, token_ids=_without_padding(proposal.token_ids, proposal.lens, 0))
+    if proposal.parents is not None and min(lens, default=0) < width:
+        proposal = replace(proposal, parents=_without_padding(proposal.parents, proposal.lens, -1))
+    return proposal
+
+
+def _without_padding(values: Tensor, lens: Tensor, other: int) -> Tensor:
+    """values [B, N], but ``other`` beyond ``lens`` [B]."""
+    is_draft = torch.arange(values.shape[1])[None] < lens[:, None]
+    return values.where(is_draft.to(values.device), other)

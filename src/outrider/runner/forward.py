@@ -1,0 +1,85 @@
+"""One forward pass of a model in a given layout, as the function that is run eagerly or compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+from outrider.runner.attention import PassLayout, active_pass
+from outrider.runner.kv_cache import KVCache
+from outrider.runner.layer_span import WHOLE, LayerSpan, spanned
+from outrider.runner.loading import decoder_layers
+from outrider.types import OutriderError
+
+
+class Pass(nn.Module):
+    """The function that is run and compiled: tokens and their layout -> logits and the hidden states asked for.
+
+    The tokens of all requests stand one behind the other, each with as many as it needs: attention alone knows whose they are.
+    Batch, lengths, cache size and number of logits are free, so one compiled form serves prefill, plain and speculative rounds.
+    A pass over a part of the layers takes hidden states in the place of tokens where it does not begin at the first, and gives
+    no logits where it ends before the head.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: KVCache, layers: tuple[int, ...], span: LayerSpan = WHOLE) -> None:
+        super().__init__()
+        self.model, self.layers, self.span = spanned(model, span), layers, span
+        self._cache = [cache]  # in a list, so that a module does not look into it
+        self.cache_shape, self.cache_dtype = cache.shape, cache.dtype
+        self._stack = [decoder_layers(self.model)] if layers else []
+        last = cache.shape.num_layers
+        if layers and not 0 <= min(layers) <= max(layers) <= last:
+            raise OutriderError(f"a model of {last} layers has the hidden states 0 to {last}, not all of {layers}")
+
+    def forward(  # noqa: PLR0913 - the inputs of a compiled function
+        self,
+        tokens: Tensor,  # [1, T] ids, or the hidden states [1, T, H] of the layer before the span
+        positions: Tensor,  # [1, T]
+        cache_rows: Tensor,  # [B]
+        bases: Tensor,  # [B]
+        ends: Tensor,  # [B]
+        visible: Tensor,  # [B, W, W]
+        logits_at: Tensor,  # [M]: the tokens whose logits are wanted
+        keys: Tensor,  # [L, R, Hkv, S, D]
+        values: Tensor,
+    ) -> tuple[Tensor, ...]:
+        hidden = tokens if self.span.start else None
+        layout = PassLayout(keys, values, cache_rows, bases, ends, positions, visible, hidden)
+        captured: dict[int, Tensor] = {}
+        handles = [self._capture(layer, captured) for layer in self.layers]
+        inputs: dict[str, Any] = {
+            "inputs_embeds" if self.span.start else "input_ids": tokens,
+            "position_ids": positions,
+            # A 4-D mask is passed on as it is by every model, and Outrider's attention does not look at it.
+            "attention_mask": positions.new_ones((1, 1, 1, 1), dtype=torch.bool),
+            "past_key_values": self._cache[0],
+            "use_cache": True,
+        }
+        try:
+            with active_pass(layout):
+                if self.span.head:
+                    out = [self.model(**inputs, logits_to_keep=logits_at).logits]
+                else:
+                    self.model.base_model(**inputs)
+                    out = []
+        finally:
+            for handle in handles:
+                handle.remove()
+        return (*out, *(captured[layer] for layer in self.layers))
+
+    def _capture(self, index: int, captured: dict[int, Tensor]) -> torch.utils.hooks.RemovableHandle:
+        """Counted as transformers' ``hidden_states``: what goes into layer ``index``, or comes out after the final norm."""
+
+        def before(module: nn.Module, args: tuple[Tensor, ...], options: dict[str, Tensor]) -> None:
+            captured[index] = args[0] if args else options["hidden_states"]
+
+        def after(module: nn.Module, args: object, output: ModelOutput) -> None:
+            captured[index] = output[0]
+
+        if index == len(self._stack[0]):
+            return self.model.base_model.register_forward_hook(after)
+        return self._stack[0][index].register_forward_pre_hook(before, with_kwargs=True)
