@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from outrider.bench.contenders import Contender
@@ -36,7 +38,7 @@ def measured(speeds: dict[str, float], noise: float = 0.01, prompts: int = 11) -
 
 def test_the_fastest_beyond_noise_is_chosen() -> None:
     found = measured({"plain": 100, "draft k=4": 150, "ngram k=4": 130})
-    chosen = choice.choose([DRAFT, NGRAM], [found], PROPOSERS)
+    chosen = choice.choose([DRAFT, NGRAM], partial(confirming.ratio, [found]), PROPOSERS)
     assert chosen.chosen == DRAFT and chosen.speedup is not None
     assert chosen.speedup.value == pytest.approx(1.5, rel=0.02)
     assert "slower than draft k=4" in chosen.others["ngram k=4"] and "plain" in chosen.others
@@ -44,7 +46,7 @@ def test_the_fastest_beyond_noise_is_chosen() -> None:
 
 def test_within_noise_the_simpler_is_chosen() -> None:
     found = measured({"plain": 100, "draft k=4": 151, "ngram k=4": 150}, noise=0.2)
-    chosen = choice.choose([DRAFT, NGRAM], [found], PROPOSERS)
+    chosen = choice.choose([DRAFT, NGRAM], partial(confirming.ratio, [found]), PROPOSERS)
     assert chosen.chosen == NGRAM and "within noise" in chosen.reason
     assert "no faster" in chosen.others["draft k=4"]
 
@@ -54,39 +56,39 @@ def test_a_hiccup_in_one_repeat_of_three_chooses_nothing() -> None:
     for label, times in found.items():
         times["tokens"].append(times["tokens"][0])
         times["seconds"].append([second * (3 if label.startswith("draft") else 1) for second in times["seconds"][0]])
-    chosen = choice.choose([DRAFT, NGRAM], [found], PROPOSERS)
+    chosen = choice.choose([DRAFT, NGRAM], partial(confirming.ratio, [found]), PROPOSERS)
     assert chosen.chosen == DRAFT and chosen.speedup is not None and chosen.speedup.value == pytest.approx(1.5, rel=0.02)
 
 
 def test_of_the_lengths_of_a_method_the_fastest_is_chosen_whatever_is_simpler() -> None:
     found = measured({"plain": 100, "ngram k=auto": 150, "ngram k=12": 152}, noise=0.2)
     twelve = Contender("ngram", 12)
-    chosen = choice.choose([Contender("ngram", "auto"), twelve], [found], PROPOSERS)
+    chosen = choice.choose([Contender("ngram", "auto"), twelve], partial(confirming.ratio, [found]), PROPOSERS)
     assert chosen.chosen == twelve and "slower than ngram k=12" in chosen.others["ngram k=auto"]
 
 
 def test_noise_is_no_reason_to_give_much_away() -> None:
     found = measured({"plain": 100, "draft k=4": 160, "ngram k=4": 150}, noise=0.6)
-    assert choice.choose([DRAFT, NGRAM], [found], PROPOSERS).chosen == DRAFT
+    assert choice.choose([DRAFT, NGRAM], partial(confirming.ratio, [found]), PROPOSERS).chosen == DRAFT
 
 
 @pytest.mark.parametrize("speeds", [(90, 80), (100.4, 99), (100.1, 100.1)])
 def test_nothing_faster_than_plain_decoding_means_plain_decoding(speeds: tuple[float, float]) -> None:
     found = measured({"plain": 100, "draft k=4": speeds[0], "ngram k=4": speeds[1]}, noise=0.03)
-    chosen = choice.choose([DRAFT, NGRAM], [found], PROPOSERS)
+    chosen = choice.choose([DRAFT, NGRAM], partial(confirming.ratio, [found]), PROPOSERS)
     assert chosen.chosen.is_plain and chosen.chosen.k == 0 and "do not speculate" in chosen.reason
     assert set(chosen.others) == {"draft k=4", "ngram k=4"}
 
 
 def test_nothing_to_confirm_means_plain_decoding() -> None:
-    assert choice.choose([], [], PROPOSERS).chosen.is_plain
+    assert choice.choose([], partial(confirming.ratio, []), PROPOSERS).chosen.is_plain
 
 
 def test_several_batch_sizes_are_weighed_together() -> None:
     one = measured({"plain": 100, "draft k=4": 180, "ngram k=4": 140})
     eight = measured({"plain": 400, "draft k=4": 320, "ngram k=4": 520})
-    assert choice.choose([DRAFT, NGRAM], [one], PROPOSERS).chosen == DRAFT
-    assert choice.choose([DRAFT, NGRAM], [one, eight], PROPOSERS).chosen == NGRAM
+    assert choice.choose([DRAFT, NGRAM], partial(confirming.ratio, [one]), PROPOSERS).chosen == DRAFT
+    assert choice.choose([DRAFT, NGRAM], partial(confirming.ratio, [one, eight]), PROPOSERS).chosen == NGRAM
 
 
 def test_what_is_simpler() -> None:
@@ -97,7 +99,7 @@ def test_what_is_simpler() -> None:
 @pytest.mark.parametrize(("ngram", "suffix"), [(150, 151), (151, 150)])
 def test_of_two_as_simple_the_faster_is_chosen_within_noise_too(ngram: float, suffix: float) -> None:
     found = measured({"plain": 100, "ngram k=4": ngram, "suffix k=4": suffix}, noise=0.2)
-    chosen = choice.choose([NGRAM, Contender("suffix", 4)], [found], PROPOSERS).chosen
+    chosen = choice.choose([NGRAM, Contender("suffix", 4)], partial(confirming.ratio, [found]), PROPOSERS).chosen
     assert chosen.method == ("suffix" if suffix > ngram else "ngram")
 
 

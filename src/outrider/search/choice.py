@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,7 +10,8 @@ from outrider.bench.contenders import PLAIN, Contender
 from outrider.bench.grid import PLAIN_CONTENDER
 from outrider.proposers.base import Proposer
 from outrider.registry import split_method
-from outrider.search.confirming import Measured, Ratio, ratio
+from outrider.search.confirming import Measured, ratio
+from outrider.search.measurements import Ratio
 
 CANDIDATES = 8  # confirmed at most
 OF_ONE_METHOD = 2  # fixed lengths, beside the one that adapts
@@ -84,13 +85,13 @@ def survivors(
     return ranked[:count], reasons
 
 
-def choose(finalists: Sequence[Contender], measured: Sequence[Measured], proposers: Mapping[str, Proposer]) -> Choice:
-    """The simplest method of those that are as fast as the fastest, plain decoding included, at its fastest length.
+def choose(finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], proposers: Mapping[str, Proposer]) -> Choice:
+    """Choose the simplest method among those as fast as the fastest one, plain decoding included, at its fastest length.
 
-    As fast: their ratio's interval holds 1, and no more than ``ALIKE`` is given away. Whoever is not faster than plain decoding
-    beyond noise is left behind.
+    ``ratio``: the speed of one label over that of another. As fast as the fastest: the interval of the ratio holds 1, and the
+    ratio costs at most ``ALIKE``. A contender that is not faster than plain decoding beyond noise is never chosen.
     """
-    speedups = {each: ratio(measured, each.label, PLAIN) for each in finalists}
+    speedups = {each: ratio(each.label, PLAIN) for each in finalists}
     winners = [each for each in finalists if is_faster(speedups[each])]
     others: dict[str, str] = {}
     for each in finalists:
@@ -102,7 +103,7 @@ def choose(finalists: Sequence[Contender], measured: Sequence[Measured], propose
     winners.sort(key=lambda each: -speedups[each].value)
     leaders = {each.method: each for each in reversed(winners)}  # the fastest length of each method
     best = winners[0]
-    against = {each: ratio(measured, best.label, each.label) for each in leaders.values() if each != best}
+    against = {each: ratio(best.label, each.label) for each in leaders.values() if each != best}
     alike = [best, *(each for each, lead in against.items() if _is_alike(lead))]
     chosen = min(alike, key=lambda each: (*simplicity(each, proposers), -speedups[each].value))
     others[PLAIN] = f"{chosen.label} is {_said(speedups[chosen])} its speed"

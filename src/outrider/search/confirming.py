@@ -15,7 +15,8 @@ import numpy as np
 from outrider.bench.contenders import Contender, Contenders
 from outrider.bench.grid import PLAIN_CONTENDER, warm_up
 from outrider.bench.measure import generate
-from outrider.bench.statistics import Interval, Timings, speedup_interval
+from outrider.bench.statistics import Timings, speedup_interval
+from outrider.search.measurements import Ratio
 from outrider.search.traffic import Text
 
 SHARES = (0.5, 1.0)  # of the traffic, in the first two rounds of elimination: a quarter lost the best to noise
@@ -90,14 +91,6 @@ def timings(measured: Measured, label: str) -> Timings:
     if every.seconds.shape[1] == 1:
         return every
     return Timings(np.median(every.tokens, axis=0, keepdims=True), np.median(every.seconds, axis=0, keepdims=True))
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """One contender's speed over another's, over all batch sizes: geometric means."""
-
-    value: float
-    interval: Interval | None  # 95%, bootstrap over prompts; None where there is one repeat of one prompt
 
 
 def ratio(measured: Sequence[Measured], label: str, base: str) -> Ratio:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import geometric_mean
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -189,7 +190,7 @@ class Search:
             if number + 1 < len(plan):
                 candidates, left = choice.survivors(candidates, measured, plan[number + 1][0])
                 reasons |= left
-        chosen = choice.choose(candidates, measured, self.proposers)
+        chosen = choice.choose(candidates, partial(confirming.ratio, measured), self.proposers)
         return replace(chosen, others=reasons | chosen.others)
 
     # --- inside -------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,277 @@
+"""The search for a plan: record the target's answers, then measure candidates by successive halving. Knows no method's name.
+
+Each run goes into the journal before the next one starts, so that an interrupted search loses only the run in progress.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+from statistics import fmean
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from outrider.bench.contenders import PLAIN, Contender, Contenders
+from outrider.bench.grid import PLAIN_CONTENDER, warm_up
+from outrider.bench.measure import generate
+from outrider.bench.progress import Progress
+from outrider.engine.methods import in_one_line
+from outrider.proposers.base import Proposer
+from outrider.registry import PROPOSERS, in_turn, split_method
+from outrider.search import choice, halving
+from outrider.search.choice import Choice
+from outrider.search.halving import Rung, Standing
+from outrider.search.journal import Journal
+from outrider.search.measurements import Group, Measurements
+from outrider.search.traffic import Text
+from outrider.types import OutriderError
+
+if TYPE_CHECKING:
+    from outrider.engine import LLM
+
+AUTO = "auto"
+TOGETHER = 8  # texts recorded at a time
+PAIRED_FROM = 1.05  # speedup that the best method of either kind must reach for the two to be tried together
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is looked for."""
+
+    lengths: tuple[int, ...] = (1, 2, 4, 8, 15)  # K of the candidates; the adaptive length is always a candidate too
+    batches: tuple[int, ...] = (1,)  # requests at a time that the plan is for
+    repeat: int = 3  # times that the finalists run on the whole traffic, at most
+
+    def lengths_of(self, proposer: Proposer) -> list[int | str]:
+        """Those that the proposer can draft, and the adaptive one."""
+        return [*sorted({min(k, proposer.max_drafts) for k in self.lengths}), AUTO]
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A finished rung: what it ran on, and how the contenders stood."""
+
+    name: str
+    groups: int  # of prompts, over all batch sizes
+    standing: Standing
+    seconds: float  # from the start of the search, without what an earlier run of it took
+
+    @property
+    def leader(self) -> str:
+        """The fastest contender; plain decoding where none is faster."""
+        best = next(iter(self.standing.speedups), PLAIN)
+        return best if self.standing.speedups.get(best, 0.0) > 1 else PLAIN
+
+
+@dataclass
+class Search:
+    """One target, the methods that fit it, the traffic, and what was measured so far."""
+
+    llm: LLM
+    proposers: dict[str, Proposer]
+    texts: list[Text]  # without outputs, until they are recorded
+    question: Question
+    journal: Journal
+    report: Callable[[Progress], None] = lambda progress: None
+    reasons: dict[str, str] = field(default_factory=dict)  # method -> why it is no candidate
+
+    def __post_init__(self) -> None:
+        self.contenders = Contenders(self.llm, proposers=self.proposers)
+        self.candidates: dict[str, Contender] = {}  # by label: all that ran
+        self.measured = Measurements()
+        self.taus: dict[str, list[float]] = {}  # label -> tokens per round of each run
+        self.passed: list[Passed] = []
+        self._warm: set[tuple[Contender, int]] = set()
+        self._turn = 0
+        self._done, self._total = 0, 0  # runs
+        self._timed, self._spent = 0, 0.0  # runs that were not in the journal, and their seconds
+        self._started = perf_counter()
+
+    def run(self) -> Choice:
+        """All stages. Raises ``OutriderError`` where the target fails."""
+        self.texts = self.record()
+        running = [contender for method in self.proposers for contender in self._contenders_of(method)]
+        others: dict[str, str] = {}
+        plan = halving.rungs(ceil(len(self.texts) / min(self.question.batches)), self.question.repeat)
+        for number, rung in enumerate(plan):
+            name = f"rung {number + 1}"
+            self._plan_runs(len(running), plan[number:])
+            if rung.is_whole and rung.repeat:
+                self.contenders.forget()
+            running = self._measure(name, running, rung)
+            if number == 0:
+                pair = self._pair(halving.standing(self.measured, _labels(running), self._groups(rung)))
+                running += self._measure("pair", pair, rung)
+            found = halving.standing(self.measured, _labels(running), self._groups(rung))
+            self.passed.append(Passed(name, len(self._groups(rung)), found, perf_counter() - self._started))
+            if rung is plan[-1] or halving.is_final(found, rung):
+                break
+            kept = halving.survivors(found, rung)
+            others |= {label: why_dropped(found, label) for label in found.speedups if label not in kept}
+            running = [self.candidates[label] for label in kept]
+        chosen = choice.choose(running, self.measured.ratio, self.proposers)
+        return replace(chosen, others=others | chosen.others)
+
+    def record(self) -> list[Text]:
+        """The target's answers to the traffic, without drafts."""
+        together = min(TOGETHER, self.llm.runner.max_batch)
+        texts: list[Text] = []
+        with self.contenders.active(PLAIN_CONTENDER):
+            for start in range(0, len(self.texts), together):
+                group = self.texts[start : start + together]
+                self.report(Progress(start, len(self.texts), None, "recording the target's answers"))
+                outputs = self.journal.once("recorded", str(start), lambda group=group: self._answers(group))  # type: ignore[misc]
+                texts += [replace(text, output=output) for text, output in zip(group, outputs, strict=True)]
+        if not any(len(text.output) > 1 for text in texts):
+            raise OutriderError("the target ends every answer of this traffic at once: there is nothing to draft")
+        random.Random(0).shuffle(texts)  # rungs run on the first of them, whatever order the file has
+        return texts
+
+    def tau(self, label: str) -> float:
+        """Tokens per round, the mean over the contender's runs."""
+        return fmean(self.taus[label])
+
+    # --- runs ---------------------------------------------------------------------------------------------------------------
+
+    def _measure(self, stage: str, contenders: Sequence[Contender], rung: Rung) -> list[Contender]:
+        """Runs contenders in turn with plain decoding on those groups of the rung that they have not run on in this repeat.
+
+        Returns the contenders left: a method that fails is dropped with the reason.
+        """
+        if not contenders:
+            return []
+        running = list(contenders)
+        for group in self._groups(rung):
+            if rung.repeat == 0 and self.measured.num_turns(running[0].label, group):
+                continue
+            running = self._warmed(running, group.batch)
+            running = self._take_turns(stage, running, group)
+            if not running:
+                break
+        return running
+
+    def _take_turns(self, stage: str, contenders: Sequence[Contender], group: Group) -> list[Contender]:
+        """One turn. Each begins with another contender, so that none always runs first or after the same one."""
+        order = [PLAIN_CONTENDER, *contenders]
+        start = self._turn % len(order)
+        self._turn += 1
+        seconds: dict[str, float] = {}
+        for contender in order[start:] + order[:start]:
+            if self._failed(contender):
+                continue
+            self._tick(stage, contender, group)
+            try:
+                name = f"batch {group.batch}, prompts {group.index}: {contender.label}"
+                found = self.journal.once(stage, name, lambda contender=contender: self._run(contender, group))  # type: ignore[misc]
+            except Exception as failure:
+                self._leave_out(contender, failure)
+                continue
+            seconds[contender.label] = found["seconds"]
+            self.taus.setdefault(contender.label, []).append(found["tau"])
+            self._done += 1
+        left = [contender for contender in contenders if not self._failed(contender)]
+        self.measured.add_turn(group, {label: seconds[label] for label in (PLAIN, *_labels(left))})
+        return left
+
+    def _run(self, contender: Contender, group: Group) -> dict[str, float]:
+        """One timed generation of a group of prompts."""
+        started = perf_counter()
+        texts = self._texts(group)
+        prompts, params = [text.prompt for text in texts], [text.again for text in texts]
+        run = generate(self.contenders, contender, prompts, params, group.batch)
+        if run.faults:
+            raise OutriderError("it failed while it ran (--debug shows how)")
+        self._spent += perf_counter() - started
+        self._timed += 1
+        return {"seconds": run.seconds, "tau": run.mean_acceptance_length}
+
+    def _warmed(self, contenders: Sequence[Contender], batch: int) -> list[Contender]:
+        """Warms up those that need it at this batch size. Returns those that did not fail."""
+        prompts = [text.prompt for text in self.texts]
+        for contender in (PLAIN_CONTENDER, *contenders):
+            if (contender, batch) in self._warm or self._failed(contender):
+                continue
+            self._tick("warming up", contender, Group(batch, 0))
+            try:
+                warm_up(self.contenders, contender, prompts, batch)
+            except Exception as failure:
+                self._leave_out(contender, failure)
+                continue
+            self.contenders.forget(contender)
+            self._warm.add((contender, batch))
+        return [contender for contender in contenders if not self._failed(contender)]
+
+    def _leave_out(self, contender: Contender, failure: Exception) -> None:
+        """Drops the method of a contender that failed. Raises where it is plain decoding: then the target failed."""
+        if contender.is_plain:
+            raise failure
+        self.reasons[contender.method] = in_one_line(failure)
+
+    def _failed(self, contender: Contender) -> bool:
+        return contender.method in self.reasons
+
+    def _answers(self, group: Sequence[Text]) -> list[list[int]]:
+        completions = self.llm.generate([text.prompt for text in group], [text.params for text in group])
+        failed = [completion.error for completion in completions if completion.finish_reason == "error"]
+        if failed:
+            raise OutriderError(failed[0] or "the target failed")
+        return [completion.token_ids for completion in completions]
+
+    # --- who runs on what ---------------------------------------------------------------------------------------------------
+
+    def _contenders_of(self, method: str) -> list[Contender]:
+        found = [Contender(method, k) for k in self.question.lengths_of(self.proposers[method])]
+        self.candidates |= {contender.label: contender for contender in found}
+        return found
+
+    def _pair(self, found: Standing) -> list[Contender]:
+        """The best method that reads the text alone and the best that runs a model as one, where each promises a gain."""
+        best: dict[bool, str] = {}
+        for label in found.speedups:
+            method = self.candidates[label].method
+            if "+" in split_method(method)[0]:
+                return []  # the user names pairs
+            best.setdefault(self.proposers[method].reads_text_only, label)
+        if len(best) < 2 or min(found.speedups[label] for label in best.values()) < PAIRED_FROM:
+            return []
+        parts = [self.candidates[best[kind]].method for kind in (True, False)]
+        method = in_turn(*parts)
+        self.proposers[method] = PROPOSERS.get(split_method(method)[0]).join(*[self.proposers[part] for part in parts])
+        return self._contenders_of(method)
+
+    def _groups(self, rung: Rung) -> list[Group]:
+        """Of every batch size."""
+        totals = {batch: ceil(len(self.texts) / batch) for batch in self.question.batches}
+        return [Group(batch, index) for batch, total in totals.items() for index in range(rung.num_groups(total))]
+
+    def _texts(self, group: Group) -> list[Text]:
+        return self.texts[group.index * group.batch :][: group.batch]
+
+    # --- progress -----------------------------------------------------------------------------------------------------------
+
+    def _plan_runs(self, count: int, plan: Sequence[Rung]) -> None:
+        """Estimates how many runs are left, half of the contenders being dropped after each rung."""
+        self._total, before = self._done, 0 if plan[0].repeat or not self.passed else self.passed[-1].groups
+        for rung in plan:
+            groups = len(self._groups(rung))
+            self._total += (1 + count) * (groups if rung.repeat else groups - before)
+            count = min(ceil(count / 2), halving.FINALISTS if rung.is_whole else count)
+            before = groups
+
+    def _tick(self, stage: str, contender: Contender, group: Group) -> None:
+        total = max(self._total, self._done)
+        left = self._spent / self._timed * (total - self._done) if self._timed else None
+        self.report(Progress(self._done, total, left, f"{stage}: {contender.label}, batch {group.batch}"))
+
+
+def why_dropped(found: Standing, label: str) -> str:
+    """Why a contender did not go on to the next rung."""
+    speedup, best = found.speedups[label], next(iter(found.speedups))
+    behind = PLAIN if found.is_slower(label, 1.0) else best
+    return f"measured at {speedup:.2f} times plain decoding's speed, slower than {behind}"
+
+
+def _labels(contenders: Sequence[Contender]) -> list[str]:
+    return [contender.label for contender in contenders]

@@ -1,0 +1,236 @@
+"""The search as a whole on a tiny model: the engine is real, the times are invented, so that nothing depends on a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny_folder import make_folder
+
+from outrider import LLM
+from outrider.bench.contenders import PLAIN, Contender, Contenders
+from outrider.bench.progress import Progress
+from outrider.engine.methods import fitting_proposers
+from outrider.proposers.base import Proposer
+from outrider.proposers.combined import CombinedProposer
+from outrider.proposers.degraded import Degraded
+from outrider.proposers.ngram import NgramConfig, NgramProposer
+from outrider.search import halving_search
+from outrider.search.halving_search import Question, Search
+from outrider.search.journal import Journal
+from outrider.search.traffic import Text
+from outrider.types import OutriderError, SamplingParams
+
+Speed = Callable[[Contender], float]
+
+
+@pytest.fixture(scope="module")
+def twin(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Proposer:
+    """A draft that is always right."""
+    folder = make_folder(tmp_path_factory.mktemp("search") / "twin")
+    return fitting_proposers(llm.speculation, llm.runner, llm.tokenizer, [f"draft:draft={folder}"])[0].popitem()[1]
+
+
+def texts(count: int = 8, length: int = 24) -> list[Text]:
+    return [
+        Text([10 + i, 20, 30, 40 + i], SamplingParams(max_tokens=length, seed=i, ignore_eos=True), []) for i in range(count)
+    ]
+
+
+def started(llm: LLM, proposers: dict[str, Proposer], journal: Journal | None = None, **more: Any) -> Search:
+    return Search(llm, proposers, texts(), Question((1, 2, 4), repeat=2), journal or Journal(None, {}), **more)
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Speed], list[tuple[str, int]]]:
+    """Replaces runs by times that a test gives. Returns what ran: labels and numbers of prompts."""
+
+    def use(speed: Speed) -> list[tuple[str, int]]:
+        ran: list[tuple[str, int]] = []
+
+        def generate(contenders: Contenders, contender: Contender, prompts: Sequence[Any], params: Any, batch: int) -> Any:
+            ran.append((contender.label, len(prompts)))
+            seconds = (1 + 0.01 * (len(ran) % 3)) / speed(contender)
+            return SimpleNamespace(seconds=seconds, mean_acceptance_length=2.0, faults=0)
+
+        monkeypatch.setattr(halving_search, "generate", generate)
+        monkeypatch.setattr(halving_search, "warm_up", lambda *args: None)
+        return ran
+
+    return use
+
+
+BY_LENGTH = {0: 1.0, 1: 1.5, 2: 2.0, 4: 2.8, "auto": 2.5}
+
+
+def test_a_good_draft_is_found_and_plain_decoding_runs_in_every_turn(llm: LLM, twin: Proposer, timed: Any) -> None:
+    ran = timed(lambda each: BY_LENGTH[each.k])
+    found = started(llm, {"draft": twin})
+    chosen = found.run()
+    assert chosen.chosen == Contender("draft", 4)
+    assert chosen.speedup is not None and chosen.speedup.value == pytest.approx(2.8, rel=0.02)
+    assert {label for label, _ in ran[:5]} == {PLAIN, "draft k=1", "draft k=2", "draft k=4", "draft k=auto"}
+    runs = {label: sum(each == label for each, _ in ran) for label, _ in ran}
+    assert runs["draft k=1"] == runs["draft k=2"] == 2 and runs["draft k=4"] == runs[PLAIN] > 2
+    assert [each.name for each in found.passed][:2] == ["rung 1", "rung 2"] and found.passed[-1].leader == "draft k=4"
+    assert "slower than draft k=4" in chosen.others["draft k=1"] and found.tau("draft k=4") == 2.0
+
+
+def test_each_turn_begins_with_another_contender(llm: LLM, twin: Proposer, timed: Any) -> None:
+    ran = timed(lambda each: 1.0)
+    started(llm, {"draft": twin}).run()
+    assert [ran[5 * turn][0] for turn in range(2)] == [PLAIN, "draft k=1"]
+
+
+def test_a_useless_draft_means_plain_decoding(llm: LLM, twin: Proposer, timed: Any) -> None:
+    ran = timed(lambda each: 1.0 if each.is_plain else 0.6)
+    found = started(llm, {"draft": twin})
+    assert found.run().chosen.is_plain
+    assert len(found.passed) == 1 and len(ran) == 2 * 5 and found.passed[0].leader == PLAIN
+
+
+def test_several_batch_sizes_are_run_and_weighed_together(
+    llm: LLM, twin: Proposer, timed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = [1]
+
+    def speed(each: Contender) -> float:
+        return {0: 1.0, 1: 1.4, 2: 1.3, 4: 2.0 if batch[0] == 1 else 0.5, "auto": 1.2}[each.k]
+
+    ran = timed(speed)
+    generate = halving_search.generate
+
+    def noted(contenders: Any, contender: Any, prompts: Any, params: Any, size: int) -> Any:
+        batch[0] = size
+        return generate(contenders, contender, prompts, params, size)
+
+    monkeypatch.setattr(halving_search, "generate", noted)
+    found = Search(llm, {"draft": twin}, texts(), Question((1, 2, 4), (1, 4), repeat=2), Journal(None, {}))
+    assert found.run().chosen == Contender("draft", 1)
+    assert {count for _, count in ran} == {1, 4}
+
+
+def test_the_best_of_both_kinds_are_tried_together(llm: LLM, twin: Proposer, timed: Any) -> None:
+    ran = timed(lambda each: 1.0 if each.is_plain else 3.0 if "+" in each.method else 1.5)
+    proposers = fitting_proposers(llm.speculation, llm.runner, llm.tokenizer, ["ngram:max_n=3"])[0]
+    found = started(llm, proposers | {"draft": twin})
+    assert found.run().chosen.method == "ngram+draft:ngram.max_n=3"
+    assert isinstance(found.proposers["ngram+draft:ngram.max_n=3"], CombinedProposer)
+    pairs = [at for at, (label, _) in enumerate(ran) if "+" in label]
+    assert any(label == PLAIN for label, _ in ran[pairs[0] - 4 : pairs[0] + 5])  # in turns of its own on the first prompts
+    timed(lambda each: 1.0 if each.is_plain or "ngram" in each.method else 1.5)
+    assert all("+" not in label for label in _labels_of(started(llm, proposers | {"draft": twin})))
+
+
+def _labels_of(search: Search) -> set[str]:
+    search.run()
+    return set(search.candidates)
+
+
+def test_pairs_that_the_user_names_are_the_only_ones(llm: LLM, twin: Proposer, timed: Any) -> None:
+    timed(lambda each: 1.0 if each.is_plain else 2.0)
+    pair = CombinedProposer(NgramProposer(NgramConfig(max_n=3)), twin)
+    named = "ngram+draft:ngram.max_n=3:min_first=8"
+    found = started(llm, {named: pair, "ngram": NgramProposer(), "draft": twin})
+    found.run()
+    assert {contender.method for contender in found.candidates.values()} == {named, "ngram", "draft"}
+
+
+def test_a_method_that_fails_is_dropped_with_the_reason(llm: LLM, twin: Proposer) -> None:
+    broken = Degraded(twin)
+    broken.propose = lambda context, k: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    found = started(llm, {"ngram": broken, "draft": twin})
+    chosen = found.run()
+    assert "failed while it ran" in found.reasons["ngram"]
+    assert chosen.chosen.method in (PLAIN, "draft") and not any(label.startswith("ngram") for label in found.taus)
+    assert all("ngram" not in label for each in found.passed for label in each.standing.speedups)
+    assert not llm.engine.has_work and llm.proposer.name == PLAIN
+
+
+def test_a_method_that_fails_in_a_later_run_takes_no_measurement_of_others_with_it(
+    llm: LLM, twin: Proposer, timed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed(lambda each: BY_LENGTH[each.k])
+    generate, runs = halving_search.generate, [0]
+
+    def failing(contenders: Any, contender: Contender, *args: Any) -> Any:
+        runs[0] += contender.method == "ngram"
+        if runs[0] == 6:
+            runs[0] += 1
+            raise RuntimeError("out of\nmemory")
+        return generate(contenders, contender, *args)
+
+    monkeypatch.setattr(halving_search, "generate", failing)
+    found = started(llm, {"draft": twin, "ngram": NgramProposer()})
+    assert found.run().chosen == Contender("draft", 4)
+    assert found.reasons == {"ngram": "RuntimeError: out of memory"}
+
+
+def test_a_target_that_fails_ends_the_search(llm: LLM, twin: Proposer, timed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed(lambda each: 1.0)
+
+    def failing(contenders: Any, contender: Contender, *args: Any) -> Any:
+        raise OutriderError("the target failed")
+
+    monkeypatch.setattr(halving_search, "generate", failing)
+    with pytest.raises(OutriderError, match="the target failed"):
+        started(llm, {"draft": twin}).run()
+
+
+@pytest.mark.parametrize("stop_at", [2, 7, 15, 18])
+def test_an_interrupt_loses_only_the_run_in_progress(
+    llm: LLM, twin: Proposer, timed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
+) -> None:
+    timed(lambda each: BY_LENGTH[each.k] * (0.8 if each.method == "ngram" else 1.0))
+    once, stop, sought = Journal.once, stop_at, list[tuple[str, str]]()
+
+    def counted(self: Journal, stage: str, name: str, find: Callable[[], Any]) -> Any:
+        if not self.has(stage, name):
+            if len(sought) == stop - 1:
+                raise KeyboardInterrupt
+            sought.append((stage, name))
+        return once(self, stage, name, find)
+
+    file = tmp_path / "found.json"
+    proposers = {"draft": twin, "ngram": NgramProposer()}
+    monkeypatch.setattr(Journal, "once", counted)
+    with pytest.raises(KeyboardInterrupt):
+        started(llm, dict(proposers), Journal(file, {"a": 1})).run()
+    before = list(sought)
+    stop = 1000
+    resumed = started(llm, dict(proposers), Journal(file, {"a": 1}, resume=True))
+    assert resumed.run().chosen == Contender("draft", 4)
+    assert len(before) == stop_at - 1 and len(sought) > len(before)
+    assert len(set(sought)) == len(sought)  # nothing ran twice
+    stop = len(sought) + 1
+    again = started(llm, dict(proposers), Journal(file, {"a": 1}, resume=True))
+    again.run()  # a finished search has nothing left to run
+    assert [each.standing for each in again.passed] == [each.standing for each in resumed.passed]
+
+
+def test_progress_counts_runs_and_estimates_the_time_left(llm: LLM, twin: Proposer, timed: Any) -> None:
+    timed(lambda each: BY_LENGTH[each.k])
+    told: list[Progress] = []
+    started(llm, {"draft": twin}, report=told.append).run()
+    runs = [each for each in told if each.what.startswith("rung")]
+    assert [each.done for each in runs] == list(range(len(runs)))
+    assert all(each.done < each.total for each in runs)
+    assert all(each.seconds_left is not None and each.seconds_left >= 0 for each in runs[1:])
+    assert told[-1].what.startswith("rung 2: ") and told[-1].what.endswith(", batch 1")
+
+
+def test_recorded_answers_are_plain_decoding_s(llm: LLM, twin: Proposer) -> None:
+    found = started(llm, {"draft": twin})
+    answers = {tuple(text.prompt): text.output for text in found.record()}
+    assert answers == {tuple(text.prompt): llm.generate(text.prompt, text.params)[0].token_ids for text in texts()}
+
+
+def test_real_runs_generate_what_was_recorded(llm: LLM, twin: Proposer) -> None:
+    found = Search(llm, {"draft": twin}, texts(2, 8), Question((2,), repeat=1), Journal(None, {}))
+    found.run()
+    assert set(found.taus) == {PLAIN, "draft k=2", "draft k=auto"}
+    assert found.tau(PLAIN) == 1.0 and found.tau("draft k=2") > 2
+    assert found.measured.num_groups("draft k=2") == 2
