@@ -3,11 +3,11 @@
     python bench/tune_check.py --num-prompts 12 --repeat 1 --out results/tune.json      # about 15 minutes
     python bench/tune_check.py --target ./my-model --draft ./my-draft --num-prompts 8
 
-For each traffic each search runs, then the exhaustive one: every method at every length in turn with plain decoding on every
-prompt, ``--repeat`` times. The plans that they found run in turn with each other afterwards. A search holds if each of its
-plans reaches 95% of the exhaustive best's speed in at most a fifth of its time, and if it answers the useless draft with plain
-decoding. Exit code 1 where one of them does not. The last line of output is the result as JSON.
-Passes that have not been compiled on this machine before are compiled in the first search's time: run it twice.
+For each traffic the search runs, then the exhaustive one: every method at every length in turn with plain decoding on every
+prompt, ``--repeat`` times. The two plans run in turn with each other afterwards. The search holds if each plan reaches 95% of
+the exhaustive best's speed in at most a fifth of its time, and if the useless draft is answered with plain decoding.
+Exit code 1 where it does not hold. The last line of output is the result as JSON.
+Passes that have not been compiled on this machine before are compiled in the search's time: run it twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 from outcome import check_out, count, told
 
 from outrider import LLM, SamplingParams
-from outrider.bench.contenders import PLAIN, Contender, Contenders
+from outrider.bench.contenders import PLAIN, Contender
 from outrider.bench.grid import PLAIN_CONTENDER, warm_up
 from outrider.bench.measure import generate
 from outrider.bench.provenance import provenance
@@ -32,8 +32,7 @@ from outrider.engine.methods import ALL, chosen_methods, fitting_proposers
 from outrider.family import DRAFT
 from outrider.proposers.base import Proposer
 from outrider.registry import split_methods
-from outrider.search import halving_search
-from outrider.search import search as replay_search
+from outrider.search import Question, Search
 from outrider.search.choice import Choice
 from outrider.search.journal import Journal
 from outrider.search.measurements import Group, Measurements
@@ -42,19 +41,6 @@ from outrider.search.traffic import Text, encoded, read_builtin
 CLOSE, SHARE = 0.95, 0.2  # of the exhaustive best's speed, and of its time
 DUEL = 5  # repeats of the last comparison
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 15)  # that the exhaustive search tries, besides the adaptive length
-SEARCHES = ("halving", "replay")
-
-
-@dataclass
-class Finding:
-    """What one search came to."""
-
-    choice: Choice
-    proposers: dict[str, Proposer]  # those that it joined included
-    texts: list[Text]  # with the target's answers
-    seconds: float
-    stages: dict[str, float]
-    leaders: list[tuple[float, str]]  # seconds from the start, and the fastest contender by then
 
 
 def arguments() -> argparse.Namespace:
@@ -62,7 +48,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--target", help="folder or hub id; left out: the embedded family")
     parser.add_argument("--draft")
     parser.add_argument("--methods", default=ALL)
-    parser.add_argument("--searches", default=",".join(SEARCHES))
     parser.add_argument("--traffics", default="code,chat,edit", help="built-in workloads")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--num-prompts", type=count, default=16)
@@ -90,59 +75,55 @@ class Check:
         params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=0)
         return encoded(self.llm.tokenizer, read_builtin([traffic], args.num_prompts, params), self.llm.runner.max_len)
 
-    def search(self, kind: str, texts: list[Text], methods: str, draft: str | None) -> Finding:
-        """Runs a search as the command does; its seconds include the loading of drafts."""
+    def search(self, traffic: str, methods: str, draft: str | None) -> tuple[Search, Choice, list[tuple[float, str]]]:
+        """Runs the search as the command does, loading of drafts included.
+
+        Also gives the fastest contender after each rung and the plan at the end, with the seconds from the start.
+        """
         started = perf_counter()
         speculation = replace(self.llm.speculation, draft=draft)
         names = chosen_methods(split_methods(methods))
         proposers, reasons = fitting_proposers(speculation, self.llm.runner, self.llm.tokenizer, names)
-        loaded, journal = perf_counter() - started, Journal(None, {})
-        found: halving_search.Search | replay_search.Search
-        leaders: list[tuple[float, str]] = []
-        if kind == "halving":
-            asked = halving_search.Question(batches=(self.args.batch,))
-            found = halving_search.Search(self.llm, proposers, texts, asked, journal, reasons=reasons)
-            choice = found.run()
-            leaders = [(loaded + each.seconds, each.leader) for each in found.passed]
-        else:
-            before = replay_search.Question(LENGTHS, (self.args.batch,))
-            found = replay_search.Search(self.llm, proposers, texts, before, journal, reasons=reasons)
-            choice = found.run()
-        seconds = perf_counter() - started
-        leaders.append((seconds, choice.chosen.label))
-        possible = {method: each for method, each in found.proposers.items() if method not in found.reasons}
-        return Finding(choice, possible, found.texts, seconds, journal.document["seconds"], leaders)
+        loaded, question = perf_counter() - started, Question(batches=(self.args.batch,))
+        search = Search(self.llm, proposers, self.texts(traffic), question, Journal(None, {}), reasons=reasons)
+        choice = search.run()
+        leaders = [(loaded + each.seconds, each.leader) for each in search.passed]
+        return search, choice, [*leaders, (perf_counter() - started, choice.chosen.label)]
 
-    def compare(self, traffic: str, kinds: Sequence[str]) -> dict[str, Any]:
-        """All searches, and their plans against each other."""
-        found: dict[str, Finding] = {}
-        for kind in kinds:
-            found[kind] = self.search(kind, self.texts(traffic), self.args.methods, self.args.draft)
-            say(f"{traffic}, {kind}: {found[kind].choice.chosen.label} after {found[kind].seconds:.0f} s")
-        proposers = {method: each for finding in found.values() for method, each in finding.proposers.items()}
-        texts = found[kinds[0]].texts
+    def compare(self, traffic: str) -> dict[str, Any]:
+        """Both searches, and their plans against each other."""
+        search, choice, leaders = self.search(traffic, self.args.methods, self.args.draft)
+        seconds, label = leaders[-1]
+        say(f"{traffic}: {label} after {seconds:.0f} s: {choice.reason}")
+        proposers = {method: each for method, each in search.proposers.items() if method not in search.reasons}
         every = [Contender(method, k) for method, proposer in proposers.items() for k in lengths_of(proposer)]
         started = perf_counter()
-        speeds = self.speedups(proposers, texts, every, self.args.repeat)
+        speeds = self.speedups(search, every, self.args.repeat)
         exhaustive = perf_counter() - started
         best = max(every, key=lambda contender: speeds(contender.label))
         say(f"{traffic}: {best.label} is the best of {len(every) + 1} after {exhaustive:.0f} s")
-        plans = {finding.choice.chosen for finding in found.values()} - {PLAIN_CONTENDER}
-        duel = self.speedups(proposers, texts, sorted({best, *plans}, key=str), DUEL)
+        duel = self.speedups(search, sorted({best, choice.chosen} - {PLAIN_CONTENDER}, key=str), DUEL)
+        close = duel(label) / duel(best.label)
         return {
             "traffic": traffic,
+            "chosen": label,
             "best": best.label,
+            "close": round(close, 4),
+            "chosen_speedup": round(duel(label), 4),
             "best_speedup": round(duel(best.label), 4),
+            "seconds": round(seconds, 1),
             "exhaustive_seconds": round(exhaustive, 1),
-            "speedups": {label: round(speeds(label), 4) for label in (PLAIN, *(each.label for each in every))},
-            "searches": {kind: judged(each, duel, speeds, best.label, exhaustive) for kind, each in found.items()},
+            "share": round(seconds / exhaustive, 4),
+            "close_after": first_close(leaders, lambda leader: speeds(leader) / speeds(best.label)),
+            "leaders": [(round(after, 1), leader) for after, leader in leaders],
+            "stages": search.journal.document["seconds"],
+            "speedups": {each: round(speeds(each), 4) for each in (PLAIN, *(contender.label for contender in every))},
+            "holds": close >= CLOSE and seconds <= SHARE * exhaustive,
         }
 
-    def speedups(
-        self, proposers: dict[str, Proposer], texts: Sequence[Text], every: Sequence[Contender], repeat: int
-    ) -> Callable[[str], float]:
-        """Runs all in turn on every prompt. Gives speeds over plain decoding's, by label."""
-        contenders, measured, batch = Contenders(self.llm, proposers=proposers), Measurements(), self.args.batch
+    def speedups(self, search: Search, every: Sequence[Contender], repeat: int) -> Callable[[str], float]:
+        """Runs all contenders in turn on every prompt. Returns speeds over plain decoding's, by label."""
+        contenders, texts, measured, batch = search.contenders, search.texts, Measurements(), self.args.batch
         order = [PLAIN_CONTENDER, *every]
         for contender in order:
             warm_up(contenders, contender, [text.prompt for text in texts], batch)
@@ -161,7 +142,7 @@ class Check:
                 measured.add_turn(Group(batch, index), runs)
         return lambda label: measured.ratio(label).value
 
-    def useless(self, kind: str, traffic: str) -> dict[str, Any]:
+    def useless(self, traffic: str) -> dict[str, Any]:
         """A draft with random weights, and nothing else to choose from."""
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -169,36 +150,14 @@ class Check:
         with tempfile.TemporaryDirectory() as folder:
             AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source)).save_pretrained(folder)
             AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-            found = self.search(kind, self.texts(traffic), "draft", folder)
-        say(f"useless draft, {kind}: {found.choice.chosen.label} after {found.seconds:.0f} s")
-        return {
-            "chosen": found.choice.chosen.label,
-            "seconds": round(found.seconds, 1),
-            "holds": found.choice.chosen.is_plain,
-        }
+            _, choice, leaders = self.search(traffic, "draft", folder)
+        seconds, label = leaders[-1]
+        say(f"useless draft: {label} after {seconds:.0f} s: {choice.reason}")
+        return {"chosen": label, "seconds": round(seconds, 1), "holds": choice.chosen.is_plain}
 
 
 def lengths_of(proposer: Proposer) -> list[int | str]:
-    return [*sorted({min(k, proposer.max_drafts) for k in LENGTHS}), halving_search.AUTO]
-
-
-def judged(
-    found: Finding, duel: Callable[[str], float], speeds: Callable[[str], float], best: str, exhaustive: float
-) -> dict[str, Any]:
-    """How close a search came to the exhaustive best, in how much of its time, and when it first had a plan that close."""
-    label = found.choice.chosen.label
-    close = duel(label) / duel(best)
-    return {
-        "chosen": label,
-        "speedup": round(duel(label), 4),
-        "close": round(close, 4),
-        "seconds": round(found.seconds, 1),
-        "share": round(found.seconds / exhaustive, 4),
-        "close_after": first_close(found.leaders, lambda each: speeds(each) / speeds(best)),
-        "leaders": [(round(seconds, 1), leader) for seconds, leader in found.leaders],
-        "stages": found.stages,
-        "holds": close >= CLOSE and found.seconds <= SHARE * exhaustive,
-    }
+    return [*sorted({min(k, proposer.max_drafts) for k in LENGTHS}), "auto"]
 
 
 def first_close(leaders: Sequence[tuple[float, str]], close: Callable[[str], float]) -> float | None:
@@ -214,13 +173,11 @@ def first_close(leaders: Sequence[tuple[float, str]], close: Callable[[str], flo
 def main() -> int:
     args = arguments()
     check_out(args.out)
-    check, kinds, traffics = Check(args), args.searches.split(","), args.traffics.split(",")
-    # Which search runs first alternates: the first one pays for whatever is cold.
-    found = [check.compare(traffic, kinds if i % 2 == 0 else kinds[::-1]) for i, traffic in enumerate(traffics)]
-    useless = {kind: check.useless(kind, traffics[0]) for kind in kinds}
-    holds = {kind: useless[kind]["holds"] and all(each["searches"][kind]["holds"] for each in found) for kind in kinds}
+    check, traffics = Check(args), args.traffics.split(",")
+    found = [check.compare(traffic) for traffic in traffics]
+    useless = check.useless(traffics[0])
     result = {"target": args.target or "embedded", **provenance(check.llm.runner), "traffics": found, "useless": useless}
-    return told(result | {"searches_hold": holds, "holds": all(holds.values())}, args.out)
+    return told(result | {"holds": all(each["holds"] for each in (*found, useless))}, args.out)
 
 
 if __name__ == "__main__":

@@ -55,9 +55,9 @@ class Measurements:
         """Turns that a contender, not plain decoding, took part in."""
         return len(self._relative.get(label, {}).get(group, []))
 
-    def num_groups(self, label: str) -> int:
-        """Groups of prompts that the contender ran on, over all batch sizes."""
-        return len(self._plain) if label == PLAIN else len(self._relative.get(label, {}))
+    def groups(self, label: str) -> list[Group]:
+        """Groups of prompts that a contender ran on."""
+        return list(self._plain if label == PLAIN else self._relative.get(label, {}))
 
     def ratio(self, label: str, base: str = PLAIN) -> Ratio:
         """The speed of ``label`` over that of ``base`` on the groups that both ran on."""
