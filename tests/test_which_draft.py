@@ -15,7 +15,7 @@ from outrider.proposers.base import Setting, chosen_draft
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.eagle import EagleConfig, EagleProposer
 from outrider.proposers.medusa import MedusaConfig, MedusaProposer
-from outrider.registry import PROPOSERS, in_turn, join_method, parts_of, split_method, split_methods
+from outrider.registry import PROPOSERS, in_turn, join_method, options_by_part, split_method, split_methods
 from outrider.types import OutriderError
 
 VOCAB, LAYERS = 320, 4
@@ -87,8 +87,8 @@ def test_a_list_of_methods_keeps_their_numbers():
 def test_two_methods_in_turn_come_apart_again():
     parts = ["suffix:min_prob=0.2", "eagle:draft=./head.d:top_k=3"]
     assert in_turn(*parts) == "suffix+eagle:suffix.min_prob=0.2:eagle.draft=./head.d:eagle.top_k=3"
-    assert parts_of(in_turn(*parts) + ":min_first=6") == parts
-    assert parts_of(parts[1]) == [parts[1]]
+    joined = options_by_part(*split_method(in_turn(*parts) + ":min_first=6"))
+    assert joined == {"": {"min_first": "6"}, "suffix": {"min_prob": "0.2"}, "eagle": {"draft": "./head.d", "top_k": "3"}}
 
 
 def test_a_folder_says_what_it_holds(home):

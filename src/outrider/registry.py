@@ -71,16 +71,6 @@ def in_turn(first: str, second: str) -> str:
     return join_method("+".join(name for name, _ in parts), options)
 
 
-def parts_of(method: str) -> list[str]:
-    """The inverse of ``in_turn``; of a method that takes no turns: itself. Options for the two together are left out."""
-    joined, options = split_method(method)
-    names = joined.split("+")
-    if len(names) == 1:
-        return [method]
-    by_part = options_by_part(joined, options)
-    return [join_method(name, by_part[name]) for name in names]
-
-
 def options_by_part(joined: str, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Options of ``first+second`` by the name of the method that they are for; the empty name: of the two together.
 

@@ -34,10 +34,7 @@ def traffic(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_plan_is_written_that_serve_reads(
-    outrider: Run, target: Path, draft: Path, traffic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("outrider.search.choice.HOPELESS", 0.0)  # a tiny model's draft costs as much as its target
+def test_a_plan_is_written_that_serve_reads(outrider: Run, target: Path, draft: Path, traffic: Path, tmp_path: Path) -> None:
     out, page = tmp_path / "plan.toml", tmp_path / "tune.html"
     code, shown, err = outrider(
         "tune", "--target", target, "--draft", draft, "--traffic", traffic, *QUICK, "--methods", "draft,suffix,early-exit",
@@ -47,7 +44,7 @@ def test_a_plan_is_written_that_serve_reads(
     plan = Plan.read(out)
     document = json.loads((tmp_path / "plan.json").read_text())
     found = document["result"]
-    assert document["schema"] == "outrider-tune/1"
+    assert document["schema"] == "outrider-tune/2"
     assert plan.values["method"] == found["chosen"]["method"] and plan.values["k"] == found["chosen"]["k"]
     assert plan.values["target"] == str(target) and plan.values["compile"] == "never"
     assert ("draft" in plan.values) == ("draft" in plan.values["method"])
@@ -55,8 +52,9 @@ def test_a_plan_is_written_that_serve_reads(
     methods = {row["method"] for row in found["candidates"]}
     assert {"draft", "suffix", "early-exit"} <= methods
     assert {row["k"] for row in found["candidates"] if row["method"] == "draft"} == {1, 3, "auto"}
-    assert all(row["why"] and set(row["predicted_by_batch"]) == {"1", "2"} for row in found["candidates"])
-    assert any(row["confirmed"] for row in found["candidates"])
+    assert all(row["why"] and row["speedup"] > 0 and 2 <= row["prompts"] <= 3 for row in found["candidates"])
+    assert found["rungs"] and found["rungs"][0]["contenders"] >= 7
+    assert any("batch 2, prompts 1" in name for name in document["found"]["rung 1"])
     twin = next(row for row in found["candidates"] if row["method"] == "draft" and row["k"] == 3)
     assert twin["tau"] > 2.5  # the draft is the target's twin
     html = page.read_text()
@@ -67,33 +65,34 @@ def test_a_plan_is_written_that_serve_reads(
 def test_an_interrupted_search_goes_on_where_it_ended(
     outrider: Run, target: Path, traffic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from outrider.search import confirming, prices
+    from outrider.search import search
 
     out = tmp_path / "plan.toml"
     command = ["tune", "--target", target, "--traffic", traffic, *QUICK, "--methods", "ngram,suffix", "--out", out]
-    measure = prices.measure
+    generate, ran = search.generate, list[str]()
 
-    def interrupted(*args: Any) -> Any:
-        if args[1] == "suffix":
+    def interrupted(contenders: Any, contender: Contender, *args: Any) -> Any:
+        if len(ran) == 3:
             raise KeyboardInterrupt
-        return measure(*args)
+        ran.append(contender.label)
+        return generate(contenders, contender, *args)
 
-    monkeypatch.setattr(prices, "measure", interrupted)
+    monkeypatch.setattr(search, "generate", interrupted)
     code, _, err = outrider(*command)
     assert code == app.EXIT_INTERRUPTED and "--resume" in err and not out.exists()
     found = json.loads(out.with_suffix(".json").read_text())["found"]
-    assert set(found) == {"recorded", "replays", "prices"} and set(found["replays"]) == {"ngram", "suffix"}
+    assert set(found) == {"recorded", "rung 1"} and len(found["rung 1"]) == 3
 
     asked: list[str] = []
-    monkeypatch.setattr(prices, "measure", lambda *args: [asked.append(args[1]), measure(*args)][1])
-    monkeypatch.setattr(confirming, "SHARES", ())
+    monkeypatch.setattr(search, "generate", lambda *args: [asked.append(args[1].label), generate(*args)][1])
     code, _, err = outrider(*command, "--seed", 7, "--resume")
-    assert code == 2 and "another traffic" in err
+    assert code == 2 and "another traffic" in err and not asked
     code, shown, err = outrider(*command, "--resume")
     assert code == 0, err
-    assert asked == ["suffix"] and "the plan:" in shown
+    assert "the plan:" in shown
     after = json.loads(out.with_suffix(".json").read_text())["found"]
-    assert after["recorded"] == found["recorded"] and after["prices"].items() >= found["prices"].items()
+    assert after["recorded"] == found["recorded"] and after["rung 1"].items() >= found["rung 1"].items()
+    assert len(asked) == sum(len(runs) for stage, runs in after.items() if stage != "recorded") - 3
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,12 @@ class Contenders:
             speculation = replace(llm.speculation, num_draft_tokens=0 if contender.is_plain else contender.k)
             self._policies[contender] = build_policy(speculation, llm.runner, proposer)
 
-    def forget(self) -> None:
-        """From now on nobody has met a text before: in its memory it would find the answer to a prompt that runs again."""
-        self._memories.clear()
+    def forget(self, contender: Contender | None = None) -> None:
+        """Clears the memory of one contender, or of all: it would hold the answer to a prompt that runs again."""
+        if contender is None:
+            self._memories.clear()
+        else:
+            self._memories.pop(contender, None)
 
     def _speculation(self, method: str) -> Speculation:
         draft = self._draft if PROPOSERS.get(split_method(method)[0]).takes_draft else None

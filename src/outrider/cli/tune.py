@@ -1,4 +1,4 @@
-"""``outrider tune``: the plan that is fastest for a traffic, found from recorded answers and a few measurements."""
+"""``outrider tune``: finds the fastest plan for a traffic by successive halving over measured runs."""
 
 from __future__ import annotations
 
@@ -68,10 +68,12 @@ class SearchOptions:
     ] = "all"
     k: Annotated[
         str | None,
-        typer.Option("--k", help="Drafts a round to try beside auto (default: 1,2,3,4,5,6,8,12,15).", rich_help_panel=SEARCH),
+        typer.Option("--k", help="Drafts per round to try, in addition to auto (default: 1,2,4,8,15).", rich_help_panel=SEARCH),
     ] = None
     batch: Annotated[str, typer.Option(help="Texts at a time that the plan is for.", rich_help_panel=SEARCH)] = "1"
-    repeat: Annotated[int, typer.Option(min=1, help="Repeats of the last confirming run.", rich_help_panel=SEARCH)] = 3
+    repeat: Annotated[
+        int, typer.Option(min=1, help="Times that the finalists run on all prompts, at most.", rich_help_panel=SEARCH)
+    ] = 3
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,8 @@ def command(
 ) -> None:
     """Find the fastest plan for your traffic, plain decoding included, and write it for outrider serve.
 
-    The target's answers are recorded once; methods are replayed along them, their rounds are priced, and the best few are
-    confirmed in turn with plain decoding.
+    All methods and draft lengths run in turn with plain decoding on a few prompts; the slower half is dropped and the rest run
+    on more of them, until one is left or the others are as fast.
     """
     from outrider.cli.session import load
     from outrider.engine.config import build_verifiers
@@ -181,7 +183,7 @@ def finish(search: Search, chosen: Choice, models: ModelOptions, output: OutputO
     out = Console(highlight=False)
     if found["candidates"]:
         out.print(report.table(found))
-    notes = [f"left behind: {said}" for said in report.left_behind(found)]
+    notes = [f"not chosen: {said}" for said in report.not_chosen(found)]
     notes += [f"not possible: {method}: {why}" for method, why in found["not_possible"].items()]
     written = [str(path) for path in (output.plan, output.journal, output.report) if path is not None]
     for line in (*notes, report.stages(found["seconds"]), report.verdict(found), f"written: {', '.join(written)}"):

@@ -118,15 +118,6 @@ def chosen_draft(kind: type[Proposer], named: object, general: object, drafts: M
     return source
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One of those that a request's drafts may come from: the first whose draft is long enough, else the last that has any."""
-
-    proposer: Proposer
-    most: int  # drafts that it is asked for
-    enough: int = 1  # drafts with which the next one is not asked
-
-
 class Proposer(ABC):
     """Where drafts come from. One method = one subclass = one file."""
 
@@ -205,11 +196,6 @@ class Proposer(ABC):
     def num_nodes(self, k: int) -> int:
         """Drafts in a full proposal whose longest path is k: what the target's pass over it is priced by."""
         return k
-
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        """Who drafts, in the order in which they are asked: itself, or those between whom it chooses."""
-        return (Turn(self, self.max_drafts),)
 
     def warmup(self, k: int, batch: int) -> None:  # noqa: B027 - optional
         """Does now what would make the first rounds slow (compiling, measuring)."""

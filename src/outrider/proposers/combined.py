@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.proposers.base import Proposer, Setting, Turn, merged
+from outrider.proposers.base import Proposer, Setting, merged
 from outrider.proposers.portable import Pair, Portable, TextDrafts
 from outrider.registry import options_by_part
 from outrider.types import Context, Finding, OutriderError, Proposal, Request, Verdict
@@ -90,12 +90,6 @@ class CombinedProposer(Proposer):
         self._proposal = Proposal.empty(0)
 
     @property
-    def turns(self) -> tuple[Turn, Turn]:
-        """The first where it has enough drafts, else the second where it has any."""
-        first, second = self._first.proposer, self._second.proposer
-        return Turn(first, first.max_drafts, min(self._config.min_first, first.max_drafts)), Turn(second, second.auto_drafts)
-
-    @property
     def memory(self) -> tuple[object, object]:
         """Of both."""
         return self._first.proposer.memory, self._second.proposer.memory
@@ -110,13 +104,13 @@ class CombinedProposer(Proposer):
         for part in (self._first, self._second):
             part.hear(context)
             part.rows = set()
-        (first, second), batch = self.turns, len(context.requests)
+        batch, enough = len(context.requests), min(self._config.min_first, self._first.proposer.max_drafts)
         early = self._ask_first(context, k)
         lens = early.lens.tolist()
-        rows = [b for b, limit in enumerate(context.limits) if limit > 0 and lens[b] < first.enough]
+        rows = [b for b, limit in enumerate(context.limits) if limit > 0 and lens[b] < enough]
         late = Proposal.empty(0)
         if rows:
-            late = self._second.propose(context.take(rows), rows, min(k, second.most))
+            late = self._second.propose(context.take(rows), rows, min(k, self._second.proposer.auto_drafts))
         taken = {b: i for i, b in enumerate(rows) if late.lens[i] > 0}
         self._owners = [self._second if b in taken else self._first for b in range(batch)]
         if len(taken) == batch:

@@ -1,4 +1,4 @@
-"""Finds the plan for a user's traffic: record, replay, price, predict, confirm, choose."""
+"""Finds the fastest plan for a traffic by successive halving over measured runs."""
 
 from outrider.search.search import Question, Search
 

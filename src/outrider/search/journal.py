@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from outrider.bench.documents import write_whole
 from outrider.types import OutriderError
 
-SCHEMA = "outrider-tune/1"
+SCHEMA = "outrider-tune/2"
 Value = TypeVar("Value")
 
 

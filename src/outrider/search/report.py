@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from outrider.bench.contenders import PLAIN
+from outrider.bench.contenders import PLAIN, Contender
 from outrider.bench.provenance import provenance
 from outrider.bench.tables import add_row, number, span
-from outrider.search.confirming import ratio
-from outrider.search.search import Search
+from outrider.search.search import Passed, Search
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,15 +17,16 @@ if TYPE_CHECKING:
     from outrider.search.choice import Choice
 
 FACTS = ("target", "device", "dtype", "threads", "command", "date", "commit", "version")
-COLUMNS = ("method", "k", "predicted", "tokens a round", "confirmed", "95%", "why")
-SHOWN, TOLD = 10, 4  # candidates in the terminal's table, and those of which it is told why they were left; the page has all
+COLUMNS = ("method", "k", "speedup", "95%", "tokens per round", "prompts", "why")
+RUNG = ("rung", "contenders", "batches of prompts", "fastest", "resolved")
+SHOWN, TOLD = 10, 4  # candidates in the terminal's table, and those explained below it; the page has all
 
 
 def result(search: Search, chosen: Choice, target: str) -> dict[str, Any]:
-    """What was chosen and why, JSON-ready: every candidate with its predicted and confirmed speed over plain decoding's."""
+    """The result of a search, JSON-ready: the plan, every candidate with its speed over plain decoding's, and each rung."""
     journal, question = search.journal, search.question
-    rows = [_candidate(search, chosen, each.as_json(), each.contender.label) for each in search.predictions]
-    rows.sort(key=lambda row: (not row["chosen"], -(row["confirmed"] or 0.0), -row["predicted"]))
+    rows = [_candidate(search, chosen, each) for each in search.candidates.values() if each.method not in search.reasons]
+    rows.sort(key=lambda row: (not row["chosen"], -row["prompts"], -row["speedup"]))
     return {
         "target": target,
         **provenance(search.llm.runner),
@@ -36,6 +36,7 @@ def result(search: Search, chosen: Choice, target: str) -> dict[str, Any]:
         "reason": chosen.reason,
         "plain": chosen.others.get(PLAIN),
         "candidates": rows,
+        "rungs": [_rung(each) for each in search.passed],
         "not_possible": search.reasons,
         "traffic": {
             "prompts": len(search.texts),
@@ -48,20 +49,29 @@ def result(search: Search, chosen: Choice, target: str) -> dict[str, Any]:
     }
 
 
-def _candidate(search: Search, chosen: Choice, prediction: dict[str, Any], label: str) -> dict[str, Any]:
-    """Its last heat counts as its confirmation."""
-    heat = search.measured.get(label)
-    found = None if heat is None else ratio(heat, label, PLAIN)
+def _candidate(search: Search, chosen: Choice, contender: Contender) -> dict[str, Any]:
+    label = contender.label
+    found = search.measured.ratio(label)
     return {
-        "method": prediction["method"],
-        "k": prediction["k"],
-        "chosen": label == chosen.chosen.label,
-        "predicted": round(prediction["speedup"], 4),
-        "predicted_by_batch": {batch: round(value, 4) for batch, value in prediction["by_batch"].items()},
-        "tau": round(prediction["tau"], 4),
-        "confirmed": None if found is None else round(found.value, 4),
-        "confirmed_interval": None if found is None or found.interval is None else [round(end, 4) for end in found.interval],
-        "why": chosen.reason if label == chosen.chosen.label else chosen.others.get(label, ""),
+        "method": contender.method,
+        "k": contender.k,
+        "chosen": contender == chosen.chosen,
+        "speedup": round(found.value, 4),
+        "interval": None if found.interval is None else [round(end, 4) for end in found.interval],
+        "tau": round(search.tau(label), 4),
+        "prompts": search.num_prompts(label),
+        "why": chosen.reason if contender == chosen.chosen else chosen.others.get(label, ""),
+    }
+
+
+def _rung(passed: Passed) -> dict[str, Any]:
+    return {
+        "name": passed.name,
+        "contenders": len(passed.standing.speedups),
+        "groups": passed.groups,
+        "leader": passed.leader,
+        "margin": round(passed.standing.margin, 4),
+        "seconds": round(passed.seconds, 1),
     }
 
 
@@ -80,22 +90,22 @@ def table(found: Mapping[str, Any]) -> Table:
     return view
 
 
-def left_behind(found: Mapping[str, Any]) -> list[str]:
-    """Why the next best were not chosen."""
+def not_chosen(found: Mapping[str, Any]) -> list[str]:
+    """Why each of the next best candidates was not chosen."""
     others = [row for row in found["candidates"] if not row["chosen"]][:TOLD]
     return [f"{row['method']} k={row['k']}: {row['why']}" for row in others]
 
 
 def rows(found: Mapping[str, Any]) -> list[list[str]]:
-    """A line of text for each candidate, the chosen one first."""
+    """The table's cells for each candidate, the chosen one first, then those that ran on the most prompts."""
     return [
         [
             each["method"],
             str(each["k"]),
-            number(each["predicted"], 2),
+            number(each["speedup"], 2),
+            span(each["interval"]),
             number(each["tau"], 2),
-            number(each["confirmed"], 2),
-            span(each["confirmed_interval"]),
+            str(each["prompts"]),
             ("chosen: " if each["chosen"] else "") + each["why"],
         ]
         for each in found["candidates"]
@@ -110,14 +120,14 @@ def verdict(found: Mapping[str, Any]) -> str:
 
 
 def notes(found: Mapping[str, Any]) -> list[str]:
-    """What stands above the values of the plan."""
+    """The comment lines at the top of a plan."""
     traffic, batches = found["traffic"], ", ".join(map(str, found["batches"]))
     lines = [
         f"Found by outrider tune {found['version']} on {found['date'][:10]}, {found['device']},",
         f"from {traffic['prompts']} prompts with {traffic['tokens']} tokens of answers, {batches} at a time.",
         f"{found['chosen']['label']}: {found['reason']}.",
     ]
-    lines += [f"Left behind: {said}." for said in left_behind(found)]
+    lines += [f"Not chosen: {said}." for said in not_chosen(found)]
     return [*lines, "Measured on one machine with one traffic: on another, tune again."]
 
 
@@ -127,12 +137,8 @@ def page(found: Mapping[str, Any]) -> str:
 
     stages = [[name, f"{seconds:.1f}"] for name, seconds in found["seconds"].items()]
     tables: list[tuple[str, str, list[str], list[list[str]]]] = [
-        (
-            "Candidates",
-            "Predicted: from replay and prices. Confirmed: measured in turn with plain decoding.",
-            [*COLUMNS],
-            rows(found),
-        ),
+        ("Candidates", "Each measured in turn with plain decoding on that many prompts.", [*COLUMNS], rows(found)),
+        ("Rungs", "Contenders that ran on a share of the traffic, and the fastest of them.", [*RUNG], _rungs(found)),
         ("Where the time went", "Seconds of each stage.", ["stage", "seconds"], stages),
     ]
     if found["not_possible"]:
@@ -141,15 +147,22 @@ def page(found: Mapping[str, Any]) -> str:
     return render(
         title=f"Outrider plan: {found['target']}",
         facts=[(name, found[name]) for name in FACTS if found.get(name) is not None],
-        notes=[verdict(found)] if not found.get("interrupted") else [verdict(found), "The search was interrupted."],
+        notes=[verdict(found)],
         sections=[("Speed by draft length", [_picture(found)])] if found["candidates"] else [],
         tables=tables,
         meaning={},
     )
 
 
+def _rungs(found: Mapping[str, Any]) -> list[list[str]]:
+    return [
+        [each["name"], str(each["contenders"]), str(each["groups"]), each["leader"], f"{each['margin']:.1%}"]
+        for each in found["rungs"]
+    ]
+
+
 def _picture(found: Mapping[str, Any]) -> Plot:
-    """Predicted speeds as lines over K, confirmed ones as points."""
+    """Speeds over K, one line per method."""
     from outrider.bench.plots import COLOURS, INK, Plot, legend, svg_of
 
     title = "Speed over plain decoding by draft length"
@@ -157,23 +170,18 @@ def _picture(found: Mapping[str, Any]) -> Plot:
 
     def draw(axes: Any) -> None:
         for index, method in enumerate(methods):
-            colour = COLOURS[index % len(COLOURS)]
-            mine = sorted((row for row in found["candidates"] if row["method"] == method and row["k"] != "auto"), key=_length)
-            axes.plot([row["k"] for row in mine], [row["predicted"] for row in mine], color=colour, label=method)
-            sure = [row for row in mine if row["confirmed"]]
-            axes.plot([row["k"] for row in sure], [row["confirmed"] for row in sure], "o", color=colour)
+            mine = [row for row in found["candidates"] if row["method"] == method and isinstance(row["k"], int)]
+            mine.sort(key=lambda row: row["k"])
+            lengths, speedups = [row["k"] for row in mine], [row["speedup"] for row in mine]
+            axes.plot(lengths, speedups, "o-", color=COLOURS[index % len(COLOURS)], label=method)
         axes.axhline(1, color=INK, linewidth=0.8)
         axes.set(xlabel="K, drafts asked for in a round", ylabel="times plain decoding's speed")
         axes.set_ylim(bottom=0)
         legend(axes)
 
     lines = tuple(tuple(row[:6]) for row in rows(found))
-    note = "Lines: predicted; points: confirmed. Lengths that adapt (auto) stand in the table only."
+    note = "Points differ in how many prompts they were measured on: see the table, which also has the adaptive length (auto)."
     return Plot(title, svg_of(title, draw), note, COLUMNS[:6], lines)
-
-
-def _length(row: Mapping[str, Any]) -> int:
-    return int(row["k"])
 
 
 def stages(seconds: Mapping[str, float]) -> str:

@@ -1,63 +1,73 @@
-"""The search for a plan, stage by stage: record, replay, price, predict, confirm, choose. Knows the name of no method.
+"""The search for a plan: record the target's answers, then measure candidates by successive halving. Knows no method's name.
 
-Each finding goes into the journal before the next is looked for, so that an interrupted search loses only what was under way.
+Each run goes into the journal before the next one starts, so that an interrupted search loses only the run in progress.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import geometric_mean
+from math import ceil
+from statistics import fmean
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from outrider.bench.contenders import Contender, Contenders
-from outrider.bench.grid import PLAIN_CONTENDER
+from outrider.bench.contenders import PLAIN, Contender, Contenders
+from outrider.bench.grid import PLAIN_CONTENDER, warm_up
+from outrider.bench.measure import generate
 from outrider.bench.progress import Progress
 from outrider.engine.methods import in_one_line
 from outrider.proposers.base import Proposer
-from outrider.registry import PROPOSERS, in_turn, parts_of, split_method
-from outrider.search import choice, confirming, prices
-from outrider.search.choice import Choice, Prediction
-from outrider.search.confirming import Heat, Measured
+from outrider.registry import PROPOSERS, in_turn, split_method
+from outrider.search import choice, halving
+from outrider.search.choice import Choice
+from outrider.search.halving import Rung, Standing
 from outrider.search.journal import Journal
-from outrider.search.leading import lead
-from outrider.search.prediction import Played, Studied, predict
-from outrider.search.prices import Prices
-from outrider.search.traces import Replay, Trace, replay_text
-from outrider.search.traffic import Text, spread
+from outrider.search.measurements import Group, Measurements
+from outrider.search.traffic import Text
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
     from outrider.engine import LLM
 
 AUTO = "auto"
-TOGETHER = 8  # texts recorded and replayed at a time
-LED = 6  # drafts a round where a chain is led: what is not seen from one place is seen from the next
-LED_TOKENS = 512  # of recorded text along which a proposer is led that the target has to be run for
-JOINED_FROM = 1.05  # times plain decoding that each of two methods must promise for them to be joined
+TOGETHER = 8  # texts recorded at a time
+PAIRED_FROM = 1.05  # speedup that the best method of either kind must reach for the two to be tried together
 
 
 @dataclass(frozen=True)
 class Question:
     """What is looked for."""
 
-    lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 12, 15)  # numbers of drafts; the length that adapts is always tried too
-    batches: tuple[int, ...] = (1,)  # texts at a time that the plan is for
-    repeat: int = 3  # of the last confirming run
+    lengths: tuple[int, ...] = (1, 2, 4, 8, 15)  # K of the candidates; the adaptive length is always a candidate too
+    batches: tuple[int, ...] = (1,)  # requests at a time that the plan is for
+    repeat: int = 3  # times that the finalists run on the whole traffic, at most
 
     def lengths_of(self, proposer: Proposer) -> list[int | str]:
-        """Those that the proposer can draft, and the one that adapts."""
-        fixed = sorted({min(k, proposer.max_drafts) for k in self.lengths})
-        return [*fixed, AUTO]
+        """Those that the proposer can draft, and the adaptive one."""
+        return [*sorted({min(k, proposer.max_drafts) for k in self.lengths}), AUTO]
 
-    def longest(self, proposer: Proposer) -> int:
-        return min(max(*self.lengths, proposer.auto_drafts), proposer.max_drafts)
+
+@dataclass(frozen=True)
+class Passed:
+    """A finished rung: what it ran on, and how the contenders stood."""
+
+    name: str
+    groups: int  # of prompts, over all batch sizes
+    standing: Standing
+    seconds: float  # from the start of the search, without what an earlier run of it took
+
+    @property
+    def leader(self) -> str:
+        """The fastest contender; plain decoding where none is faster."""
+        best = next(iter(self.standing.speedups), PLAIN)
+        return best if self.standing.speedups.get(best, 0.0) > 1 else PLAIN
 
 
 @dataclass
 class Search:
-    """One target, its possible proposers, the traffic and what is known of them."""
+    """One target, the methods that fit it, the traffic, and what was measured so far."""
 
     llm: LLM
     proposers: dict[str, Proposer]
@@ -65,134 +75,149 @@ class Search:
     question: Question
     journal: Journal
     report: Callable[[Progress], None] = lambda progress: None
-    reasons: dict[str, str] = field(default_factory=dict)  # method -> why it is not among the candidates
+    reasons: dict[str, str] = field(default_factory=dict)  # method -> why it is no candidate
 
     def __post_init__(self) -> None:
-        self._made = dict(self.proposers)  # and the parts of those that take turns, which are no candidates
-        self.contenders = Contenders(self.llm, proposers=self._made)
-        self.measured: dict[str, list[Measured]] = {}  # label -> the last heat it ran in, at each batch size
-        self._predicted: dict[str, list[Prediction]] = {}  # by method
-        self._studied: dict[str, tuple[Replay, dict[int, Prices]]] = {}  # by method that takes no turns
-        self._warm: set[tuple[Contender, int]] = set()  # contenders that ran at that batch size
-        self._stage, self._done, self._total, self._started = "", 0, 0, 0.0
-
-    @property
-    def predictions(self) -> list[Prediction]:
-        """Of every method at every length, so far."""
-        return [prediction for predictions in self._predicted.values() for prediction in predictions]
+        self.contenders = Contenders(self.llm, proposers=self.proposers)
+        self.candidates: dict[str, Contender] = {}  # by label: all that ran
+        self.measured = Measurements()
+        self.taus: dict[str, list[float]] = {}  # label -> tokens per round of each run
+        self.passed: list[Passed] = []
+        self._warm: set[tuple[Contender, int]] = set()
+        self._turn = 0
+        self._done, self._total = 0, 0  # runs
+        self._timed, self._spent = 0, 0.0  # runs that were not in the journal, and their seconds
+        self._started = perf_counter()
 
     def run(self) -> Choice:
         """All stages. Raises ``OutriderError`` where the target fails."""
         self.texts = self.record()
-        for method in list(self.proposers):
-            self.study(method)
-        self._join()
-        return self.confirm()
-
-    # --- stages -------------------------------------------------------------------------------------------------------------
+        running = [contender for method in self.proposers for contender in self._contenders_of(method)]
+        others: dict[str, str] = {}
+        plan = halving.rungs(ceil(len(self.texts) / min(self.question.batches)), self.question.repeat)
+        for number, rung in enumerate(plan):
+            name = f"rung {number + 1}"
+            self._plan_runs(len(running), plan[number:])
+            if rung.is_whole and rung.repeat:
+                self.contenders.forget()
+            running = self._measure(name, running, rung)
+            if number == 0:
+                pair = self._pair(halving.standing(self.measured, _labels(running), self._groups(rung)))
+                running += self._measure("pair", pair, rung)
+            found = halving.standing(self.measured, _labels(running), self._groups(rung))
+            self.passed.append(Passed(name, len(self._groups(rung)), found, perf_counter() - self._started))
+            if rung is plan[-1] or halving.is_final(found, rung):
+                break
+            kept = halving.survivors(found, rung)
+            others |= {label: why_dropped(found, label) for label in found.speedups if label not in kept}
+            running = [self.candidates[label] for label in kept]
+        chosen = choice.choose(running, self.measured.ratio, self.proposers)
+        return replace(chosen, others=others | chosen.others)
 
     def record(self) -> list[Text]:
-        """What the target says to the traffic, without drafts."""
+        """The target's answers to the traffic, without drafts."""
         together = min(TOGETHER, self.llm.runner.max_batch)
-        groups = range(0, len(self.texts), together)
-        self._begin("1/5 recording the target's answers", len(groups))
         texts: list[Text] = []
         with self.contenders.active(PLAIN_CONTENDER):
-            for start in groups:
+            for start in range(0, len(self.texts), together):
                 group = self.texts[start : start + together]
-                self._tick(f"{start} of {len(self.texts)} prompts", 0)
+                self.report(Progress(start, len(self.texts), None, "recording the target's answers"))
                 outputs = self.journal.once("recorded", str(start), lambda group=group: self._answers(group))  # type: ignore[misc]
                 texts += [replace(text, output=output) for text, output in zip(group, outputs, strict=True)]
-                self._tick("", 1)
         if not any(len(text.output) > 1 for text in texts):
             raise OutriderError("the target ends every answer of this traffic at once: there is nothing to draft")
+        random.Random(0).shuffle(texts)  # rungs run on the first of them, whatever order the file has
         return texts
 
-    def study(self, method: str) -> None:
-        """Replay, prices and predictions of one method; of one that takes turns those of its parts. One that fails on the way
-        is no candidate, and the reason is kept."""
-        turns = self.proposers[method].turns
-        parts = [method] if len(turns) == 1 else parts_of(method)
-        try:
-            for part, turn in zip(parts, turns, strict=True):
-                self._made.setdefault(part, turn.proposer)
-                if part not in self._studied:
-                    self._studied[part] = self.replay(part), self.price(part)
-        except Exception as failure:
-            self.reasons[method] = in_one_line(failure)
-        else:
-            self._predicted[method] = self.predict(method, parts)
+    def tau(self, label: str) -> float:
+        """Tokens per round, the mean over the contender's runs."""
+        return fmean(self.taus[label])
 
-    def replay(self, method: str) -> Replay:
-        """How good its drafts are along the recorded answers."""
-        proposer = self._made[method]
-        led = led_lengths(proposer, self.question.longest(proposer))
-        texts = [self.texts[index] for index in self._replayed(method)]
-        self._begin(f"2/5 replaying {method}", len(led) * sum(len(text.output) for text in texts))
+    def num_prompts(self, label: str) -> int:
+        """Prompts that a contender ran on, at the batch size at which it ran on the most."""
+        counts = dict.fromkeys(self.question.batches, 0)
+        for group in self.measured.groups(label):
+            counts[group.batch] += len(self._texts(group))
+        return max(counts.values())
 
-        def found() -> Any:
-            traces = {k: self._traces(proposer, texts, k) for k in led}
-            return Replay(traces).as_json()
+    # --- runs ---------------------------------------------------------------------------------------------------------------
 
-        return Replay.from_json(self.journal.once("replays", method, found))
+    def _measure(self, stage: str, contenders: Sequence[Contender], rung: Rung) -> list[Contender]:
+        """Runs contenders in turn with plain decoding on those groups of the rung that they have not run on in this repeat.
 
-    def price(self, method: str) -> dict[int, Prices]:
-        """What its rounds take, at each batch size."""
-        proposer = self._made[method]
-        longest = self.question.longest(proposer)
-        self._begin(f"3/5 pricing {method}", len(self.question.batches))
-        found = {}
-        for batch in self.question.batches:
-            self._tick(f"batch {batch}", 0)
-            texts = [text for text in self.texts if len(text.output) > 2]
-            if not texts:
-                raise OutriderError("the answers of the traffic are too short to measure a round: raise --max-tokens")
-
-            def measured(batch: int = batch, texts: Sequence[Text] = texts) -> Any:
-                return prices.measure(self.contenders, method, texts, batch, longest).as_json()
-
-            found[batch] = Prices.from_json(self.journal.once("prices", f"{method} batch {batch}", measured))
-            self._tick(f"batch {batch}", 1)
-        return found
-
-    def predict(self, method: str, parts: Sequence[str]) -> list[Prediction]:
-        """Every length of one method. ``parts``: those that it takes turns between, which were studied."""
-        proposer = self.proposers[method]
-        lengths = self.question.lengths_of(proposer)
-        self._begin(f"4/5 predicting {method}", len(lengths))
-        replays = [self._along_the_same(part, parts) for part in parts]
-        studied = {
-            batch: [Studied(replay, self._studied[part][1][batch]) for part, replay in zip(parts, replays, strict=True)]
-            for batch in self.question.batches
-        }
-        plain = {batch: predict(proposer, 0, known, batch) for batch, known in studied.items()}
-        found = []
-        for k in lengths:
-            played = {batch: predict(proposer, k, known, batch) for batch, known in studied.items()}
-            found.append(_prediction(method, k, plain, played))
-            self._tick(f"k={k}", 1)
-        return found
-
-    def confirm(self) -> Choice:
-        """Runs the best few in turn with plain decoding, and chooses."""
-        candidates, reasons = choice.shortlist(self.predictions)
-        plan = confirming.heats(candidates, self.texts, self.question.repeat)
-        batches = self.question.batches
-        self._begin("5/5 confirming", sum(self._heat(candidates, each).num_runs(b) for each in plan for b in batches))
-        measured: list[Measured] = []
-        for number, each in enumerate(plan):
-            if not candidates:
+        Returns the contenders left: a method that fails is dropped with the reason.
+        """
+        if not contenders:
+            return []
+        running = list(contenders)
+        for group in self._groups(rung):
+            if rung.repeat == 0 and self.measured.num_turns(running[0].label, group):
+                continue
+            running = self._warmed(running, group.batch)
+            running = self._take_turns(stage, running, group)
+            if not running:
                 break
-            heat = self._heat(candidates, each)
-            measured = [self._measured(number, heat, batch) for batch in batches]
-            self.measured |= {contender.label: measured for contender in heat.contenders}
-            if number + 1 < len(plan):
-                candidates, left = choice.survivors(candidates, measured, plan[number + 1][0])
-                reasons |= left
-        chosen = choice.choose(candidates, measured, self.proposers)
-        return replace(chosen, others=reasons | chosen.others)
+        return running
 
-    # --- inside -------------------------------------------------------------------------------------------------------------
+    def _take_turns(self, stage: str, contenders: Sequence[Contender], group: Group) -> list[Contender]:
+        """One turn. Each begins with another contender, so that none always runs first or after the same one."""
+        order = [PLAIN_CONTENDER, *contenders]
+        start = self._turn % len(order)
+        self._turn += 1
+        seconds: dict[str, float] = {}
+        for contender in order[start:] + order[:start]:
+            if self._failed(contender):
+                continue
+            self._tick(stage, contender, group)
+            try:
+                name = f"batch {group.batch}, prompts {group.index}: {contender.label}"
+                found = self.journal.once(stage, name, lambda contender=contender: self._run(contender, group))  # type: ignore[misc]
+            except Exception as failure:
+                self._leave_out(contender, failure)
+                continue
+            seconds[contender.label] = found["seconds"]
+            self.taus.setdefault(contender.label, []).append(found["tau"])
+            self._done += 1
+        left = [contender for contender in contenders if not self._failed(contender)]
+        self.measured.add_turn(group, {label: seconds[label] for label in (PLAIN, *_labels(left))})
+        return left
+
+    def _run(self, contender: Contender, group: Group) -> dict[str, float]:
+        """One timed generation of a group of prompts."""
+        started = perf_counter()
+        texts = self._texts(group)
+        prompts, params = [text.prompt for text in texts], [text.again for text in texts]
+        run = generate(self.contenders, contender, prompts, params, group.batch)
+        if run.faults:
+            raise OutriderError("it failed while it ran (--debug shows how)")
+        self._spent += perf_counter() - started
+        self._timed += 1
+        return {"seconds": run.seconds, "tau": run.mean_acceptance_length}
+
+    def _warmed(self, contenders: Sequence[Contender], batch: int) -> list[Contender]:
+        """Warms up those that need it at this batch size. Returns those that did not fail."""
+        prompts = [text.prompt for text in self.texts]
+        for contender in (PLAIN_CONTENDER, *contenders):
+            if (contender, batch) in self._warm or self._failed(contender):
+                continue
+            self._tick("warming up", contender, Group(batch, 0))
+            try:
+                warm_up(self.contenders, contender, prompts, batch)
+            except Exception as failure:
+                self._leave_out(contender, failure)
+                continue
+            self.contenders.forget(contender)
+            self._warm.add((contender, batch))
+        return [contender for contender in contenders if not self._failed(contender)]
+
+    def _leave_out(self, contender: Contender, failure: Exception) -> None:
+        """Drops the method of a contender that failed. Raises where it is plain decoding: then the target failed."""
+        if contender.is_plain:
+            raise failure
+        self.reasons[contender.method] = in_one_line(failure)
+
+    def _failed(self, contender: Contender) -> bool:
+        return contender.method in self.reasons
 
     def _answers(self, group: Sequence[Text]) -> list[list[int]]:
         completions = self.llm.generate([text.prompt for text in group], [text.params for text in group])
@@ -201,92 +226,59 @@ class Search:
             raise OutriderError(failed[0] or "the target failed")
         return [completion.token_ids for completion in completions]
 
-    def _traces(self, proposer: Proposer, texts: Sequence[Text], k: int) -> list[Trace]:
-        runner = self.llm.runner
-        proposer.memory = None  # of these very texts, from another replay or from pricing
-        if proposer.reads_text_only:
-            return [replay_text(proposer, text, k, runner.vocab_size) for text in texts]
-        coupled, traces = self.llm.speculation.same_text, list[Trace]()
-        # A tree may be as large as pays at its batch size; a chain's drafts are the same at any.
-        together = min(self.question.batches[0] if proposer.drafts_trees else TOGETHER, runner.max_batch)
-        for start in range(0, len(texts), together):
-            group = texts[start : start + together]
-            traces += lead(runner, proposer, group, k, together, coupled)
-            self._tick(f"{k} drafts a round", sum(len(text.output) for text in group))
-        return traces
+    # --- who runs on what ---------------------------------------------------------------------------------------------------
 
-    def _replayed(self, method: str) -> list[int]:
-        """The texts along which a method is replayed: all where that is free, else some."""
-        every = range(len(self.texts))
-        if self._made[method].reads_text_only:
-            return list(every)
-        return spread(every, share_of(self.texts, LED_TOKENS))
+    def _contenders_of(self, method: str) -> list[Contender]:
+        found = [Contender(method, k) for k in self.question.lengths_of(self.proposers[method])]
+        self.candidates |= {contender.label: contender for contender in found}
+        return found
 
-    def _along_the_same(self, part: str, parts: Sequence[str]) -> Replay:
-        """A part's replay along those texts that all parts were replayed along."""
-        common = min((self._replayed(each) for each in parts), key=len)
-        mine = self._replayed(part)
-        return self._studied[part][0].only([mine.index(index) for index in common])
-
-    def _join(self) -> None:
-        """The best method that reads the text alone before the best that runs a model, where each promises a gain."""
-        best: dict[bool, Prediction] = {}
-        for method, predictions in self._predicted.items():
+    def _pair(self, found: Standing) -> list[Contender]:
+        """The best method that reads the text alone and the best that runs a model as one, where each promises a gain."""
+        best: dict[bool, str] = {}
+        for label in found.speedups:
+            method = self.candidates[label].method
             if "+" in split_method(method)[0]:
-                return  # the user names pairs
-            top = max(predictions, key=lambda each: each.speedup)
-            kind = self.proposers[method].reads_text_only
-            if kind not in best or top.speedup > best[kind].speedup:
-                best[kind] = top
-        if len(best) < 2 or min(each.speedup for each in best.values()) < JOINED_FROM:
-            return
-        parts = best[True].method, best[False].method
+                return []  # the user names pairs
+            best.setdefault(self.proposers[method].reads_text_only, label)
+        if len(best) < 2 or min(found.speedups[label] for label in best.values()) < PAIRED_FROM:
+            return []
+        parts = [self.candidates[best[kind]].method for kind in (True, False)]
         method = in_turn(*parts)
-        pair = PROPOSERS.get(split_method(method)[0]).join(*[self.proposers[part] for part in parts])
-        self.proposers[method] = self._made[method] = pair
-        self.study(method)
+        self.proposers[method] = PROPOSERS.get(split_method(method)[0]).join(*[self.proposers[part] for part in parts])
+        return self._contenders_of(method)
 
-    def _heat(self, candidates: Sequence[Contender], each: tuple[int, int, int]) -> Heat:
-        count, num_texts, repeat = each
-        return Heat(tuple(candidates[:count]), spread(self.texts, num_texts), repeat)
+    def _groups(self, rung: Rung) -> list[Group]:
+        """Of every batch size."""
+        totals = {batch: ceil(len(self.texts) / batch) for batch in self.question.batches}
+        return [Group(batch, index) for batch, total in totals.items() for index in range(rung.num_groups(total))]
 
-    def _measured(self, number: int, heat: Heat, batch: int) -> Measured:
-        """One heat at one batch size; repeats that the journal holds are not run again."""
-        who = ", ".join(contender.label for contender in heat.contenders)
-        names = [f"heat {number}, batch {batch}, repeat {repeat}: {who}" for repeat in range(heat.repeat)]
-        known = [name for name in names if self.journal.has("confirmed", name)]
-        left = confirming.run(self.contenders, replace(heat, repeat=heat.repeat - len(known)), batch, self._warm, self._tick)
-        stored = [self.journal.once("confirmed", name, lambda: next(left)) for name in names]
-        return confirming.added(stored)
+    def _texts(self, group: Group) -> list[Text]:
+        return self.texts[group.index * group.batch :][: group.batch]
 
     # --- progress -----------------------------------------------------------------------------------------------------------
 
-    def _begin(self, stage: str, total: int) -> None:
-        self._stage, self._total, self._done, self._started = stage, total, 0, perf_counter()
-        self._tick("", 0)
+    def _plan_runs(self, count: int, plan: Sequence[Rung]) -> None:
+        """Estimates how many runs are left, half of the contenders being dropped after each rung."""
+        self._total, before = self._done, 0 if plan[0].repeat or not self.passed else self.passed[-1].groups
+        for rung in plan:
+            groups = len(self._groups(rung))
+            self._total += (1 + count) * (groups if rung.repeat else groups - before)
+            count = min(ceil(count / 2), halving.FINALISTS if rung.is_whole else count)
+            before = groups
 
-    def _tick(self, what: str, advance: int) -> None:
-        self._done = min(self._done + advance, self._total)
-        left = (perf_counter() - self._started) / self._done * (self._total - self._done) if self._done else None
-        self.report(Progress(self._done, self._total, left, f"{self._stage}: {what}" if what else self._stage))
-
-
-def led_lengths(proposer: Proposer, longest: int) -> list[int]:
-    """Numbers of drafts to replay with. Longer chains begin as shorter ones do; a tree has another shape at each depth."""
-    if proposer.reads_text_only:
-        return [longest]
-    if not proposer.drafts_trees:
-        return [min(longest, LED)]
-    return sorted({longest, max(1, longest // 2)})
+    def _tick(self, stage: str, contender: Contender, group: Group) -> None:
+        total = max(self._total, self._done)
+        left = self._spent / self._timed * (total - self._done) if self._timed else None
+        self.report(Progress(self._done, total, left, f"{stage}: {contender.label}, batch {group.batch}"))
 
 
-def share_of(texts: Sequence[Text], num_tokens: int) -> int:
-    """How many of the texts come to about so many tokens of output: at least one."""
-    total = sum(len(text.output) for text in texts)
-    return max(1, round(len(texts) * num_tokens / max(total, 1)))
+def why_dropped(found: Standing, label: str) -> str:
+    """Why a contender did not go on to the next rung."""
+    speedup, best = found.speedups[label], next(iter(found.speedups))
+    behind = PLAIN if found.is_slower(label, 1.0) else best
+    return f"measured at {speedup:.2f} times plain decoding's speed, slower than {behind}"
 
 
-def _prediction(method: str, k: int | str, plain: dict[int, Played], played: dict[int, Played]) -> Prediction:
-    by_batch = {str(batch): plain[batch].seconds / played[batch].seconds for batch in played}
-    tau = next(iter(played.values())).tau
-    return Prediction(method, k, geometric_mean(by_batch.values()), tau, by_batch)
+def _labels(contenders: Sequence[Contender]) -> list[str]:
+    return [contender.label for contender in contenders]

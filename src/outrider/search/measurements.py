@@ -1,0 +1,90 @@
+"""Seconds that contenders took for the same prompts, and the ratios of their speeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import geometric_mean, median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.bench.contenders import PLAIN
+from outrider.bench.statistics import Interval, Timings, speedup_interval
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One contender's speed over another's, the geometric mean over all batch sizes."""
+
+    value: float
+    interval: Interval | None  # 95%, bootstrap over prompts; None with a single run of a single batch of prompts
+
+
+@dataclass(frozen=True)
+class Group:
+    """A batch of prompts: number ``index`` of those with ``batch`` prompts each."""
+
+    batch: int
+    index: int
+
+
+class Measurements:
+    """Times of contenders relative to plain decoding, which runs in every turn.
+
+    A turn is one generation of the same group of prompts by plain decoding and by each contender, one after the other. The
+    ratio within a turn cancels how fast the machine was at that moment. All contenders generate equally many tokens for a
+    group, so that only seconds count.
+    """
+
+    def __init__(self) -> None:
+        self._relative: dict[str, dict[Group, list[float]]] = {}  # label -> seconds over plain decoding's, one per turn
+        self._plain: dict[Group, list[float]] = {}  # seconds
+
+    def add_turn(self, group: Group, seconds: Mapping[str, float]) -> None:
+        """``seconds``: by label, plain decoding included."""
+        plain = seconds[PLAIN]
+        self._plain.setdefault(group, []).append(plain)
+        for label, each in seconds.items():
+            if label != PLAIN:
+                self._relative.setdefault(label, {}).setdefault(group, []).append(each / plain)
+
+    def num_turns(self, label: str, group: Group) -> int:
+        """Turns that a contender, not plain decoding, took part in."""
+        return len(self._relative.get(label, {}).get(group, []))
+
+    def groups(self, label: str) -> list[Group]:
+        """Groups of prompts that a contender ran on."""
+        return list(self._plain if label == PLAIN else self._relative.get(label, {}))
+
+    def ratio(self, label: str, base: str = PLAIN) -> Ratio:
+        """The speed of ``label`` over that of ``base`` on the groups that both ran on."""
+        groups = [group for group in self._plain if self._ran(label, group) and self._ran(base, group)]
+        values: list[float] = []
+        intervals: list[Interval | None] = []
+        for batch in sorted({group.batch for group in groups}):
+            mine, theirs = self.seconds([label, base], [group for group in groups if group.batch == batch])
+            values.append(float(theirs.sum() / mine.sum()))
+            intervals.append(speedup_interval(_timings(mine), _timings(theirs)))
+        known = [interval for interval in intervals if interval is not None and min(interval) > 0]
+        if len(known) < len(intervals):
+            return Ratio(geometric_mean(values), None)
+        low, high = (geometric_mean(bounds) for bounds in zip(*known, strict=True))
+        return Ratio(geometric_mean(values), (low, high))
+
+    def seconds(self, labels: Sequence[str], groups: Sequence[Group]) -> Array:
+        """Median seconds of each contender for each group over its turns: [contenders, groups]."""
+        rows = [[median(self._plain[group]) * self._slowness(label, group) for group in groups] for label in labels]
+        return np.array(rows, dtype=np.float64)
+
+    def _ran(self, label: str, group: Group) -> bool:
+        return label == PLAIN or group in self._relative.get(label, {})
+
+    def _slowness(self, label: str, group: Group) -> float:
+        return 1.0 if label == PLAIN else median(self._relative[label][group])
+
+
+def _timings(seconds: Array) -> Timings:
+    return Timings(np.ones((1, len(seconds))), seconds[None])

@@ -1,0 +1,215 @@
+"""Successive halving on a simulated clock: how good its plans are, what they cost, and each of its rules."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from math import log
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from outrider.bench.contenders import PLAIN
+from outrider.search import halving
+from outrider.search.halving import Rung, Standing
+from outrider.search.measurements import Group, Measurements
+
+GROUPS = 16
+COARSE = ("1", "2", "4", "8", "15", "auto")
+# Speeds over plain decoding's that an exhaustive search measured for three traffics on the embedded models.
+TRAFFICS: dict[str, dict[str, float]] = json.loads((Path(__file__).parent / "speedups.json").read_text())
+
+
+@dataclass
+class Machine:
+    """Contenders of known speeds on prompts that suit some more than others; runs vary by 6%, and 2% of them are hiccups."""
+
+    speedups: dict[str, float]
+    seed: int = 0
+    suits: float = 0.12  # standard deviation over prompts of the log speed of a method
+    noise: float = 0.06
+    seconds: float = 0.0  # that ran so far
+    turns: list[list[str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._random = np.random.default_rng(self.seed)
+        self._prompts = self._random.normal(0, 0.3, GROUPS)
+        methods = {label.split(" k=")[0]: self._random.normal(0, self.suits, GROUPS) for label in self.speedups}
+        self._suits = {}
+        for label in self.speedups:
+            suits = 0.8 * methods[label.split(" k=")[0]] + self._random.normal(0, self.suits / 2, GROUPS)
+            self._suits[label] = suits - suits.mean()
+
+    def run(self, label: str, group: Group) -> float:
+        hiccup = 0.5 if self._random.random() < 0.02 else 0.0
+        log_time = self._prompts[group.index] + self._random.normal(0, self.noise) + hiccup
+        if label != PLAIN:
+            log_time += self._suits[label][group.index] - log(self.speedups[label])
+        self.seconds += float(np.exp(log_time))
+        return float(np.exp(log_time))
+
+    def exhaustive_seconds(self) -> float:
+        """Of every contender twice on every prompt."""
+        return 2 * sum(self.run(label, Group(1, index)) for label in self.speedups for index in range(GROUPS))
+
+
+def search(machine: Machine, labels: list[str]) -> tuple[str, Measurements]:
+    """The fastest of the last rung; plain decoding where none is faster."""
+    measured, plan, left = Measurements(), halving.rungs(GROUPS, 3), labels
+    for rung in plan:
+        groups = [Group(1, index) for index in range(rung.num_groups(GROUPS))]
+        for group in groups:
+            if rung.repeat or not measured.num_turns(left[0], group):
+                machine.turns.append(left)
+                measured.add_turn(group, {label: machine.run(label, group) for label in (PLAIN, *left)})
+        found = halving.standing(measured, left, groups)
+        left = halving.survivors(found, rung)
+        if rung is plan[-1] or halving.is_final(found, rung):
+            break
+    return next(iter(left), PLAIN), measured
+
+
+@pytest.mark.parametrize("traffic", TRAFFICS)
+def test_the_plan_is_close_to_the_best_of_all_lengths_in_a_fifth_of_the_time(traffic: str) -> None:
+    """The best is of all lengths, the candidates have coarse lengths only."""
+    speedups = TRAFFICS[traffic]
+    labels = [label for label in speedups if label != PLAIN and label.split("k=")[1] in COARSE]
+    close, shares = [], []
+    for seed in range(40):
+        machine = Machine(speedups, seed)
+        best, _ = search(machine, labels)
+        close.append(speedups[best] / max(speedups.values()))
+        shares.append(machine.seconds / Machine(speedups, seed).exhaustive_seconds())
+    assert np.mean(np.array(close) >= 0.95) >= 0.95 and np.mean(close) > 0.985
+    assert np.mean(shares) < 0.15 and max(shares) < 0.2
+
+
+def test_useless_drafts_end_the_search_after_one_rung() -> None:
+    machine = Machine({f"m{i} k={k}": 0.6 for i in range(8) for k in COARSE})
+    best, measured = search(machine, list(machine.speedups))
+    assert best == PLAIN and len(machine.turns) == halving.LEAST_GROUPS
+    assert len(measured.groups(PLAIN)) == halving.LEAST_GROUPS
+
+
+def test_equal_contenders_cost_less_than_a_third_of_trying_all() -> None:
+    machine = Machine({f"m{i} k={k}": 1.5 for i in range(8) for k in (*COARSE, 3, 5, 6, 12)})
+    search(machine, [f"m{i} k={k}" for i in range(8) for k in COARSE])
+    assert machine.seconds < Machine(machine.speedups).exhaustive_seconds() / 3
+
+
+def test_a_machine_that_slows_down_between_turns_changes_nothing() -> None:
+    slow, steady = Measurements(), Measurements()
+    for index in range(4):
+        times = {PLAIN: 2.0, "a": 1.0 + 0.01 * index, "b": 1.5}
+        steady.add_turn(Group(1, index), times)
+        for repeat in range(3):
+            slow.add_turn(Group(1, index), {label: each * (1 + repeat) for label, each in times.items()})
+    assert slow.ratio("a").value == pytest.approx(steady.ratio("a").value)
+    assert slow.ratio("a", "b").value == pytest.approx(steady.ratio("a", "b").value) == pytest.approx(6 / 4.06)
+    assert slow.ratio(PLAIN, "a").value == pytest.approx(1 / slow.ratio("a").value)
+
+
+def test_one_hiccup_in_three_turns_changes_nothing() -> None:
+    measured = Measurements()
+    for factor in (1.0, 1.0, 9.0):
+        measured.add_turn(Group(1, 0), {PLAIN: 2.0, "a": 1.0 * factor})
+    assert measured.ratio("a").value == pytest.approx(2.0) and measured.ratio("a").interval is None
+
+
+def test_batch_sizes_count_equally_and_the_interval_is_of_the_prompts() -> None:
+    measured = Measurements()
+    for index in range(8):
+        measured.add_turn(Group(1, index), {PLAIN: 4.0, "a": 1.0 + 0.1 * (index % 2)})
+    for index in range(2):
+        measured.add_turn(Group(4, index), {PLAIN: 1.0, "a": 1.0})
+    found = measured.ratio("a")
+    assert found.value == pytest.approx((4 / 1.05) ** 0.5)
+    assert found.interval is not None and found.interval[0] < found.value < found.interval[1]
+    standing = halving.standing(measured, ["a"], [Group(1, index) for index in range(8)] + [Group(4, 0), Group(4, 1)])
+    assert standing.speedups["a"] == pytest.approx(found.value)
+
+
+def test_ratios_compare_only_prompts_that_both_ran_on() -> None:
+    measured = Measurements()
+    measured.add_turn(Group(1, 0), {PLAIN: 1.0, "a": 0.5, "b": 1.0})
+    measured.add_turn(Group(1, 1), {PLAIN: 9.0, "a": 9.0})
+    assert measured.ratio("a", "b").value == pytest.approx(2.0)
+    assert measured.ratio("a").value == pytest.approx(10 / 9.5)
+    assert [len(measured.groups(label)) for label in ("a", "b", PLAIN)] == [2, 1, 2]
+
+
+def test_noise_is_what_neither_contender_nor_prompt_explains() -> None:
+    contenders, prompts = np.linspace(-1, 1, 40)[:, None], np.linspace(0, 3, 30)[None]
+    assert halving.noise(np.exp(contenders + prompts)) == pytest.approx(0, abs=1e-9)
+    random = np.random.default_rng(0).normal(0, 0.05, (40, 30))
+    assert halving.noise(np.exp(contenders + prompts + random)) == pytest.approx(0.05, rel=0.1)
+    assert halving.noise(np.ones((40, 1))) == halving.noise(np.ones((1, 30))) == halving.UNKNOWN_NOISE
+
+
+def test_the_margin_shrinks_with_the_number_of_prompts() -> None:
+    def margin(count: int, seed: int) -> float:
+        measured, machine = Measurements(), Machine({"a": 1.5, "b": 1.4, "c": 1.2}, seed)
+        groups = [Group(1, index) for index in range(count)]
+        for group in groups:
+            measured.add_turn(group, {label: machine.run(label, group) for label in (PLAIN, *machine.speedups)})
+        return halving.standing(measured, list(machine.speedups), groups).margin
+
+    few, many = (np.mean([margin(count, seed) for seed in range(40)]) for count in (4, 16))
+    assert many == pytest.approx(few / 2, rel=0.2)
+
+
+def ranked(count: int, step: float = 0.1, margin: float = 0.0) -> Standing:
+    """Contenders "0", "1", ... from 3 times plain decoding's speed down."""
+    return Standing({str(i): 3.0 - step * i for i in range(count)}, margin)
+
+
+@pytest.mark.parametrize(
+    ("found", "rung", "kept"),
+    [
+        (ranked(8), Rung(0.25, 0), 4),
+        (ranked(9), Rung(0.25, 0), 5),
+        (ranked(8, margin=0.17), Rung(0.25, 0), 5),  # 2.6 of 3.0 is within noise, 2.5 is not
+        (ranked(8, step=0.001, margin=0.1), Rung(0.25, 0), 6),  # all within noise: three quarters
+        (ranked(8, step=0.001, margin=0.1), Rung(1.0, 0), 4),
+        (ranked(4, step=0.001, margin=0.1), Rung(1.0, 1), 3),
+        (ranked(2, step=0.001, margin=0.1), Rung(1.0, 1), 2),
+        (ranked(2), Rung(1.0, 1), 1),
+        (ranked(1), Rung(0.25, 0), 1),
+        (ranked(0), Rung(0.25, 0), 0),
+    ],
+)
+def test_who_goes_on(found: Standing, rung: Rung, kept: int) -> None:
+    assert halving.survivors(found, rung) == [str(i) for i in range(kept)]
+
+
+def test_contenders_slower_than_plain_decoding_are_dropped_from_either_half() -> None:
+    found = Standing({"a": 1.2, "b": 0.97, "c": 0.8, "d": 0.7}, margin=0.05)
+    assert halving.survivors(found, Rung(0.25, 0)) == ["a"]
+    assert halving.survivors(Standing({"a": 0.9}, 0.05), Rung(0.25, 0)) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "share", "is_final"),
+    [
+        (Standing({}, 0.1), 0.25, True),
+        (Standing({"a": 0.5}, 0.1), 0.25, True),  # nothing left that could be faster than plain decoding
+        (Standing({"a": 2.0, "b": 1.0}, 0.1), 0.25, False),  # too few prompts, however clear
+        (Standing({"a": 2.0, "b": 1.0}, 0.1), 0.5, True),
+        (Standing({"a": 2.0, "b": 1.95}, 0.1), 0.5, False),
+        (Standing({"a": 1.05, "b": 0.8}, 0.1), 0.5, False),  # not yet faster than plain decoding
+        (Standing({"a": 2.0, "b": 1.95}, 0.02), 0.5, True),  # what is left to find out does not matter
+    ],
+)
+def test_when_the_search_may_end(found: Standing, share: float, is_final: bool) -> None:
+    assert halving.is_final(found, Rung(share, 0)) is is_final
+
+
+@pytest.mark.parametrize(
+    ("total", "repeats", "groups"),
+    [(16, 3, [2, 4, 8, 16, 16, 16]), (4, 2, [2, 4, 4]), (2, 1, [2]), (1, 2, [1, 1]), (100, 1, [13, 25, 50, 100])],
+)
+def test_each_rung_runs_on_more_of_the_traffic(total: int, repeats: int, groups: list[int]) -> None:
+    plan = halving.rungs(total, repeats)
+    assert [rung.num_groups(total) for rung in plan] == groups
+    assert [rung.repeat for rung in plan if rung.is_whole] == list(range(repeats))
