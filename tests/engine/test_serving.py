@@ -238,7 +238,7 @@ def test_texts_read_in_parts_and_from_kept_beginnings_go_on_as_ever(method, tmp_
 
 
 def cache(rows=3, budget=None):
-    return KVCache(CacheShape(1, 1, 2, 2), rows, 400, torch.float32, torch.device("cpu"), budget)
+    return KVCache(CacheShape.uniform(1, 1, 2, 2), rows, 400, torch.float32, torch.device("cpu"), budget)
 
 
 def write(kv, row, text):

@@ -47,6 +47,35 @@ LATENT = {
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SLIDING = ["sliding_attention", "full_attention"]
+GEMMA_3N = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": SLIDING * 2,
+    "sliding_window": 9,
+    "intermediate_size": 48,
+    "activation_sparsity_pattern": [0.0] * 4,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 67,
+    "laurel_rank": 8,
+}
+GEMMA_4 = {name: GEMMA_3N[name] for name in ("num_hidden_layers", "layer_types", "sliding_window", "num_kv_shared_layers")} | {
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 67,
+}
+DECODER = {
+    "d_model": 32,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 48,
+    "is_decoder": True,
+    "is_encoder_decoder": False,
+    "scale_embedding": False,
+    "decoder_start_token_id": 1,
+    "forced_eos_token_id": None,
+}
+LONGCAT = LATENT | {"q_lora_rank": 16, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "n_routed_experts": 4}
+LONGCAT |= {"zero_expert_num": 2, "moe_topk": 2, "head_dim": 8}
 ARCHITECTURES: dict[str, dict[str, object]] = {
     "llama": {},
     "mistral": {"sliding_window": 9},
@@ -68,6 +97,35 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     "starcoder2": {"sliding_window": 9},
     "cohere2": {"sliding_window": 9, "layer_types": SLIDING},
     "deepseek_v3": LATENT | EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    # attention sinks
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9, "layer_types": SLIDING},
+    "granite_swa": {"sliding_window": 9, "layer_types": SLIDING},
+    # heads that the config does not tell, or that differ by layer
+    "jetmoe": {"kv_channels": 6, "num_local_experts": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "mimo_v2_flash": EXPERTS
+    | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "sliding_window": 9, "layer_types": SLIDING, "v_head_dim": 6},
+    # layers that read what others have stored, and heads of other sizes beside
+    "gemma3n_text": GEMMA_3N,
+    "gemma4_text": GEMMA_4,
+    # chunks of attention, and positions that the layers count themselves
+    "llama4_text": {
+        "attention_chunk_size": 7,
+        "layer_types": ["chunked_attention", "full_attention"],
+        "no_rope_layers": [1, 0],
+        "floor_scale": 4,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 48,
+    },
+    # positions counted from the cache's length
+    "bart": DECODER,
+    "mbart": DECODER,
+    "plbart": DECODER,
+    "marian": DECODER | {"decoder_vocab_size": 67, "share_encoder_decoder_embeddings": True},
+    "pegasus": DECODER,
+    "blenderbot": DECODER,
+    "blenderbot-small": DECODER,
+    "whisper": DECODER | {"max_target_positions": 64},  # knows no logits_to_keep
+    "longcat_flash": LONGCAT,  # its router multiplies by the weight of a layer of its own
 }
 LENGTHS = (3, 20, 37)
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from outrider.runner import ModelRunner, RunnerConfig
-from outrider.runner.kv_cache import CacheShape, KVCache, cache_shape
+from outrider.runner.kv_cache import CacheShape, KVCache, LayerShape
 from outrider.runner.model_runner import shared_chunk
+from outrider.runner.survey import survey_without_weights
 from outrider.types import Context, OutriderError
 
 from .rounds import Rounds, force_padding, make_model, make_text, proposal_of, untouched, verdict_of
 from .test_architectures import small_config, start
 
-SHAPE = CacheShape(num_layers=2, num_kv_heads=2, key_dim=3, value_dim=5)
+SHAPE = CacheShape.uniform(num_layers=2, num_kv_heads=2, key_dim=3, value_dim=5)
 
 
 def fresh(model, text):
@@ -199,24 +200,53 @@ def test_keep_gathers_a_path_in_order():
     cache = KVCache(SHAPE, 3, 100, torch.float32, torch.device("cpu"))
     row = cache.row("a")
     cache.reserve(20)
-    cache.keys[:] = torch.arange(cache.capacity).view(1, 1, 1, -1, 1).float()
-    cache.values[:] = -cache.keys[..., :1]
-    before = cache.keys.clone()
+    keys, values = cache.stores
+    keys[:] = torch.arange(cache.capacity).view(1, 1, 1, -1, 1).float()
+    values[:] = -keys[..., :1]
+    before = keys.clone()
     cache.keep(row, 10, [1, 2, 5])
-    assert cache.keys[1, row, 1, 8:16, 0].tolist() == [8, 9, 11, 12, 15, 13, 14, 15]
-    assert cache.values[0, row, 0, 10:13, 4].tolist() == [-11, -12, -15]
+    assert keys[1, row, 1, 8:16, 0].tolist() == [8, 9, 11, 12, 15, 13, 14, 15]
+    assert values[0, row, 0, 10:13, 4].tolist() == [-11, -12, -15]
     cache.keep(row, 0, [0, 1, 2])
     cache.keep(row, 0, [])
-    assert torch.equal(cache.keys[:, row, :, :10], before[:, row, :, :10])
+    assert torch.equal(keys[:, row, :, :10], before[:, row, :, :10])
 
 
 def test_memory_follows_use():
     cache = KVCache(SHAPE, 64, 100_000, torch.float32, torch.device("cpu"))
-    assert cache.keys.numel() == cache.values.numel() == 0
+    assert [store.numel() for store in cache.stores] == [0, 0]
     cache.row("a")
     cache.reserve(10)
-    assert cache.keys.shape == (2, 1, 2, 256, 3)
-    assert cache.values.shape == (2, 1, 2, 256, 5)
+    assert [store.shape for store in cache.stores] == [(2, 1, 2, 256, 3), (2, 1, 2, 256, 5)]
+
+
+@pytest.mark.parametrize("grow", ["slots", "rows", "compact"])
+def test_layers_of_several_shapes_and_shared_ones_are_kept_as_one(grow):
+    first, second = LayerShape(2, 3, 5), LayerShape(1, 4, 4)
+    shape = CacheShape.of({0: first, 1: second, 3: first}, shared={4: 1, 5: 3})
+    assert shape.places == ((0, 0), (1, 0), None, (0, 1), (1, 0), (0, 1))
+    assert shape.floats_per_token == 2 * 2 * 8 + 8
+    budget = 400 * shape.floats_per_token * 4
+    cache = KVCache(shape, 4, 1000, torch.float32, torch.device("cpu"), budget if grow == "compact" else None)
+    row = cache.row("a")
+    cache.reserve(20)
+    cache.cached_lens[row] = 5
+    for number, store in enumerate(cache.stores):
+        store[:, row] = torch.arange(store.shape[3]).view(1, 1, -1, 1) + 100 * number
+    if grow == "slots":
+        cache.reserve(300)
+    elif grow == "rows":
+        cache.row("b")
+    else:
+        cache.admit("a", 20)
+        cache.row("b")
+        cache.release(["b"])
+        assert cache.admit("c", 100)
+    for number, store in enumerate(cache.read("a")):
+        assert store.shape[1:] == (((2, 5, 3), (2, 5, 5), (1, 5, 4), (1, 5, 4))[number])
+        assert torch.equal(store[0, 0, :, 0], torch.arange(5) + 100.0 * number)
+    cache.keep(cache.row("a"), 1, [1])
+    assert [store[0, 0, 1, 0].item() for store in cache.read("a")] == [2, 102, 202, 302]
 
 
 @pytest.mark.parametrize(
@@ -227,39 +257,19 @@ def test_memory_follows_use():
         ("deepseek_v3", (2, 4, 16, 12)),
     ],
 )
-def test_the_shape_is_read_from_the_config(model_type, shape):
-    found = cache_shape(small_config(model_type))
-    assert (found.num_layers, found.num_kv_heads, found.key_dim, found.value_dim) == shape
-    assert found.floats_per_token == shape[0] * shape[1] * (shape[2] + shape[3])
-
-
-@pytest.mark.parametrize("model_type", ["mamba", "mamba2", "recurrent_gemma", "jamba", "zamba2", "falcon_h1", "rwkv", "bamba"])
-def test_models_with_recurrent_state_are_refused(model_type):
-    with pytest.raises(OutriderError, match="cannot be rolled back token by token") as error:
-        cache_shape(AutoConfig.for_model(model_type))
-    assert "\n" not in str(error.value)
-
-
-def test_chunked_attention_is_refused():
-    with pytest.raises(OutriderError, match="chunked"):
-        cache_shape(AutoConfig.for_model("llama4_text"))
-
-
-def test_layers_of_different_shapes_are_refused():
-    config = small_config("llama")
-    config.__dict__["num_key_value_heads"] = [2, 1]  # past transformers' own checks, as remote code may
-    with pytest.raises(OutriderError, match="num_key_value_heads that holds for all layers"):
-        cache_shape(config)
+def test_the_shape_is_the_models_own(model_type, shape):
+    config = small_config(model_type)
+    assert survey_without_weights(config, AutoModelForCausalLM._model_mapping[type(config)]) == CacheShape.uniform(*shape)
 
 
 def test_a_cache_that_grew_in_a_pass_can_be_written_to_outside_of_one():
-    cache = KVCache(CacheShape(1, 1, 2, 2), 2, 64, torch.float32, torch.device("cpu"))
+    cache = KVCache(CacheShape.uniform(1, 1, 2, 2), 2, 64, torch.float32, torch.device("cpu"))
     with torch.inference_mode():
         cache.row("a")
         cache.reserve(16)
-    cache.keys.normal_()
+    cache.stores[0].normal_()
     with torch.inference_mode():
-        cache.values.zero_()
+        cache.stores[1].zero_()
     cache.cached_lens[cache.row("a")] = 3
     cache.keep(cache.row("a"), 1, [1])
     cache.copy("a", "b", 3)

@@ -89,7 +89,7 @@ class HeadRunner:
         row_ids, starts, ends = numbers.chunk(3)
         places = [min(length + depth, self._max_len) - 1 for length in committed for _ in range(width)]
         positions = torch.tensor(places, device=self.device)[None]
-        layout = PassLayout(self.cache.keys, self.cache.values, row_ids, starts, ends, positions, sees)
+        layout = PassLayout(self.cache.stores, self.cache.shape.places, row_ids, starts, ends, positions, sees)
         return self._run(layout, token_ids.reshape(1, -1), hidden.flatten(0, 1)[None]).view_as(hidden)
 
     def _run(self, layout: PassLayout, token_ids: Tensor, hidden: Tensor) -> Tensor:
@@ -121,4 +121,5 @@ class HeadRunner:
 
 def _cache_shape(config: LlamaConfig) -> CacheShape:
     dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    return CacheShape(int(config.num_hidden_layers), int(config.num_key_value_heads or config.num_attention_heads), dim, dim)
+    heads = int(config.num_key_value_heads or config.num_attention_heads)
+    return CacheShape.uniform(int(config.num_hidden_layers), heads, dim, dim)

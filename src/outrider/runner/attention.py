@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,8 @@ NAME = "outrider"
 class PassLayout:
     """Where the T tokens of one pass stand in the cache: those of B requests one behind the other, at most W of each."""
 
-    keys: Tensor  # [L, R, Hkv, S, D]
-    values: Tensor  # [L, R, Hkv, S, Dv]
+    stores: tuple[Tensor, ...]  # keys and values, in turn, of each kind of layer: [L, R, Hkv, S, D]
+    places: tuple[tuple[int, int] | None, ...]  # by layer: its kind, and its index among the layers of that kind
     cache_rows: Tensor  # [B] int64
     bases: Tensor  # [B] int64: slot of the pass's first token; slots before it hold the committed text
     ends: Tensor  # [B] int64: where each request's tokens end among the T
@@ -49,6 +49,14 @@ def given_hidden() -> Tensor:
     return _active.hidden
 
 
+def position_offsets() -> Tensor | int:
+    """[T]: position less index in the pass, of each token of the pass under way; 0 where there is none."""
+    if _active is None:
+        return 0
+    positions = _active.positions[0]
+    return positions - torch.arange(positions.shape[0], device=positions.device)
+
+
 @contextmanager
 def active_pass(layout: PassLayout) -> Iterator[None]:
     """Makes ``layout`` the one that attention works on."""
@@ -58,6 +66,13 @@ def active_pass(layout: PassLayout) -> Iterator[None]:
         yield
     finally:
         _active = previous
+
+
+class Reach(NamedTuple):
+    """Which of the tokens before it a layer's token sees: all of them where both are 0."""
+
+    window: int = 0  # the last so many positions, its own included
+    chunk: int = 0  # those of its own chunk, of so many positions
 
 
 def attend(
@@ -73,17 +88,21 @@ def attend(
     layout = _active
     if layout is None:
         raise RuntimeError("this model was prepared by Outrider's runner: call the runner, not the model")
-    _check(module, layout, attention_mask, options)
-    stored = (layout.keys.shape[2], layout.keys.shape[4], layout.values.shape[4])
-    if (key.shape[1], key.shape[3], value.shape[3]) != stored or value.shape[1] != stored[0]:
-        raise OutriderError(f"{type(module).__name__} has other head sizes than its config says: Outrider cannot run it")
-    out = torch.ops.outrider.attend(
+    check(module, attention_mask, options)
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    place = layout.places[layer] if 0 <= layer < len(layout.places) else None
+    if place is None or layer in layout.layers_done:
+        raise OutriderError(f"{type(module).__name__} attends in other layers, or more often, than when it was looked at")
+    layout.layers_done.add(layer)
+    keys, values = layout.stores[2 * place[0] : 2 * place[0] + 2]
+    reach, sinks = reach_of(module, options), options.get("s_aux")
+    inputs = (
         query,
         key,
         value,
-        layout.keys,
-        layout.values,
-        module.layer_idx,
+        keys,
+        values,
+        place[1],
         layout.cache_rows,
         layout.bases,
         layout.ends,
@@ -91,37 +110,37 @@ def attend(
         layout.visible,
         float(scaling if scaling is not None else query.shape[-1] ** -0.5),
         float(options.get("softcap") or 0.0),
-        _window(module, options),
+        reach.window,
     )
-    return out, None
+    if sinks is None and reach.chunk == 0:
+        return torch.ops.outrider.attend(*inputs), None
+    return torch.ops.outrider.attend_general(*inputs, reach.chunk, sinks), None
 
 
-def _check(module: nn.Module, layout: PassLayout, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
+def check(module: nn.Module, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
     """Raises ``OutriderError`` for what would be computed wrongly without a word."""
-    odd = next((name for name in ("s_aux", "position_bias", "sinks") if options.get(name) is not None), None)
+    odd = next((name for name in ("position_bias", "sinks") if options.get(name) is not None), None)
     # The mask that Outrider gives is of booleans: another one is the model's.
     if odd is None and attention_mask is not None and attention_mask.dtype != torch.bool:
         odd = "a mask of its own"
     if odd is None and getattr(module, "is_causal", True) is False:
         odd = "to see both ways"
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    if odd is None and (layer in layout.layers_done or not 0 <= layer < layout.keys.shape[0]):
-        odd = "more than one attention a layer"
     if odd is not None:
         raise OutriderError(f"{type(module).__name__} needs {odd} in attention, which Outrider's cache does not support")
-    layout.layers_done.add(layer)
 
 
-def _window(module: Any, options: dict[str, Any]) -> int:
-    """The layer's sliding window, 0 for none: said to attention or, by a few models, only to the mask, which is not built."""
+def reach_of(module: Any, options: dict[str, Any]) -> Reach:
+    """What the layer's tokens see: said to attention or, by some models, only to the mask, which is not built."""
     if "sliding_window" in options:
-        return int(options["sliding_window"] or 0)
-    config = getattr(module, "config", None)
+        return Reach(window=int(options["sliding_window"] or 0))
+    config, code = getattr(module, "config", None), sys.modules[type(module).__module__]
     kinds = getattr(config, "layer_types", None)
-    by_mask = hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
-    if not by_mask or (kinds and kinds[module.layer_idx] != "sliding_attention"):
-        return 0
-    return int(getattr(config, "sliding_window", None) or 0)
+    kind = kinds[module.layer_idx] if kinds else "sliding_attention"
+    if kind == "sliding_attention" and hasattr(code, "create_sliding_window_causal_mask"):
+        return Reach(window=int(getattr(config, "sliding_window", None) or 0))
+    if kind == "chunked_attention" and hasattr(code, "create_chunked_causal_mask"):
+        return Reach(chunk=int(getattr(config, "attention_chunk_size", None) or 0))
+    return Reach()
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

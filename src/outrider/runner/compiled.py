@@ -85,7 +85,11 @@ def export(module: Pass) -> ExportedProgram:
     """The pass as a graph: batch, lengths, cache size and number of logits are free."""
     shape = module.cache_shape
     batch, width, total = 2, 3, 5
-    store = (shape.num_layers, 2, shape.num_kv_heads, 8)
+    stores = [
+        torch.zeros(count, 2, kind.num_kv_heads, 8, dim, dtype=module.cache_dtype)
+        for kind, count in shape.kinds
+        for dim in (kind.key_dim, kind.value_dim)
+    ]
     tokens = torch.zeros(1, total, dtype=torch.long)
     if module.span.start:
         tokens = torch.zeros(1, total, text_config(module.model).hidden_size)  # float32, as all between packed layers is
@@ -97,13 +101,12 @@ def export(module: Pass) -> ExportedProgram:
         torch.tensor([2, total]),
         torch.ones(batch, width, width, dtype=torch.bool).tril(),
         torch.arange(total - 1),
-        torch.zeros(*store, shape.key_dim, dtype=module.cache_dtype),
-        torch.zeros(*store, shape.value_dim, dtype=module.cache_dtype),
+        *stores,
     )
     dim = torch.export.Dim
     b, w, t = dim("b", min=1, max=4096), dim("w", min=1, max=1 << 20), dim("t", min=1, max=1 << 22)
     each, store_dims = {0: b}, {1: dim("rows", min=1), 3: dim("slots", min=1)}
-    shapes = ({1: t}, {1: t}, each, each, each, {0: b, 1: w, 2: w}, {0: dim("m", min=1)}, store_dims, store_dims)
+    shapes = ({1: t}, {1: t}, each, each, each, {0: b, 1: w, 2: w}, {0: dim("m", min=1)}, (store_dims,) * len(stores))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own use of itself
         return torch.export.export(module, inputs, strict=False, dynamic_shapes=shapes)

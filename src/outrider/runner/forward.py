@@ -12,7 +12,7 @@ from transformers.utils.generic import ModelOutput
 from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.kv_cache import KVCache
 from outrider.runner.layer_span import WHOLE, LayerSpan, spanned
-from outrider.runner.loading import decoder_layers
+from outrider.runner.loading import decoder_layers, keeps_logits
 from outrider.types import OutriderError
 
 
@@ -31,7 +31,8 @@ class Pass(nn.Module):
         self._cache = [cache]  # in a list, so that a module does not look into it
         self.cache_shape, self.cache_dtype = cache.shape, cache.dtype
         self._stack = [decoder_layers(self.model)] if layers else []
-        last = cache.shape.num_layers
+        self._keeps_logits = keeps_logits(self.model)
+        last = len(self._stack[0]) if layers else 0
         if layers and not 0 <= min(layers) <= max(layers) <= last:
             raise OutriderError(f"a model of {last} layers has the hidden states 0 to {last}, not all of {layers}")
 
@@ -44,11 +45,10 @@ class Pass(nn.Module):
         ends: Tensor,  # [B]
         visible: Tensor,  # [B, W, W]
         logits_at: Tensor,  # [M]: the tokens whose logits are wanted
-        keys: Tensor,  # [L, R, Hkv, S, D]
-        values: Tensor,
+        *stores: Tensor,  # the cache's: [L, R, Hkv, S, D] each
     ) -> tuple[Tensor, ...]:
         hidden = tokens if self.span.start else None
-        layout = PassLayout(keys, values, cache_rows, bases, ends, positions, visible, hidden)
+        layout = PassLayout(stores, self.cache_shape.places, cache_rows, bases, ends, positions, visible, hidden)
         captured: dict[int, Tensor] = {}
         handles = [self._capture(layer, captured) for layer in self.layers]
         inputs: dict[str, Any] = {
@@ -61,8 +61,10 @@ class Pass(nn.Module):
         }
         try:
             with active_pass(layout):
-                if self.span.head:
+                if self.span.head and self._keeps_logits:
                     out = [self.model(**inputs, logits_to_keep=logits_at).logits]
+                elif self.span.head:
+                    out = [self.model(**inputs).logits[:, logits_at]]
                 else:
                     self.model.base_model(**inputs)
                     out = []

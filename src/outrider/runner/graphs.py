@@ -17,7 +17,7 @@ Function = Callable[[list[Tensor]], Sequence[Tensor]]
 Replay = Callable[[], None]
 Record = Callable[[Callable[[], Sequence[Tensor]]], tuple[Replay, Sequence[Tensor]]]
 
-NUM_INPUTS_COPIED = 7  # of Pass.forward: tokens, positions, rows, bases, ends, visibility, places; then come keys and values
+NUM_INPUTS_COPIED = 7  # of Pass.forward: tokens, positions, rows, bases, ends, visibility, places; then come the cache's stores
 MAX_WIDTH = 64  # wider passes read prompts: they keep the device busy without a graph, and come in any width
 
 
@@ -55,11 +55,11 @@ class GraphRunner:
 
     def __call__(self, inputs: list[Tensor]) -> Sequence[Tensor]:
         """Inputs as ``Pass.forward`` takes them."""
-        *_, visible, places, keys, values = inputs
+        (visible, places), stores = inputs[NUM_INPUTS_COPIED - 2 : NUM_INPUTS_COPIED], inputs[NUM_INPUTS_COPIED:]
         batch, width = visible.shape[:2]
         if width > MAX_WIDTH:
             return self._function(inputs)
-        cache = (keys.data_ptr(), values.data_ptr(), *keys.shape)
+        cache = tuple(number for store in stores for number in (store.data_ptr(), *store.shape))
         if cache != self._cache:  # all of them: memory that is free again may come to hold a cache of another shape
             self._captured.clear()
             self._cache = cache
@@ -75,6 +75,6 @@ class GraphRunner:
     def _capture(self, inputs: list[Tensor]) -> _Captured:
         # Warming up runs the pass for good, on these very inputs: it writes the slots that the replay writes again.
         fixed = [given.clone() for given in inputs[:NUM_INPUTS_COPIED]]
-        caches = inputs[NUM_INPUTS_COPIED:]
-        replay, outputs = self._record(lambda: self._function([*fixed, *caches]))
+        stores = inputs[NUM_INPUTS_COPIED:]
+        replay, outputs = self._record(lambda: self._function([*fixed, *stores]))
         return _Captured(fixed, replay, outputs)

@@ -7,40 +7,96 @@ request that ended may stay until it is needed: the next request that begins wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedConfig
+from transformers import Cache
 
+from outrider.runner import attention
 from outrider.types import OutriderError
 
 SHARED = 16  # tokens from which on a common beginning is worth taking over
 SLACK = 64  # slots behind max_len for the padding of a pass and for drafts that reach over the end; more only when needed
 
 
-@dataclass(frozen=True)
-class CacheShape:
+class LayerShape(NamedTuple):
     """What one layer stores of one token."""
 
-    num_layers: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
 
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What the layers of a model store of one token, and where: layers of one shape share a pair of tensors."""
+
+    kinds: tuple[tuple[LayerShape, int], ...]  # each shape that occurs, and how many layers store so
+    places: tuple[tuple[int, int] | None, ...]  # by layer: its kind and its index there; None: it stores nothing
+
+    @classmethod
+    def uniform(cls, num_layers: int, num_kv_heads: int, key_dim: int, value_dim: int) -> CacheShape:
+        """Every layer stores the same."""
+        return cls.of({layer: LayerShape(num_kv_heads, key_dim, value_dim) for layer in range(num_layers)})
+
+    @classmethod
+    def of(cls, layers: Mapping[int, LayerShape], shared: Mapping[int, int] | None = None) -> CacheShape:
+        """``layers``: what each layer stores; ``shared``: layers that read what another one, of ``layers``, has stored."""
+        counts: dict[LayerShape, int] = {}
+        places: dict[int, tuple[int, int]] = {}
+        for layer, shape in sorted(layers.items()):
+            index = counts.get(shape, 0)
+            counts[shape] = index + 1
+            places[layer] = (list(counts).index(shape), index)
+        places |= {layer: places[source] for layer, source in (shared or {}).items()}
+        return cls(tuple(counts.items()), tuple(places.get(layer) for layer in range(max(places, default=-1) + 1)))
+
     @property
     def floats_per_token(self) -> int:
         """Numbers kept per committed token, all layers."""
-        return self.num_layers * self.num_kv_heads * (self.key_dim + self.value_dim)
+        return sum(count * kind.num_kv_heads * (kind.key_dim + kind.value_dim) for kind, count in self.kinds)
 
 
-class KVCache(Cache):
+class PassThrough(Cache):
+    """transformers' side of a cache that stores nothing by itself: what a layer gives it is given back."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """[T]: what a token's index in the pass lacks to its position, since models add the two; 0 outside of passes."""
+        return attention.position_offsets()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def _no_state(self, *_: object, **__: object) -> NoReturn:
+        raise OutriderError("its layers keep a recurrent state, which Outrider cannot roll back")
+
+    get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = has_previous_state = _no_state
+
+    def update_indexer(self, *_: object, **__: object) -> NoReturn:
+        raise OutriderError("its layers choose what they attend to by an index of their own, which Outrider's cache does not keep")
+
+
+class KVCache(PassThrough):
     """Keys and values of up to ``rows`` requests under transformers' ``Cache`` interface.
 
-    ``keys`` and ``values`` are [L, R, Hkv, S, D]. S starts small and doubles when a request outgrows it, so memory follows
-    use. transformers' ``update`` passes the new states through: Outrider's attention writes them itself, in one operation with
-    the reading.
+    ``stores`` are keys and values, in turn, of each kind of layer: [L, R, Hkv, S, D], L being the layers of that kind. S starts
+    small and doubles when a request outgrows it, so memory follows use. transformers' ``update`` passes the new states
+    through: Outrider's attention writes them itself, in one operation with the reading.
     """
 
     def __init__(
@@ -53,7 +109,7 @@ class KVCache(Cache):
         budget: int | None = None,
     ) -> None:
         """``budget``: bytes that keys and values may take, where requests are admitted before they come; None: no limit."""
-        super().__init__(layers=[])
+        super().__init__()
         self.shape, self.max_rows, self.max_len = shape, rows, max_len
         self.dtype, self._device = dtype, device
         self._row_of: dict[str, int] = {}
@@ -68,18 +124,27 @@ class KVCache(Cache):
         self.num_looked_up = self.num_reused = 0  # tokens of prompts, and those of them that a kept row had
         self._free: list[int] = []
         self.cached_lens: list[int] = []  # by row: tokens whose keys and values stand in the cache
-        self.keys = self._allocate(0, 0, shape.key_dim)
-        self.values = self._allocate(0, 0, shape.value_dim)
+        self.stores = self._allocate(0, 0)
 
-    def _allocate(self, rows: int, slots: int, dim: int) -> Tensor:
-        shape = (self.shape.num_layers, rows, self.shape.num_kv_heads, slots, dim)
+    def _allocate(self, rows: int, slots: int) -> tuple[Tensor, ...]:
+        shapes = [
+            (count, rows, kind.num_kv_heads, slots, dim)
+            for kind, count in self.shape.kinds
+            for dim in (kind.key_dim, kind.value_dim)
+        ]
         with torch.inference_mode(False):  # it outlives the pass that it grew in, and is written to outside of passes too
-            return torch.empty(shape, dtype=self.dtype, device=self._device)  # attention never reads what was not written
+            # attention never reads what was not written
+            return tuple(torch.empty(shape, dtype=self.dtype, device=self._device) for shape in shapes)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that there are at present."""
+        return int(self.stores[0].shape[1])
 
     @property
     def capacity(self) -> int:
         """Slots a row has at present."""
-        return int(self.keys.shape[3])
+        return int(self.stores[0].shape[3])
 
     # -- rows ---------------------------------------------------------------------------------------------------------------
 
@@ -152,7 +217,7 @@ class KVCache(Cache):
         if known is not None:
             self._kept[source] = self._kept.pop(source)  # now the most recently used
         target = self.row(request_id)
-        for store in (self.keys, self.values):
+        for store in self.stores:
             store[:, target, :, :length] = store[:, source, :, :length]
         return target
 
@@ -185,13 +250,12 @@ class KVCache(Cache):
     def _compact(self, slots: int) -> None:
         """Only the rows of requests under way, of no more than so many slots: everything kept is dropped."""
         lens, moved, slots = self.cached_lens, list(self._row_of.items()), min(slots, self.capacity)
-        keys = self._allocate(len(moved), slots, self.shape.key_dim)
-        values = self._allocate(len(moved), slots, self.shape.value_dim)
+        stores = self._allocate(len(moved), slots)
         for row, (_, source) in enumerate(moved):
             used = lens[source]
-            keys[:, row, :, :used] = self.keys[:, source, :, :used]
-            values[:, row, :, :used] = self.values[:, source, :, :used]
-        self.keys, self.values = keys, values
+            for new, old in zip(stores, self.stores, strict=True):
+                new[:, row, :, :used] = old[:, source, :, :used]
+        self.stores = stores
         self._row_of = {name: row for row, (name, _) in enumerate(moved)}
         self.cached_lens = [lens[source] for _, source in moved]
         self._kept.clear()
@@ -209,7 +273,7 @@ class KVCache(Cache):
         if self._budget is not None:
             wanted = min(wanted, self._budget // max(len(self.cached_lens), 1))
         # Beyond the budget (that of a draft, for which nothing is set apart) it grows by little, but not with every token.
-        self._resize(self.keys.shape[1], wanted if wanted >= slots else slots + SLACK)
+        self._resize(self.num_rows, wanted if wanted >= slots else slots + SLACK)
 
     def _grow_rows(self) -> bool:
         """Makes more rows. False where all that there may be are there."""
@@ -226,16 +290,14 @@ class KVCache(Cache):
         return True
 
     def _resize(self, rows: int, slots: int) -> None:
-        """Both or, where there is no memory for the second, none: they are used as one."""
-        self.keys, self.values = self._resized(self.keys, rows, slots), self._resized(self.values, rows, slots)
-
-    def _resized(self, old: Tensor, rows: int, slots: int) -> Tensor:
-        new = self._allocate(rows, slots, old.shape[4])
-        for row in [*self._row_of.values(), *self._kept]:
-            used = min(self.cached_lens[row] + 2 * SLACK, old.shape[3])  # with the drafts of a round not committed yet
-            if row < old.shape[1] and used:
-                new[:, row, :, :used] = old[:, row, :, :used]
-        return new
+        """All or, where there is no memory for one of them, none: they are used as one."""
+        stores = self._allocate(rows, slots)
+        for new, old in zip(stores, self.stores, strict=True):
+            for row in [*self._row_of.values(), *self._kept]:
+                used = min(self.cached_lens[row] + 2 * SLACK, old.shape[3])  # with the drafts of a round not committed yet
+                if row < old.shape[1] and used:
+                    new[:, row, :, :used] = old[:, row, :, :used]
+        self.stores = stores
 
     # -- commit -------------------------------------------------------------------------------------------------------------
 
@@ -245,7 +307,7 @@ class KVCache(Cache):
         if not moved:
             return
         to, source = (torch.tensor(slots, device=self._device) for slots in zip(*moved, strict=True))
-        for store in (self.keys, self.values):
+        for store in self.stores:
             store[:, row, :, to] = store[:, row, :, source]
 
     def copy(self, source_id: str, target_id: str, num_tokens: int) -> None:
@@ -254,59 +316,11 @@ class KVCache(Cache):
         if used <= self.cached_len(target_id):
             return
         source, target = self.row(source_id), self.row(target_id)
-        for store in (self.keys, self.values):
+        for store in self.stores:
             store[:, target, :, :used] = store[:, source, :, :used]
         self.cached_lens[target] = used
 
-    def read(self, request_id: str) -> tuple[Tensor, Tensor]:
-        """Copies of the committed keys and values of a request: [L, Hkv, T, D] each."""
+    def read(self, request_id: str) -> tuple[Tensor, ...]:
+        """Copies of what is stored of a request's committed text: [L, Hkv, T, D] each."""
         row, used = self.row(request_id), self.cached_len(request_id)
-        return self.keys[:, row, :, :used].clone(), self.values[:, row, :, :used].clone()
-
-    # -- transformers' interface ----------------------------------------------------------------------------------------------
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
-    ) -> tuple[Tensor, Tensor]:
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
-
-    @property
-    def is_compileable(self) -> bool:
-        return True
-
-
-def cache_shape(config: PreTrainedConfig) -> CacheShape:
-    """Reads a text config. Raises ``OutriderError`` for architectures whose state cannot be rolled back or differs by layer."""
-    known = {"full_attention", "sliding_attention"}
-    kinds = set(getattr(config, "layer_types", None) or ())
-    recurrent = ("mamba", "rwkv", "recurrent", "linear_attn", "ssm", "hybrid", "jamba", "zamba", "xlstm")
-    hints = [word for word in recurrent if word in str(config.model_type).lower()]
-    if kinds - known or hints or getattr(config, "attention_chunk_size", None):
-        odd = ", ".join(sorted(kinds - known)) or (f"model type {config.model_type}" if hints else "chunked attention")
-        raise OutriderError(
-            f"{config.model_type} keeps state that cannot be rolled back token by token ({odd}):"
-            " speculation needs a plain KV cache"
-        )
-    if getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", 0):
-        raise OutriderError(f"{config.model_type} shares KV between layers, which Outrider's cache does not support")
-    heads = _one_number(config, "num_attention_heads")
-    kv_heads = 1 if getattr(config, "multi_query", False) else _one_number(config, "num_key_value_heads", heads)
-    dim = _one_number(config, "head_dim", _one_number(config, "hidden_size") // heads)
-    key_dim = value_dim = dim
-    if getattr(config, "qk_nope_head_dim", None) is not None:  # multi-head latent attention: keys and values differ
-        key_dim, value_dim = int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim), int(config.v_head_dim)
-        kv_heads = heads
-    return CacheShape(_one_number(config, "num_hidden_layers"), kv_heads, key_dim, value_dim)
-
-
-def _one_number(config: PreTrainedConfig, name: str, default: int | None = None) -> int:
-    value = getattr(config, name, None) or default
-    if not isinstance(value, int):
-        raise OutriderError(f"{config.model_type} gives no {name} that holds for all layers: Outrider's cache does not fit it")
-    return value
+        return tuple(store[:, row, :, :used].clone() for store in self.stores)

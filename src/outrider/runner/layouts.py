@@ -68,8 +68,8 @@ class Layouts:
         base_slots, row_ids, end_places, ids, positions = parts
         self._cache.reserve(max(bases) + width)
         positions = positions.clamp_(max=self._max_len - 1)[None]
-        keys, values, visible = self._cache.keys, self._cache.values, self.causal(batch, width)
-        layout = PassLayout(keys, values, row_ids, base_slots, end_places, positions, visible)
+        stores, shape, visible = self._cache.stores, self._cache.shape, self.causal(batch, width)
+        layout = PassLayout(stores, shape.places, row_ids, base_slots, end_places, positions, visible)
         return Texts(ids[None], [0, *ends[:-1]], lens, layout)
 
     def tree(self, chain: Texts, proposal: Proposal, text_lens: list[int]) -> Texts:

@@ -175,6 +175,13 @@ def arithmetic(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
+def is_plain(model: nn.Module) -> bool:
+    """Whether the weights are plain numbers in one place: neither quantised, by whatever library, nor spread over devices."""
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_device_map", None) is not None:
+        return False
+    return all(type(parameter.data) is Tensor for parameter in model.parameters())
+
+
 def pack_model(model: PreTrainedModel) -> None:
     """Replaces every plain linear layer by a packed one and makes all other arithmetic float32, in place.
 

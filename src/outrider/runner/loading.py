@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import inspect
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.runner import attention
@@ -17,13 +26,12 @@ from outrider.types import OutriderError, first_line
 def load_model(
     source: str | Path, dtype: torch.dtype | str, device: torch.device, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A causal LM with Outrider's attention, in eval mode.
-
-    Raises ``OutriderError``, in one line: no such folder or hub id, not a causal LM, broken files, an unsupported architecture.
+    """The model, in eval mode. Raises ``OutriderError``, in one line: no such folder or hub id, not a language model, broken
+    files, weights that are not the config's.
     """
     config = load_config(source, trust_remote_code)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(config).from_pretrained(
             source, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
         model, info = loaded
@@ -32,17 +40,28 @@ def load_model(
     missing = sorted(info["missing_keys"])  # transformers would fill them with random numbers
     if missing:
         raise OutriderError(f"{source} lacks weights of the model: {len(missing)} tensors, the first {missing[0]}")
+    spare = layers_beyond(info["unexpected_keys"], text_config(config))
+    if spare:
+        raise OutriderError(
+            f"the config of {source} says {num_layers(text_config(config))} layers, but it holds weights of more: {spare[0]}"
+        )
     if device.type != "cpu":
         model.to(device)
-    return adopt(model)
+    return model  # type: ignore[no-any-return]
+
+
+def layers_beyond(keys: Iterable[str], config: PreTrainedConfig) -> list[str]:
+    """Those names of tensors, of none that the model knows, that belong to decoder layers beyond the config's last."""
+    found = ((key, re.search(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.", key)) for key in sorted(keys))
+    return [key for key, layer in found if layer is not None and int(layer[1]) >= num_layers(config)]
 
 
 def adopt(model: PreTrainedModel) -> PreTrainedModel:
-    """Puts a loaded model on Outrider's attention, in place. Raises ``OutriderError`` where the architecture does not allow
-    it.
+    """Puts a loaded model on Outrider's attention, in place, without what reads images and sounds. Raises ``OutriderError``
+    where the architecture does not allow it.
     """
     refuse_encoders(model.config)
-    refuse_own_attention(type(model))
+    refuse_shared_scales(model)
     if model.get_output_embeddings() is None:
         raise OutriderError(f"{type(model).__name__} has no language-model head: load it with AutoModelForCausalLM")
     try:
@@ -53,8 +72,26 @@ def adopt(model: PreTrainedModel) -> PreTrainedModel:
         ) from error
     if text_config(model)._attn_implementation != attention.NAME:
         raise OutriderError(f"{type(model).__name__} does not let its attention be set: Outrider cannot run it")
+    drop_towers(model)
     model.eval().requires_grad_(False)
     return model
+
+
+def drop_towers(model: PreTrainedModel) -> None:
+    """Takes the encoders of images and sounds out of a multimodal model, in place: their memory is not needed for text."""
+    text = model.get_decoder()
+    for parent in (model, model.base_model):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, PreTrainedModel) and all(text is not module for module in child.modules()):
+                if text is not parent and all(child is not module for module in text.modules()):
+                    setattr(parent, name, NoTower())
+
+
+class NoTower(nn.Module):
+    """In the place of an encoder of images or sounds."""
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        raise OutriderError("Outrider runs the text part of a multimodal model: it has no images or sounds to read")
 
 
 def refuse_encoders(config: PreTrainedConfig) -> None:
@@ -66,14 +103,18 @@ def refuse_encoders(config: PreTrainedConfig) -> None:
         raise OutriderError(f"{kind} with is_decoder=False reads both ways: Outrider runs decoder-only language models")
 
 
-def refuse_own_attention(model_class: Any) -> None:
-    """Raises ``OutriderError`` where attention is not a function that can be exchanged."""
-    if not model_class._can_set_attn_implementation():
-        raise OutriderError(f"{model_class.__name__} does not use transformers' attention interface: Outrider cannot run it")
+def refuse_shared_scales(model: PreTrainedModel) -> None:
+    """Raises ``OutriderError`` for layers that round a whole pass by one scale: their text would depend on the drafts."""
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
+            raise OutriderError(
+                f"{name} is quantised by torch.ao's quantize_dynamic, which rounds all tokens of a pass by one scale: what a"
+                " token gives would depend on the drafts beside it; use torchao's quantize_, whose scales are each token's own"
+            )
 
 
 def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The model's config. Raises ``OutriderError`` when there is none or it is not a causal LM's."""
+    """The model's config. Raises ``OutriderError`` when there is none or it is not a language model's."""
     path = Path(source)
     looks_local = path.exists() or str(source).startswith((".", "/", "~"))
     if looks_local and not path.is_dir():
@@ -82,15 +123,40 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
         raise OutriderError(f"{source} holds no config.json: not a Hugging Face model folder")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+    except Exception as error:  # a config may be wrong in more ways than can be listed
         hint = "" if looks_local else " (neither a local folder nor a hub id that can be reached)"
         raise OutriderError(f"cannot read the config of {source}{hint}: {first_line(error)}") from error
-    if not trust_remote_code and type(config) not in AutoModelForCausalLM._model_mapping:
+    if not trust_remote_code and model_class(config) is None:
         raise OutriderError(f"{source} is a {config.model_type} model, not a causal language model")
+    check_numbers(text_config(config))
     refuse_encoders(config)
-    if type(config) in AutoModelForCausalLM._model_mapping:
-        refuse_own_attention(AutoModelForCausalLM._model_mapping[type(config)])
     return config
+
+
+def check_numbers(config: PreTrainedConfig) -> None:
+    """Raises ``OutriderError`` for sizes in a config that no model has."""
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        value = getattr(config, name, None)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise OutriderError(f"the config of {config.model_type} says {name}={value}: expected a whole number of at least 1")
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """transformers' class that loads a model of this config: multimodal models are loaded whole, for their text part."""
+    is_multimodal = type(config) in AutoModelForMultimodalLM._model_mapping
+    return AutoModelForMultimodalLM if is_multimodal else AutoModelForCausalLM
+
+
+def model_class(config: PreTrainedConfig) -> Any:
+    """The class of a model of this config; None for code that comes with the model, and for what is no language model."""
+    mapping = auto_class(config)._model_mapping
+    found = mapping[type(config)] if type(config) in mapping else None
+    return found[0] if isinstance(found, (list, tuple)) else found
+
+
+def keeps_logits(model: PreTrainedModel) -> bool:
+    """Whether the model can be asked for the logits of some tokens alone."""
+    return "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
 
 def text_config(model_or_config: Any) -> PreTrainedConfig:
@@ -127,9 +193,14 @@ def check_weights(model: PreTrainedModel, name: str) -> None:
             raise OutriderError(f"{name}: the weights of {key} hold NaN or infinity")
 
 
+def num_layers(config: PreTrainedConfig) -> int:
+    """Decoder layers of a text config; those of an encoder beside it do not count."""
+    return int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
+
+
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
     """The stack of decoder layers, whatever the architecture calls it. Raises ``OutriderError`` where there is none."""
-    count = text_config(model).num_hidden_layers
+    count = num_layers(text_config(model))
     for _, module in model.base_model.named_modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
             return module

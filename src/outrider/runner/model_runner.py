@@ -18,11 +18,13 @@ from transformers import PreTrainedModel
 from outrider.runner import kernels, linear, loading
 from outrider.runner.config import RunnerConfig
 from outrider.runner.costs import PassCosts
-from outrider.runner.kv_cache import KVCache, cache_shape
+from outrider.runner.kv_cache import CacheShape, KVCache
 from outrider.runner.layer_span import WHOLE, LayerSpan, behind
 from outrider.runner.layouts import SHORT, Layouts, rows_from
 from outrider.runner.passes import PassRunner, Run
 from outrider.runner.read_hidden import ReadHidden
+from outrider.runner.self_check import check_itself
+from outrider.runner.survey import survey, survey_without_weights
 from outrider.types import Context, OutriderError, PartialPass, Proposal, Scores, Verdict
 
 
@@ -41,18 +43,21 @@ Pick = Callable[[Tensor, int], Tensor]  # logits [B, 1, V] of a step and its num
 class ModelRunner:
     """One model, its cache and its passes."""
 
-    def __init__(self, model: PreTrainedModel, config: RunnerConfig, device: torch.device, name: str) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: RunnerConfig, device: torch.device, name: str, shape: CacheShape
+    ) -> None:
+        """A model made ready by ``load``; ``shape``: what its layers store."""
         self.model, self.config, self.device, self.name = model, config, device, name
         text = loading.text_config(model)
         self.vocab_size = int(text.vocab_size)
         self.hidden_size = int(text.hidden_size)
-        self.num_layers = int(text.num_hidden_layers)
+        self.num_layers = loading.num_layers(text)
         window = int(getattr(text, "max_position_embeddings", None) or 1 << 20)
         self.max_len = loading.settle_rope(model, min(window, config.max_len or window), config.max_len is not None)
         self.max_batch = config.max_batch
         self.dtype = linear.arithmetic(model)
         budget = None if config.kv_memory is None else int(config.kv_memory * 2**30)
-        self.cache = KVCache(cache_shape(text), config.max_batch, self.max_len, self.dtype, device, budget)
+        self.cache = KVCache(shape, config.max_batch, self.max_len, self.dtype, device, budget)
         self.max_len = self.cache.max_len  # less where the memory says so
         self.layouts = Layouts(self.cache, device, self.max_len)
         self.costs = PassCosts(self.layouts.is_padded)  # of its passes: one table, whichever engines it serves
@@ -71,24 +76,35 @@ class ModelRunner:
         device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         if device.type == "cuda" and not torch.cuda.is_available():
             raise OutriderError("device cuda was asked for, but torch sees no CUDA device")
-        # refuse before reading gigabytes
-        cache_shape(loading.text_config(loading.load_config(model, config.trust_remote_code)))
+        wanted = loading.load_config(model, config.trust_remote_code)
+        kind = loading.model_class(wanted)
+        shape = None if kind is None else survey_without_weights(wanted, kind)  # refuse before reading gigabytes
         loaded = loading.load_model(model, config.dtype, device, config.trust_remote_code)
         loading.check_weights(loaded, str(model))
-        if device.type == "cpu" and not getattr(loaded, "is_quantized", False) and kernels.load_cpu_kernels():
-            linear.pack_model(loaded)
-        return cls(loaded, config, device, str(model))
+        return cls._ready(loaded, config, device, str(model), shape)
 
     @classmethod
     def _from_object(cls, model: PreTrainedModel, config: RunnerConfig) -> ModelRunner:
-        device = model.device
-        cache_shape(loading.text_config(model))
-        own = linear.structural_copy(model)
-        loading.adopt(own)
-        plain = not getattr(model, "is_quantized", False) and getattr(model, "hf_device_map", None) is None
-        if device.type == "cpu" and plain and kernels.load_cpu_kernels():
-            linear.pack_model(own)
-        return cls(own, config, device, str(getattr(model, "name_or_path", "") or type(model).__name__))
+        loading.refuse_encoders(model.config)
+        shape = survey_without_weights(model.config, type(model))
+        name = str(getattr(model, "name_or_path", "") or type(model).__name__)
+        return cls._ready(linear.structural_copy(model), config, model.device, name, shape)
+
+    @classmethod
+    def _ready(
+        cls, model: PreTrainedModel, config: RunnerConfig, device: torch.device, name: str, shape: CacheShape | None
+    ) -> ModelRunner:
+        """The runner of a model that it may change. ``shape``: None where only the model itself can tell."""
+        own_attention = loading.text_config(model)._attn_implementation
+        if shape is None:
+            shape = survey(model)
+        loading.adopt(model)
+        if device.type == "cpu" and linear.is_plain(model) and kernels.load_cpu_kernels():
+            linear.pack_model(model)
+        runner = cls(model, config, device, name, shape)
+        if config.self_check:
+            check_itself(runner, own_attention)
+        return runner
 
     # -- a round ------------------------------------------------------------------------------------------------------------
 
@@ -262,7 +278,7 @@ class ModelRunner:
             self.layouts.causal(batch, 1),
             self.layouts.arange(0, batch),
         )
-        inputs = [token_ids, start[None], row_ids, start, every + 1, mask, every, self.cache.keys, self.cache.values]
+        inputs = [token_ids, start[None], row_ids, start, every + 1, mask, every, *self.cache.stores]
         logits, fed = logits.unsqueeze(1), token_ids.view(batch, 1)
         for step in range(steps - 1):
             fed.copy_(pick(logits, step))
@@ -379,8 +395,8 @@ class ModelRunner:
             rows = [self.cache.row(name) for name in names]
             self.cache.reserve(slots + width)
             for row in rows:  # never-written memory may hold denormal numbers, with which arithmetic is slow
-                self.cache.keys[:, row].normal_()
-                self.cache.values[:, row].normal_()
+                for store in self.cache.stores:
+                    store[:, row].normal_()
             times = []
             for _ in range(repeat + 1):
                 texts, every = self.layouts.chain([[0] * width] * batch, rows, [slots] * batch), width * batch

@@ -50,7 +50,7 @@ class PassRunner:
         run = self.runner_of(layers, span)
         started = time.perf_counter() if kind in self._eager else 0.0
         where = [layout.positions, layout.cache_rows, layout.bases, layout.ends, layout.visible]
-        out = run([tokens, *where, logits_at, layout.keys, layout.values])
+        out = run([tokens, *where, logits_at, *layout.stores])
         if started:
             self._eager[kind] += time.perf_counter() - started
             if self._eager[kind] > PATIENCE:

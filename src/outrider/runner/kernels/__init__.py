@@ -33,6 +33,11 @@ _library.define(
 )
 
 
+# What ``attend`` does in C++, and what only a few models need: slower, and its bits depend on the pass's width and batch.
+_library.define(
+    "attend_general(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, int layer, Tensor cache_rows, Tensor bases,"
+    " Tensor ends, Tensor positions, Tensor visible, float scale, float softcap, int window, int chunk, Tensor? sinks) -> Tensor"
+)
 _library.define("embed(Tensor token_ids, Tensor packed) -> Tensor")
 _library.define("linear_scaled(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int outputs) -> Tensor")
 _library.define("linear_gated(Tensor x, Tensor packed, Tensor? scales, str activation) -> Tensor")
@@ -183,13 +188,16 @@ def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C+
     scale: float,
     softcap: float,
     window: int,
+    chunk: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Writes this pass's keys and values to the slots from ``base`` on of the cache, then attends to all that is visible.
 
     The T tokens of a pass stand one behind the other, those of request b up to ``ends[b]``, at most W of each. query
     [1, H, T, D]; key, value [1, Hkv, T, D]; keys, values [L, R, Hkv, S, D], changed in place; cache_rows, bases, ends [B];
     positions [1, T]; visible bool [B, W, M], M >= W: which of the last M slots, a text of W tokens at their end, each token
-    sees; those before are seen by all -> [1, T, H, D].
+    sees; those before are seen by all. ``window``: only the last so many positions are seen; ``chunk``: only those of the
+    token's own chunk of so many. sinks [H]: the score of something that every token sees and that has no value -> [1, T, H, D].
     """
     width, capacity = visible.shape[1], keys.shape[3]
     lens = ends.diff(prepend=ends.new_zeros(1))
@@ -204,25 +212,29 @@ def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C+
     query = padded.transpose(1, 2)  # [B, H, W, D]
     spread = positions.new_zeros(len(bases), width)
     spread[row, place] = positions[0]
-    seen = _visible_slots(bases, spread, visible, capacity, window)  # [B, W, S]
+    seen = _visible_slots(bases, spread, visible, capacity, window, chunk)  # [B, W, S]
     unwritten = (torch.arange(capacity, device=bases.device) >= (bases + lens)[:, None])[:, None, :, None]
     # A masked slot is multiplied by zero, so what earlier requests or nobody left there must be a number.
     all_keys = keys[layer][cache_rows].to(query.dtype).masked_fill_(unwritten, 0)
     all_values = values[layer][cache_rows].to(query.dtype).masked_fill_(unwritten, 0)
-    if softcap == 0:
+    if softcap == 0 and sinks is None:
         out = functional.scaled_dot_product_attention(
             query, all_keys, all_values, attn_mask=seen[:, None], scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
     else:
         groups = query.shape[1] // key.shape[1]
         scores = query @ all_keys.repeat_interleave(groups, 1).transpose(2, 3) * scale
-        scores = softcap * torch.tanh(scores / softcap)
-        weights = scores.masked_fill(~seen[:, None], float("-inf")).float().softmax(-1).to(query.dtype)
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~seen[:, None], float("-inf")).float()
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+        weights = scores.softmax(-1)[..., :capacity].to(query.dtype)
         out = weights @ all_values.repeat_interleave(groups, 1)
     return out.transpose(1, 2)[row, place][None]
 
 
-def _visible_slots(bases: Tensor, positions: Tensor, visible: Tensor, capacity: int, window: int) -> Tensor:
+def _visible_slots(bases: Tensor, positions: Tensor, visible: Tensor, capacity: int, window: int, chunk: int = 0) -> Tensor:
     """Which slots each query sees: bool [B, W, S]. Slot s < base holds position s; slot base + j holds positions[:, j]."""
     width, reach = visible.shape[1:]
     slot = torch.arange(capacity, device=positions.device)
@@ -235,9 +247,11 @@ def _visible_slots(bases: Tensor, positions: Tensor, visible: Tensor, capacity: 
         visible.gather(2, told.clamp(0, reach - 1)[:, None].expand(-1, width, -1)),
         (told < 0)[:, None].expand(-1, width, -1),
     )
+    place = torch.where(in_pass, positions.gather(1, index), slot)  # [B, S]
     if window > 0:
-        place = torch.where(in_pass, positions.gather(1, index), slot)  # [B, S]
         seen = seen & (positions[:, :, None] - place[:, None] < window)
+    if chunk > 0:
+        seen = seen & (positions[:, :, None] // chunk == place[:, None] // chunk)
     return seen
 
 
@@ -246,6 +260,7 @@ _library.impl("linear_scaled", reference_linear_scaled, "CompositeExplicitAutogr
 _library.impl("linear_gated", reference_linear_gated, "CompositeExplicitAutograd")
 _library.impl("embed", reference_embed, "CompositeExplicitAutograd")
 _library.impl("attend", reference_attend, "CompositeExplicitAutograd")
+_library.impl("attend_general", reference_attend, "CompositeExplicitAutograd")
 
 
 def _fake_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
@@ -274,6 +289,7 @@ _FAKES: dict[str, Callable[..., Tensor]] = {
     "linear_gated": _fake_linear_gated,
     "embed": _fake_embed,
     "attend": _fake_attend,
+    "attend_general": _fake_attend,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"outrider::{_name}", _fake)

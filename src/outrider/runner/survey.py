@@ -1,0 +1,152 @@
+"""What a model's layers store of a text, and whether Outrider can run them at all: seen by running the model once without weights.
+
+On the meta device, where a forward pass computes shapes alone, a model shows in a fraction of a second what no config says
+reliably: which layers attend, with how many heads of what sizes, which of them read what another one has stored.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from outrider.runner import attention
+from outrider.runner.kv_cache import CacheShape, LayerShape, PassThrough
+from outrider.runner.loading import decoder_layers, keeps_logits, text_config
+from outrider.types import OutriderError, first_line
+
+logger = logging.getLogger(__name__)
+
+NAME = "outrider-survey"
+NUM_TOKENS = 3
+INSTEAD = "run it with transformers' generate, without speculation"
+ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+@dataclass
+class _Seen:
+    """What the attention of one forward pass was called with."""
+
+    layers: dict[int, LayerShape] = field(default_factory=dict)
+    shared: dict[int, int] = field(default_factory=dict)
+    keys: dict[int, Tensor] = field(default_factory=dict)
+
+
+_seen = _Seen()
+
+
+def survey(model: PreTrainedModel) -> CacheShape:
+    """What the layers of a model store. It is run on tokens, on the device where it is, and left with the survey's attention.
+
+    Raises ``OutriderError``, with the reason, for a model that Outrider cannot run, and whatever a model raises that cannot be
+    run in this way.
+    """
+    global _seen
+    name, _seen = type(model).__name__, _Seen()
+    refuse_kinds(model.config)
+    _set_attention(model, name)
+    ran: set[int] = set()
+    handles = [
+        layer.register_forward_pre_hook(lambda *_, index=index: ran.add(index))
+        for index, layer in enumerate(decoder_layers(model))
+    ]
+    ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device=model.device)
+    inputs: dict[str, Any] = {"input_ids": ids, "position_ids": ids, "past_key_values": PassThrough(), "use_cache": True}
+    inputs["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=model.device)
+    if keeps_logits(model):
+        inputs["logits_to_keep"] = ids[0, :2]
+    try:
+        with torch.inference_mode():
+            model(**inputs)
+    except OutriderError as error:
+        raise OutriderError(f"{model.config.model_type}: {error}; {INSTEAD}") from error
+    except Exception as error:
+        if not _seen.layers:  # its own attention did not know what to make of the pass
+            raise OutriderError(_not_attending(name)) from error
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
+    if len(_seen.layers) + len(_seen.shared) < len(ran) or not _seen.layers:
+        raise OutriderError(_not_attending(name))
+    return CacheShape.of(_seen.layers, _seen.shared)
+
+
+def survey_without_weights(config: PreTrainedConfig, model_class: Any) -> CacheShape | None:
+    """What a model of this config will store, before its weights are read: None where only the model itself can tell.
+
+    Raises ``OutriderError`` for a config that describes no model, or one that Outrider cannot run.
+    """
+    refuse_kinds(config)
+    config = copy.deepcopy(config)
+    config.__dict__.pop("quantization_config", None)
+    try:
+        with torch.device("meta"):
+            model = model_class._from_config(config, dtype=torch.float32, attn_implementation="eager")
+    except Exception as error:  # a config may lie in more ways than can be listed
+        raise OutriderError(f"the config of {config.model_type} describes no model: {first_line(error)}") from error
+    try:
+        model.set_experts_implementation("batched_mm")  # whose shapes do not depend on which experts are chosen
+    except Exception:  # a model without experts, or with older ones
+        logger.debug("%s has no experts to set", type(model).__name__, exc_info=True)
+    try:
+        return survey(model.eval())
+    except OutriderError:
+        raise
+    except Exception:
+        logger.debug("%s does not run without weights", type(model).__name__, exc_info=True)
+        return None
+
+
+def refuse_kinds(config: PreTrainedConfig) -> None:
+    """Raises ``OutriderError`` for layers that, by their config, keep something else than keys and values."""
+    text = text_config(config)
+    odd = sorted(set(getattr(text, "layer_types", None) or ()) - ATTENTION_KINDS)
+    if odd:
+        raise OutriderError(
+            f"{text.model_type} has layers whose state Outrider cannot roll back token by token ({', '.join(odd)}): {INSTEAD}"
+        )
+
+
+def _set_attention(model: PreTrainedModel, name: str) -> None:
+    try:
+        model.set_attn_implementation(NAME)
+    except (ValueError, KeyError) as error:
+        raise OutriderError(f"{name} does not let its attention be set ({first_line(error)}): {INSTEAD}") from error
+
+
+def _not_attending(name: str) -> str:
+    return (
+        f"{name} does not attend by transformers' attention interface in every layer"
+        f" (it has attention code of its own, or a recurrent state): {INSTEAD}"
+    )
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *_: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """Notes what a layer would store, in the place of attention."""
+    layer: Any = getattr(module, "layer_idx", None)
+    if layer is None:
+        raise OutriderError(f"{type(module).__name__} does not say which layer it belongs to")
+    if layer in _seen.layers or layer in _seen.shared:
+        raise OutriderError(f"{type(module).__name__} attends more than once in a layer, which Outrider's cache does not support")
+    attention.check(module, attention_mask, options)
+    source = next((other for other, known in _seen.keys.items() if known is key), None)
+    if source is not None:
+        _seen.shared[layer] = source
+    else:
+        _seen.layers[layer], _seen.keys[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3]), key
+    if query.shape[3] != key.shape[3] or query.shape[1] % key.shape[1] or value.shape[1] != key.shape[1]:
+        raise OutriderError(f"{type(module).__name__} has queries {list(query.shape)} that do not fit keys {list(key.shape)}")
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+AttentionInterface.register(NAME, _attend)
+AttentionMaskInterface.register(NAME, lambda *_, **__: None)
