@@ -28,6 +28,7 @@ from outrider.disk_cache import cache_dir
 from outrider.runner.gates import fuse_gates
 from outrider.runner.linear import is_packed
 from outrider.runner.loading import text_config
+from outrider.runner.state_cache import store_shapes
 
 if TYPE_CHECKING:
     from outrider.runner.passes import Pass
@@ -37,7 +38,16 @@ logger = logging.getLogger(__name__)
 Run = Callable[[list[Tensor]], list[Tensor]]
 
 # what a package is made from, beside the model
-TRACED = ("attention.py", "compiled.py", "gates.py", "layer_span.py", "linear.py", "passes.py", "kernels/__init__.py")
+TRACED = (
+    "attention.py",
+    "compiled.py",
+    "gates.py",
+    "layer_span.py",
+    "linear.py",
+    "passes.py",
+    "recurrence.py",
+    "kernels/__init__.py",
+)
 
 
 def is_supported(model: PreTrainedModel) -> bool:
@@ -89,6 +99,7 @@ def export(module: Pass) -> ExportedProgram:
         for kind, count in shape.kinds
         for dim in (kind.key_dim, kind.value_dim)
     ]
+    states = [torch.zeros(shape) for shape in store_shapes(shape.states, module.state_slots, rows=2)]
     tokens = torch.zeros(1, total, dtype=torch.long)
     if module.span.start:
         tokens = torch.zeros(1, total, text_config(module.model).hidden_size)  # float32, as all between packed layers is
@@ -101,11 +112,13 @@ def export(module: Pass) -> ExportedProgram:
         torch.ones(batch, width, width, dtype=torch.bool).tril(),
         torch.arange(total - 1),
         *stores,
+        *states,
     )
     dim = torch.export.Dim
     b, w, t = dim("b", min=1, max=4096), dim("w", min=1, max=1 << 20), dim("t", min=1, max=1 << 22)
-    each, store_dims = {0: b}, {1: dim("rows", min=1), 3: dim("slots", min=1)}
-    shapes = ({1: t}, {1: t}, each, each, each, {0: b, 1: w, 2: w}, {0: dim("m", min=1)}, (store_dims,) * len(stores))
+    each, rows = {0: b}, dim("rows", min=1)
+    cache_dims = ({1: rows, 3: dim("slots", min=1)},) * len(stores) + ({1: rows},) * len(states)
+    shapes = ({1: t}, {1: t}, each, each, each, {0: b, 1: w, 2: w}, {0: dim("m", min=1)}, cache_dims)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own use of itself
         return torch.export.export(module, inputs, strict=False, dynamic_shapes=shapes)
@@ -138,7 +151,7 @@ def _package_path(module: Pass) -> Path:
         type(model).__name__,
         json.dumps(config, sort_keys=True, default=str),
         tensors,
-        str((module.layers, module.span, module.cache_dtype)),
+        str((module.layers, module.span, module.cache_dtype, module.cache_shape, module.state_slots)),
         torch.__version__,
         transformers.__version__,
         cpu_flags(),

@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from outrider.runner import attention
+from outrider.runner import attention, recurrence
 from outrider.types import OutriderError, first_line
 
 
@@ -73,6 +73,7 @@ def adopt(model: PreTrainedModel) -> PreTrainedModel:
     if text_config(model)._attn_implementation != attention.NAME:
         raise OutriderError(f"{type(model).__name__} does not let its attention be set: Outrider cannot run it")
     drop_towers(model)
+    recurrence.bind(model)
     model.eval().requires_grad_(False)
     return model
 

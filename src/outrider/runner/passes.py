@@ -38,14 +38,14 @@ class Pass(nn.Module):
         super().__init__()
         self.model, self.layers, self.span = spanned(model, span), layers, span
         self._cache = [cache]  # in a list, so that a module does not look into it
-        self.cache_shape, self.cache_dtype = cache.shape, cache.dtype
+        self.cache_shape, self.cache_dtype, self.state_slots = cache.shape, cache.dtype, cache.states.slots
         self._stack = [decoder_layers(self.model)] if layers else []
         self._keeps_logits = keeps_logits(self.model)
         last = len(self._stack[0]) if layers else 0
         if layers and not 0 <= min(layers) <= max(layers) <= last:
             raise OutriderError(f"a model of {last} layers has the hidden states 0 to {last}, not all of {layers}")
 
-    def forward(  # noqa: PLR0913 - the inputs of a compiled function
+    def forward(
         self,
         tokens: Tensor,  # [1, T] ids, or the hidden states [1, T, H] of the layer before the span
         positions: Tensor,  # [1, T]
@@ -57,7 +57,9 @@ class Pass(nn.Module):
         *stores: Tensor,  # the cache's: [L, R, Hkv, S, D] each
     ) -> tuple[Tensor, ...]:
         hidden = tokens if self.span.start else None
-        layout = PassLayout(stores, self.cache_shape.places, cache_rows, bases, ends, positions, visible, hidden)
+        layout = PassLayout(
+            stores, self.cache_shape.places, cache_rows, bases, ends, positions, visible, hidden, self.cache_shape.states
+        )
         captured: dict[int, Tensor] = {}
         handles = [self._capture(layer, captured) for layer in self.layers]
         inputs: dict[str, Any] = {
@@ -175,7 +177,7 @@ class PassRunner:
             self._eager.setdefault(kind, 0.0)
         else:
             self._eager.pop(kind, None)
-        if self._compile != "never" and self._model.device.type == "cuda":
+        if self._compile != "never" and self._model.device.type == "cuda" and not self._cache.shape.states.kinds:
             self._eager.pop(kind, None)
             self._compiled.add(kind)
             return GraphRunner(lambda inputs: tuple(module(*inputs)))

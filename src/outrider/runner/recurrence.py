@@ -1,8 +1,8 @@
 """Recurrent layers over Outrider's own cache: short convolutions, the gated delta rule, linear attention, selective scans.
 
-No model code is forked. transformers' recurrent layers call a handful of functions by name, the same names in every architecture;
-``bind`` gives each layer's ``forward`` other functions under these names, which keep the state after every position of a pass, for
-each of the requests that share it. Going back to an accepted draft then moves no data.
+No model code is forked. transformers' recurrent layers call a handful of functions by name, the same names in every
+architecture. ``bind`` gives each layer's ``forward`` other functions under these names, which keep the state after every
+position of a pass, for each of the requests that share it. Going back to an accepted draft then moves no data.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType, MethodType
-from typing import Any, NamedTuple, Protocol
+from functools import cache
+from types import FunctionType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from outrider.runner.state_cache import StateKey, StateShape
 
 _library = torch.library.Library("outrider", "FRAGMENT")
 _REQUESTS = "Tensor states, int layer, Tensor cache_rows, Tensor bases, Tensor ends"
@@ -133,7 +136,7 @@ def reference_short_conv(  # noqa: PLR0913 - an operator's signature, shared wit
     for row, base, tokens in _tokens(cache_rows, bases, ends):
         ring = states[layer, row]
         earlier = [ring[p % slots] if p >= 0 else torch.zeros_like(ring[0]) for p in range(base - taps + 1, base)]
-        inputs = torch.cat([torch.stack(earlier), x[0, tokens.start : tokens.stop]]) if earlier else x[0, tokens.start : tokens.stop]
+        inputs = torch.cat([*(each[None] for each in earlier), x[0, tokens.start : tokens.stop]])
         out[0, tokens.start : tokens.stop] = (inputs.unfold(0, taps, 1) * weight).sum(-1)
         for token in tokens[-slots:]:
             ring[(base + token - tokens.start) % slots] = x[0, token]
@@ -154,23 +157,18 @@ torch.library.register_fake("outrider::selective_scan", lambda x, *_: torch.empt
 # ---------------------------------------------------------------------------------------------------------------------------
 
 
-class StateKey(NamedTuple):
-    """One recurrent store of a model: which layer, and which of its states; a convolution's are its last inputs."""
-
-    layer: int
-    index: int
-    is_conv: bool
-
-
 class StatePass(Protocol):
     """The pass under way, as recurrent layers see it."""
 
-    cache_rows: Tensor  # [B] int64
-    bases: Tensor  # [B] int64
-    ends: Tensor  # [B] int64
+    @property
+    def cache_rows(self) -> Tensor: ...  # [B] int64
+    @property
+    def bases(self) -> Tensor: ...  # [B] int64
+    @property
+    def ends(self) -> Tensor: ...  # [B] int64
 
-    def states(self, key: StateKey, shape: tuple[int, ...], taps: int) -> tuple[Tensor, int]:
-        """The store [L, R, S, *shape] and the place in it of one recurrent state; ``taps`` of a convolution, else 0."""
+    def state(self, key: StateKey, shape: StateShape) -> tuple[Tensor, int]:
+        """The store [L, R, S, ...] of one recurrent state, and its index there."""
         ...
 
 
@@ -196,9 +194,8 @@ def enter(layer: int, index: int) -> None:
 
 
 def _requests(shape: tuple[int, ...], taps: int = 0) -> tuple[Tensor, int, Tensor, Tensor, Tensor]:
-    if _active is None:
-        raise RuntimeError("this model was prepared by Outrider's runner: call the runner, not the model")
-    store, place = _active.states(StateKey(*_layer, taps > 0), shape, taps)
+    assert _active is not None
+    store, place = _active.state(StateKey(*_layer, taps > 0), StateShape(shape, taps))
     return store, place, _active.cache_rows, _active.bases, _active.ends
 
 
@@ -212,14 +209,14 @@ def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str 
         raise NotImplementedError(f"a short convolution with activation {activation}")
     bias = None if bias is None else _float(bias)
     requests = _requests((weight.shape[0],), taps=weight.shape[1])
-    out = torch.ops.outrider.short_conv(_float(x.transpose(1, 2)), _float(weight), bias, activation is not None, *requests)
+    out: Tensor = torch.ops.outrider.short_conv(_float(x.transpose(1, 2)), _float(weight), bias, activation is not None, *requests)
     return out.transpose(1, 2).to(x.dtype)
 
 
 def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool = False, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """``chunk_gated_delta_rule`` and ``chunk_kda``: query, key [1, T, Hk, D], value [1, T, H, Dv], g [1, T, H] or [1, T, H, D]."""
+    """``chunk_gated_delta_rule`` and ``chunk_kda``: query, key [1, T, Hk, D], value [1, T, H, Dv], g [1, T, H(, D)]."""
     heads, values, keys = value.shape[2], value.shape[3], key.shape[3]
     decay = g if g.dim() == 4 else g[..., None]
     requests = _requests((heads, keys, values))
@@ -231,10 +228,10 @@ def delta_rule(
 def mamba2(  # noqa: PLR0913 - transformers' signature
     hidden_states: Tensor,
     dt: Tensor,
-    A: Tensor,  # noqa: N803
-    B: Tensor,  # noqa: N803
-    C: Tensor,  # noqa: N803
-    D: Tensor | None = None,  # noqa: N803
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
@@ -257,10 +254,10 @@ def mamba2(  # noqa: PLR0913 - transformers' signature
 def mamba(  # noqa: PLR0913 - transformers' signature
     hidden_states: Tensor,
     dt: Tensor,
-    A: Tensor,  # noqa: N803
-    B: Tensor,  # noqa: N803
-    C: Tensor,  # noqa: N803
-    D: Tensor | None = None,  # noqa: N803
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
@@ -287,38 +284,26 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def bind(model: nn.Module) -> int:
-    """Lets the recurrent layers of a model call Outrider's functions, in place; how many layers there are."""
-    count = 0
+def bind(model: nn.Module) -> None:
+    """Lets the recurrent layers of a model call Outrider's functions in a pass, in place; elsewhere transformers' own."""
     for module in model.modules():
-        forward: Any = inspect.unwrap(type(module).forward)
-        used = FUNCTIONS.keys() & set(forward.__code__.co_names)
-        if used:
-            names = forward.__globals__ | {name: FUNCTIONS[name] for name in used}
-            own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-            own.__kwdefaults__ = forward.__kwdefaults__
-            module.forward = MethodType(own, module)
-            count += 1
-    return count
+        kind = _bound(type(module))
+        if kind is not None:
+            module.__class__ = kind
 
 
-class RecurrentCacheMixin:
-    """transformers' side of the state cache: it says nothing of earlier states, so that layers take the path of whole sequences."""
+@cache
+def _bound(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The class with ``forward`` bound; None for one that calls none of ``FUNCTIONS``, or is bound already."""
+    forward: Any = inspect.unwrap(kind.forward)
+    used = FUNCTIONS.keys() & set(forward.__code__.co_names)
+    if not used or hasattr(kind, "outrider_bound"):
+        return None
+    names = forward.__globals__ | {name: _in_a_pass(FUNCTIONS[name], forward.__globals__[name]) for name in used}
+    own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    own.__kwdefaults__ = forward.__kwdefaults__
+    return type(kind.__name__, (kind,), {"forward": own, "outrider_bound": True, "__module__": kind.__module__})
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        enter(layer_idx, state_idx)
 
-    get_recurrent_state = get_conv_state
-
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        enter(layer_idx, state_idx)
-        return conv_states
-
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        return recurrent_states
-
-    def has_previous_state(self, *_: Any, **__: Any) -> bool:
-        return False
-
-    def is_recording_past(self, *_: Any) -> bool:
-        return False
+def _in_a_pass(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **options: (theirs if _active is None else ours)(*args, **options)
