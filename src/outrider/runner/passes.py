@@ -17,7 +17,7 @@ from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.graphs import GraphRunner
 from outrider.runner.kv_cache import KVCache
 from outrider.runner.layer_span import WHOLE, LayerSpan, spanned
-from outrider.runner.loading import decoder_layers, keeps_logits
+from outrider.runner.loading import cache_arguments, decoder_layers, keeps_logits
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
@@ -65,10 +65,7 @@ class Pass(nn.Module):
         inputs: dict[str, Any] = {
             "inputs_embeds" if self.span.start else "input_ids": tokens,
             "position_ids": positions,
-            # A 4-D mask is passed on as it is by every model, and Outrider's attention does not look at it.
-            "attention_mask": positions.new_ones((1, 1, 1, 1), dtype=torch.bool),
-            "past_key_values": self._cache[0],
-            "use_cache": True,
+            **cache_arguments(self.model, self._cache[0]),
         }
         try:
             with active_pass(layout):

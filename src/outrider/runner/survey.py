@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from outrider.runner import attention, recurrence
 from outrider.runner.kv_cache import CacheShape, LayerShape, PassThrough
-from outrider.runner.loading import decoder_layers, keeps_logits
+from outrider.runner.loading import cache_arguments, decoder_layers, keeps_logits, text_config
 from outrider.runner.state_cache import StateKey, StateShape, StateShapes
 from outrider.types import OutriderError, first_line
 
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "outrider-survey"
 NUM_TOKENS = 3
+WITHOUT_CACHE = ("mlp", "moe")  # kinds of layers that look at no other token
 INSTEAD = "run it with transformers' generate, without speculation"
 
 
@@ -69,8 +70,7 @@ def survey(model: PreTrainedModel) -> CacheShape:
         for index, layer in enumerate(decoder_layers(model))
     ]
     ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device=model.device)
-    inputs: dict[str, Any] = {"input_ids": ids, "position_ids": ids, "past_key_values": PassThrough(), "use_cache": True}
-    inputs["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=model.device)
+    inputs: dict[str, Any] = {"input_ids": ids, "position_ids": ids, **cache_arguments(model, PassThrough())}
     if keeps_logits(model):
         inputs["logits_to_keep"] = ids[0, :2]
     try:
@@ -85,7 +85,9 @@ def survey(model: PreTrainedModel) -> CacheShape:
     finally:
         for handle in handles:
             handle.remove()
-    if not ran <= {*_seen.layers, *_seen.shared, *(key.layer for key in _seen.states)}:
+    known = {*_seen.layers, *_seen.shared, *(key.layer for key in _seen.states)}
+    kinds = getattr(text_config(model), "layer_types", None) or ()
+    if not ran <= known | {layer for layer, kind in enumerate(kinds) if kind in WITHOUT_CACHE}:
         raise OutriderError(_not_attending(name))
     return CacheShape.of(_seen.layers, _seen.shared, StateShapes.of(_seen.states))
 
