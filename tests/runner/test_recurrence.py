@@ -168,10 +168,10 @@ def test_the_next_turn_goes_on_from_states_that_are_still_there() -> None:
     with torch.inference_mode():
         fresh = runner.extend(["a"], [text])
         runner.retire(["a"])
-        again = runner.extend(["b"], [text[:-3] + [1, 2, 3, 4]])  # three tokens back: within the ring
+        again = runner.extend(["b"], [[*text[:-3], 1, 2, 3, 4]])  # three tokens back: within the ring
         assert runner.cache.num_reused == len(text) - 3
         runner.release(["b"])
-        back = runner.extend(["c"], [text[:20] + [1, 2]])  # too far back: read from the start
+        back = runner.extend(["c"], [[*text[:20], 1, 2]])  # too far back: read from the start
         assert runner.cache.num_reused == len(text) - 3
         runner.release(["c"])
         assert torch.equal(runner.extend(["d"], [text]), fresh)
