@@ -25,7 +25,7 @@ from outrider.search import search as search_module
 from outrider.search.journal import Journal
 from outrider.search.report import result, rows, table, verdict
 from outrider.search.traffic import Text
-from outrider.types import OutriderError, PhaseTimes, Round, SamplingParams
+from outrider.types import OutriderError, SamplingParams
 from outrider.verifiers.exact import ExactMatchVerifier
 
 Speed = Callable[[Contender], float]

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from outrider.runner import kernels  # noqa: F401 - declares torch.ops.outrider
+from outrider.runner import kernels, recurrence  # noqa: F401 - kernels declares torch.ops.outrider
+from outrider.runner.state_cache import NO_STATES, StateKey, StateShape, StateShapes
 from outrider.types import OutriderError
 
 NAME = "outrider"
@@ -28,7 +29,7 @@ NAME = "outrider"
 class PassLayout:
     """Where the T tokens of one pass stand in the cache: those of B requests one behind the other, at most W of each."""
 
-    stores: tuple[Tensor, ...]  # keys and values, in turn, of each kind of layer: [L, R, Hkv, S, D]
+    stores: tuple[Tensor, ...]  # keys and values, in turn, of each kind of layer: [L, R, Hkv, S, D]; then recurrent states
     places: tuple[tuple[int, int] | None, ...]  # by layer: its kind, and its index among the layers of that kind
     cache_rows: Tensor  # [B] int64
     bases: Tensor  # [B] int64: slot of the pass's first token; slots before it hold the committed text
@@ -36,7 +37,13 @@ class PassLayout:
     positions: Tensor  # [1, T] int64
     visible: Tensor  # bool [B, W, M], M >= W: which of the last M slots, a text of W tokens at their end, each token sees
     hidden: Tensor | None = None  # [1, T, H]: what the layer before the first one run gave, where that is not the first
+    states: StateShapes = NO_STATES  # of recurrent layers
     layers_done: set[int] = field(default_factory=set)  # whose attention has run
+
+    def state(self, key: StateKey, shape: StateShape) -> tuple[Tensor, int]:
+        """The store [L, R, S, ...] of one recurrent state, and its index there."""
+        kind, index = self.states.places[key]
+        return self.stores[len(self.stores) - len(self.states.kinds) + kind], index
 
 
 _active: PassLayout | None = None
@@ -59,11 +66,12 @@ def position_offsets() -> Tensor | int:
 
 @contextmanager
 def active_pass(layout: PassLayout) -> Iterator[None]:
-    """Makes ``layout`` the one that attention works on."""
+    """Makes ``layout`` the one that attention and recurrent layers work on."""
     global _active
     previous, _active = _active, layout
     try:
-        yield
+        with recurrence.active_states(layout):
+            yield
     finally:
         _active = previous
 

@@ -29,7 +29,8 @@ from outrider.disk_cache import cache_dir
 from outrider.runner.forward import Pass
 from outrider.runner.gates import fuse_gates
 from outrider.runner.linear import is_packed
-from outrider.runner.loading import text_config
+from outrider.runner.loading import num_layers, text_config
+from outrider.runner.state_cache import store_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,16 @@ Run = Callable[[list[Tensor]], list[Tensor]]
 SECONDS, SECONDS_PER_LAYER = 8.0, 1.5  # that compiling a pass takes, roughly, on one core
 
 # what a package is made from, beside the model
-TRACED = ("attention.py", "compiled.py", "forward.py", "gates.py", "layer_span.py", "linear.py", "kernels/__init__.py")
+TRACED = (
+    "attention.py",
+    "compiled.py",
+    "forward.py",
+    "gates.py",
+    "layer_span.py",
+    "linear.py",
+    "recurrence.py",
+    "kernels/__init__.py",
+)
 
 
 def is_supported(model: PreTrainedModel) -> bool:
@@ -90,6 +100,7 @@ def export(module: Pass) -> ExportedProgram:
         for kind, count in shape.kinds
         for dim in (kind.key_dim, kind.value_dim)
     ]
+    states = [torch.zeros(shape) for shape in store_shapes(shape.states, module.state_slots, rows=2)]
     tokens = torch.zeros(1, total, dtype=torch.long)
     if module.span.start:
         tokens = torch.zeros(1, total, text_config(module.model).hidden_size)  # float32, as all between packed layers is
@@ -102,18 +113,20 @@ def export(module: Pass) -> ExportedProgram:
         torch.ones(batch, width, width, dtype=torch.bool).tril(),
         torch.arange(total - 1),
         *stores,
+        *states,
     )
     dim = torch.export.Dim
     b, w, t = dim("b", min=1, max=4096), dim("w", min=1, max=1 << 20), dim("t", min=1, max=1 << 22)
-    each, store_dims = {0: b}, {1: dim("rows", min=1), 3: dim("slots", min=1)}
-    shapes = ({1: t}, {1: t}, each, each, each, {0: b, 1: w, 2: w}, {0: dim("m", min=1)}, (store_dims,) * len(stores))
+    each, rows = {0: b}, dim("rows", min=1)
+    cache_dims = ({1: rows, 3: dim("slots", min=1)},) * len(stores) + ({1: rows},) * len(states)
+    shapes = ({1: t}, {1: t}, each, each, each, {0: b, 1: w, 2: w}, {0: dim("m", min=1)}, cache_dims)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own use of itself
         return torch.export.export(module, inputs, strict=False, dynamic_shapes=shapes)
 
 
 def _build(module: Pass, path: Path) -> None:
-    expected = SECONDS + SECONDS_PER_LAYER * module.cache_shape.num_layers
+    expected = SECONDS + SECONDS_PER_LAYER * num_layers(text_config(module.model))
     part = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
     # What is left beside Outrider's operators is small: waking threads for it would take longer than doing it.
     options = {"aot_inductor.package_constants_in_so": False, "cpp.threads": 1}
@@ -140,7 +153,7 @@ def _package_path(module: Pass) -> Path:
         type(model).__name__,
         json.dumps(config, sort_keys=True, default=str),
         tensors,
-        str((module.layers, module.span, module.cache_dtype)),
+        str((module.layers, module.span, module.cache_dtype, module.cache_shape, module.state_slots)),
         torch.__version__,
         transformers.__version__,
         cpu_flags(),

@@ -21,6 +21,7 @@ class RunnerConfig:
     kv_memory: float | None = None  # GiB that the target's cache may take; None: what max_batch and max_len come to
     prefix_cache: bool = False  # keep what was cached of ended requests for others that begin with the same text
     trust_remote_code: bool = False
+    max_drafts: int = 16  # of a request in one pass, where layers are recurrent: the memory of their states grows with it
     self_check: bool = True  # whether a model is held, when it is loaded, against its own forward pass without a cache
 
     def __post_init__(self) -> None:

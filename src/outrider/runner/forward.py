@@ -12,7 +12,7 @@ from transformers.utils.generic import ModelOutput
 from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.kv_cache import KVCache
 from outrider.runner.layer_span import WHOLE, LayerSpan, spanned
-from outrider.runner.loading import decoder_layers, keeps_logits
+from outrider.runner.loading import cache_arguments, decoder_layers, keeps_logits
 from outrider.types import OutriderError
 
 
@@ -29,14 +29,14 @@ class Pass(nn.Module):
         super().__init__()
         self.model, self.layers, self.span = spanned(model, span), layers, span
         self._cache = [cache]  # in a list, so that a module does not look into it
-        self.cache_shape, self.cache_dtype = cache.shape, cache.dtype
+        self.cache_shape, self.cache_dtype, self.state_slots = cache.shape, cache.dtype, cache.states.slots
         self._stack = [decoder_layers(self.model)] if layers else []
         self._keeps_logits = keeps_logits(self.model)
         last = len(self._stack[0]) if layers else 0
         if layers and not 0 <= min(layers) <= max(layers) <= last:
             raise OutriderError(f"a model of {last} layers has the hidden states 0 to {last}, not all of {layers}")
 
-    def forward(  # noqa: PLR0913 - the inputs of a compiled function
+    def forward(
         self,
         tokens: Tensor,  # [1, T] ids, or the hidden states [1, T, H] of the layer before the span
         positions: Tensor,  # [1, T]
@@ -48,16 +48,15 @@ class Pass(nn.Module):
         *stores: Tensor,  # the cache's: [L, R, Hkv, S, D] each
     ) -> tuple[Tensor, ...]:
         hidden = tokens if self.span.start else None
-        layout = PassLayout(stores, self.cache_shape.places, cache_rows, bases, ends, positions, visible, hidden)
+        layout = PassLayout(
+            stores, self.cache_shape.places, cache_rows, bases, ends, positions, visible, hidden, self.cache_shape.states
+        )
         captured: dict[int, Tensor] = {}
         handles = [self._capture(layer, captured) for layer in self.layers]
         inputs: dict[str, Any] = {
             "inputs_embeds" if self.span.start else "input_ids": tokens,
             "position_ids": positions,
-            # A 4-D mask is passed on as it is by every model, and Outrider's attention does not look at it.
-            "attention_mask": positions.new_ones((1, 1, 1, 1), dtype=torch.bool),
-            "past_key_values": self._cache[0],
-            "use_cache": True,
+            **cache_arguments(self.model, self._cache[0]),
         }
         try:
             with active_pass(layout):

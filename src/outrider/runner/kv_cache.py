@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from outrider.runner import attention
+from outrider.runner import attention, recurrence
+from outrider.runner.state_cache import NO_STATES, StateCache, StateShapes
 from outrider.types import OutriderError
 
 SHARED = 16  # tokens from which on a common beginning is worth taking over
@@ -36,6 +37,7 @@ class CacheShape:
 
     kinds: tuple[tuple[LayerShape, int], ...]  # each shape that occurs, and how many layers store so
     places: tuple[tuple[int, int] | None, ...]  # by layer: its kind and its index there; None: it stores nothing
+    states: StateShapes = NO_STATES  # of recurrent layers
 
     @classmethod
     def uniform(cls, num_layers: int, num_kv_heads: int, key_dim: int, value_dim: int) -> CacheShape:
@@ -43,7 +45,9 @@ class CacheShape:
         return cls.of({layer: LayerShape(num_kv_heads, key_dim, value_dim) for layer in range(num_layers)})
 
     @classmethod
-    def of(cls, layers: Mapping[int, LayerShape], shared: Mapping[int, int] | None = None) -> CacheShape:
+    def of(
+        cls, layers: Mapping[int, LayerShape], shared: Mapping[int, int] | None = None, states: StateShapes = NO_STATES
+    ) -> CacheShape:
         """``layers``: what each layer stores; ``shared``: layers that read what another one, of ``layers``, has stored."""
         counts: dict[LayerShape, int] = {}
         places: dict[int, tuple[int, int]] = {}
@@ -52,7 +56,8 @@ class CacheShape:
             counts[shape] = index + 1
             places[layer] = (list(counts).index(shape), index)
         places |= {layer: places[source] for layer, source in (shared or {}).items()}
-        return cls(tuple(counts.items()), tuple(places.get(layer) for layer in range(max(places, default=-1) + 1)))
+        by_layer = tuple(places.get(layer) for layer in range(max(places, default=-1) + 1))
+        return cls(tuple(counts.items()), by_layer, states)
 
     @property
     def floats_per_token(self) -> int:
@@ -82,13 +87,31 @@ class PassThrough(Cache):
     def is_compileable(self) -> bool:
         return True
 
-    def _no_state(self, *_: object, **__: object) -> NoReturn:
-        raise OutriderError("its layers keep a recurrent state, which Outrider cannot roll back")
+    # Recurrent layers are told of no earlier state, so that they take the way of whole sequences; the functions that they call
+    # there are Outrider's, which find the states themselves.
 
-    get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = has_previous_state = _no_state
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        recurrence.enter(layer_idx, state_idx)
+
+    get_recurrent_state = get_conv_state
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
+        recurrence.enter(layer_idx, state_idx)
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
+        return recurrent_states
+
+    def has_previous_state(self, *_: object, **__: object) -> bool:
+        return False
+
+    def is_recording_past(self, *_: object) -> bool:
+        return False
 
     def update_indexer(self, *_: object, **__: object) -> NoReturn:
-        raise OutriderError("its layers choose what they attend to by an index of their own, which Outrider's cache does not keep")
+        raise OutriderError(
+            "its layers choose what they attend to by an index of their own, which Outrider's cache does not keep"
+        )
 
 
 class KVCache(PassThrough):
@@ -107,6 +130,7 @@ class KVCache(PassThrough):
         dtype: torch.dtype,
         device: torch.device,
         budget: int | None = None,
+        max_drafts: int = 16,
     ) -> None:
         """``budget``: bytes that keys and values may take, where requests are admitted before they come; None: no limit."""
         super().__init__()
@@ -115,15 +139,19 @@ class KVCache(PassThrough):
         self._row_of: dict[str, int] = {}
         self._texts: dict[str, Sequence[int]] = {}  # of requests with a row, as they grow, where rows are to be kept
         self._kept: dict[int, list[int]] = {}  # row of an ended request -> its text; the least recently used first
-        self._budget = None if budget is None else budget // (shape.floats_per_token * dtype.itemsize)  # slots, all rows'
+        self.states = StateCache(shape.states, max_drafts, device)
+        bytes_per_slot = max(1, shape.floats_per_token * dtype.itemsize)
+        self._state_slots = -(-4 * shape.states.floats_per_row(self.states.slots) // bytes_per_slot)  # what a row's states cost
+        self._budget = None if budget is None else budget // bytes_per_slot  # slots, all rows'
         self._promised: dict[str, int] = {}  # slots set apart for requests
         if self._budget is not None:
-            self.max_len = min(max_len, self._budget - SLACK)
+            self.max_len = min(max_len, self._budget - SLACK - self._state_slots)
             if self.max_len < 2:
                 raise OutriderError("the memory for the cache does not hold a single text: raise kv_memory")
         self.num_looked_up = self.num_reused = 0  # tokens of prompts, and those of them that a kept row had
         self._free: list[int] = []
         self.cached_lens: list[int] = []  # by row: tokens whose keys and values stand in the cache
+        self.num_rows = self.capacity = 0  # at present; slots of each row
         self.stores = self._allocate(0, 0)
 
     def _allocate(self, rows: int, slots: int) -> tuple[Tensor, ...]:
@@ -137,14 +165,9 @@ class KVCache(PassThrough):
             return tuple(torch.empty(shape, dtype=self.dtype, device=self._device) for shape in shapes)
 
     @property
-    def num_rows(self) -> int:
-        """Rows that there are at present."""
-        return int(self.stores[0].shape[1])
-
-    @property
-    def capacity(self) -> int:
-        """Slots a row has at present."""
-        return int(self.stores[0].shape[3])
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that a pass reads and writes: ``stores``, then those of recurrent states."""
+        return (*self.stores, *self.states.stores)
 
     # -- rows ---------------------------------------------------------------------------------------------------------------
 
@@ -156,6 +179,7 @@ class KVCache(PassThrough):
                 self._free.append(self._evicted())
             found = self._row_of[request_id] = self._free.pop()
             self.cached_lens[found] = 0
+            self.states.restart(found)
         return found
 
     def release(self, request_ids: Sequence[str]) -> None:
@@ -204,7 +228,8 @@ class KVCache(PassThrough):
                 if list(known[: longest + 1]) != list(text[: longest + 1]):
                     continue  # most rows hold another text
                 length = next((i for i in range(longest + 1, most) if known[i] != text[i]), most)
-                best, longest = row, length
+                if self.states.usable(row, length):
+                    best, longest = row, length
         return best, longest
 
     def _taken_over(self, request_id: str, source: int, length: int) -> int:
@@ -217,9 +242,19 @@ class KVCache(PassThrough):
         if known is not None:
             self._kept[source] = self._kept.pop(source)  # now the most recently used
         target = self.row(request_id)
+        self._copy(source, target, length)
+        return target
+
+    def _copy(self, source: int, target: int, length: int) -> None:
+        """Gives a row what another one holds of its first ``length`` tokens."""
         for store in self.stores:
             store[:, target, :, :length] = store[:, source, :, :length]
-        return target
+        self.states.copy(source, target)
+
+    def go_back(self, row: int, num_tokens: int) -> None:
+        """No more than a row's first ``num_tokens`` tokens count as cached; none where a state after them is gone."""
+        if num_tokens < self.cached_lens[row]:
+            self.cached_lens[row] = self.states.usable(row, num_tokens)
 
     def _evicted(self) -> int:
         """The row of the ended request that was least recently used. Raises ``OutriderError`` where there is none."""
@@ -239,10 +274,11 @@ class KVCache(PassThrough):
         if self._budget is None:
             return True
         slots = max(num_tokens + SLACK, *self._promised.values(), 0)
+        each = slots + self._state_slots
         rows = len(self._promised) + 1
-        if rows * slots > self._budget:
+        if rows * each > self._budget:
             return False
-        if max(len(self.cached_lens), rows) * max(self.capacity, slots) > self._budget:
+        if max(len(self.cached_lens), rows) * max(self.capacity + self._state_slots, each) > self._budget:
             self._compact(slots)
         self._promised[request_id] = num_tokens + SLACK
         return True
@@ -255,7 +291,8 @@ class KVCache(PassThrough):
             used = lens[source]
             for new, old in zip(stores, self.stores, strict=True):
                 new[:, row, :, :used] = old[:, source, :, :used]
-        self.stores = stores
+        self.stores, self.num_rows, self.capacity = stores, len(moved), slots
+        self.states.keep_rows([source for _, source in moved])
         self._row_of = {name: row for row, (name, _) in enumerate(moved)}
         self.cached_lens = [lens[source] for _, source in moved]
         self._kept.clear()
@@ -271,7 +308,7 @@ class KVCache(PassThrough):
             return
         wanted = min(self.max_len + SLACK, max(2 * self.capacity, 256))
         if self._budget is not None:
-            wanted = min(wanted, self._budget // max(len(self.cached_lens), 1))
+            wanted = min(wanted, self._budget // max(len(self.cached_lens), 1) - self._state_slots)
         # Beyond the budget (that of a draft, for which nothing is set apart) it grows by little, but not with every token.
         self._resize(self.num_rows, wanted if wanted >= slots else slots + SLACK)
 
@@ -280,7 +317,7 @@ class KVCache(PassThrough):
         have = len(self.cached_lens)
         rows = min(self.max_rows, max(1, 2 * have))
         if self._budget is not None:
-            most = self._budget // max(self.capacity, *self._promised.values(), 1)
+            most = self._budget // (max(self.capacity, *self._promised.values(), 1) + self._state_slots)
             rows = min(rows, max(most, len(self._row_of) + 1))
         if rows <= have:
             return False
@@ -297,7 +334,9 @@ class KVCache(PassThrough):
                 used = min(self.cached_lens[row] + 2 * SLACK, old.shape[3])  # with the drafts of a round not committed yet
                 if row < old.shape[1] and used:
                     new[:, row, :, :used] = old[:, row, :, :used]
-        self.stores = stores
+        if rows != self.num_rows:
+            self.states.keep_rows([row if row < self.num_rows else None for row in range(rows)])
+        self.stores, self.num_rows, self.capacity = stores, rows, slots
 
     # -- commit -------------------------------------------------------------------------------------------------------------
 
@@ -313,11 +352,11 @@ class KVCache(PassThrough):
     def copy(self, source_id: str, target_id: str, num_tokens: int) -> None:
         """Gives ``target_id`` what is cached of the first tokens of ``source_id``, if that is more than it has."""
         used = min(self.cached_len(source_id), num_tokens)
-        if used <= self.cached_len(target_id):
+        source = self.row(source_id)
+        if self.states.usable(source, used) <= self.cached_len(target_id):
             return
-        source, target = self.row(source_id), self.row(target_id)
-        for store in self.stores:
-            store[:, target, :, :used] = store[:, source, :, :used]
+        target = self.row(target_id)
+        self._copy(source, target, used)
         self.cached_lens[target] = used
 
     def read(self, request_id: str) -> tuple[Tensor, ...]:

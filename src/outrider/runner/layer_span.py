@@ -6,6 +6,10 @@ Every other layer keeps its index, so it finds its own slots in the cache, its o
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -48,21 +52,36 @@ def spanned(model: PreTrainedModel, span: LayerSpan) -> PreTrainedModel:
     return own
 
 
+@cache
+def outputs_beside(kind: type[nn.Module]) -> int | None:
+    """How many outputs a layer returns in a tuple after the hidden states; None where it returns these alone."""
+    try:
+        code = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
+    except (OSError, TypeError, SyntaxError):  # code without a source
+        return None
+    returned = [node.value for node in ast.walk(code) if isinstance(node, ast.Return)]
+    return len(returned[-1].elts) - 1 if returned and isinstance(returned[-1], ast.Tuple) else None
+
+
 class _Skipped(nn.Module):
-    """In the place of a layer: gives on the hidden states that it is given."""
+    """Replaces a layer by the identity: returns the hidden states that it is given."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         for name, value in vars(layer).items():  # plain facts that a model may ask its layers for, as their kind of attention
             if isinstance(value, (str, int, float)) and not name.startswith("_"):
                 setattr(self, name, value)
+        self._outputs_beside = outputs_beside(type(layer))  # type: ignore[arg-type]  # a class is hashable
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden_states
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor | None, ...]:
+        return self._as_layers_return(hidden_states)
+
+    def _as_layers_return(self, hidden_states: Tensor) -> Tensor | tuple[Tensor | None, ...]:
+        return hidden_states if self._outputs_beside is None else (hidden_states, *[None] * self._outputs_beside)
 
 
 class _Given(_Skipped):
-    """In the place of the layer before the first one run: gives on the hidden states with which the pass begins."""
+    """Replaces the layer before the first one that runs: returns the hidden states with which the pass begins."""
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return given_hidden()
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor | None, ...]:
+        return self._as_layers_return(given_hidden())

@@ -46,7 +46,7 @@ class Layouts:
         self._cache, self._device, self._max_len = cache, device, max_len
         self._numbers = torch.arange(0, device=device)
         self._masks: dict[tuple[int, int], Tensor] = {}
-        self.is_padded = device.type != "cpu"
+        self.is_padded = device.type != "cpu" and not cache.shape.states.kinds  # a padding token would change the states
 
     def chain(self, tokens: Sequence[list[int]], rows: list[int], bases: list[int], least: int = 0) -> Texts:
         """The pass in which texts go on from slots ``bases`` of cache rows ``rows``. ``least``: tokens of each if padded."""
@@ -67,9 +67,10 @@ class Layouts:
         parts = torch.tensor(numbers, device=self._device).split((batch, batch, batch, total, total))
         base_slots, row_ids, end_places, ids, positions = parts
         self._cache.reserve(max(bases) + width)
+        self._cache.states.wrote(rows, [base + length for base, length in zip(bases, lens, strict=True)])
         positions = positions.clamp_(max=self._max_len - 1)[None]
-        stores, shape, visible = self._cache.stores, self._cache.shape, self.causal(batch, width)
-        layout = PassLayout(stores, shape.places, row_ids, base_slots, end_places, positions, visible)
+        stores, shape, visible = self._cache.tensors, self._cache.shape, self.causal(batch, width)
+        layout = PassLayout(stores, shape.places, row_ids, base_slots, end_places, positions, visible, states=shape.states)
         return Texts(ids[None], [0, *ends[:-1]], lens, layout)
 
     def tree(self, chain: Texts, proposal: Proposal, text_lens: list[int]) -> Texts:

@@ -14,12 +14,13 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
+    Cache,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from outrider.runner import attention
+from outrider.runner import attention, recurrence
 from outrider.types import OutriderError, first_line
 
 
@@ -73,6 +74,7 @@ def adopt(model: PreTrainedModel) -> PreTrainedModel:
     if text_config(model)._attn_implementation != attention.NAME:
         raise OutriderError(f"{type(model).__name__} does not let its attention be set: Outrider cannot run it")
     drop_towers(model)
+    recurrence.bind(model)
     model.eval().requires_grad_(False)
     return model
 
@@ -152,6 +154,16 @@ def model_class(config: PreTrainedConfig) -> Any:
     mapping = auto_class(config)._model_mapping
     found = mapping[type(config)] if type(config) in mapping else None
     return found[0] if isinstance(found, (list, tuple)) else found
+
+
+def cache_arguments(model: PreTrainedModel, past: Cache) -> dict[str, Any]:
+    """How the model is told of its cache, and that none of its tokens is padding."""
+    names = inspect.signature(type(model).forward).parameters
+    if "past_key_values" not in names and "cache_params" in names:  # of recurrent layers alone, to which a mask would apply
+        return {"cache_params": past, "use_cache": True}
+    # A 4-D mask is passed on as it is by every model, and Outrider's attention does not look at it.
+    mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=model.device)
+    return {"past_key_values": past, "attention_mask": mask, "use_cache": True}
 
 
 def keeps_logits(model: PreTrainedModel) -> bool:

@@ -57,7 +57,9 @@ class ModelRunner:
         self.max_batch = config.max_batch
         self.dtype = linear.arithmetic(model)
         budget = None if config.kv_memory is None else int(config.kv_memory * 2**30)
-        self.cache = KVCache(shape, config.max_batch, self.max_len, self.dtype, device, budget)
+        self.cache = KVCache(shape, config.max_batch, self.max_len, self.dtype, device, budget, config.max_drafts)
+        self.max_drafts = config.max_drafts if shape.states.kinds else None  # of a request in one pass; None: any number
+        self.takes_trees = not shape.states.kinds  # a state has one past
         self.max_len = self.cache.max_len  # less where the memory says so
         self.layouts = Layouts(self.cache, device, self.max_len)
         self.costs = PassCosts(self.layouts.is_padded)  # of its passes: one table, whichever engines it serves
@@ -103,7 +105,7 @@ class ModelRunner:
             linear.pack_model(model)
         runner = cls(model, config, device, name, shape)
         if config.self_check:
-            check_itself(runner, own_attention)
+            check_itself(model, runner.cache, runner.layouts, own_attention)
         return runner
 
     # -- a round ------------------------------------------------------------------------------------------------------------
@@ -235,7 +237,7 @@ class ModelRunner:
         """Reads uncached text longer than a pass. Returns the cache rows and what is left to feed: the last token at least."""
         rows, lens = self._rows(request_ids, texts, hidden), self.cache.cached_lens
         for row, text in zip(rows, texts, strict=True):
-            lens[row] = min(lens[row], len(text) - 1)
+            self.cache.go_back(row, len(text) - 1)
         self._prefill(request_ids, texts, rows, spare, hidden)
         return rows, [list(text[lens[row] :]) for text, row in zip(texts, rows, strict=True)]
 
@@ -270,6 +272,7 @@ class ModelRunner:
         last step's tokens are picked and not fed.
         """
         self.cache.reserve(max(bases) + steps)
+        self.cache.states.wrote(rows, [base + steps - 1 for base in bases])
         batch = len(rows)
         # One set of inputs for all steps, written in place: a step that made its own would take half as long as its pass.
         start, token_ids = torch.tensor(bases, device=self.device), torch.empty(1, batch, dtype=torch.long, device=self.device)
@@ -278,7 +281,7 @@ class ModelRunner:
             self.layouts.causal(batch, 1),
             self.layouts.arange(0, batch),
         )
-        inputs = [token_ids, start[None], row_ids, start, every + 1, mask, every, *self.cache.stores]
+        inputs = [token_ids, start[None], row_ids, start, every + 1, mask, every, *self.cache.tensors]
         logits, fed = logits.unsqueeze(1), token_ids.view(batch, 1)
         for step in range(steps - 1):
             fed.copy_(pick(logits, step))
@@ -290,8 +293,7 @@ class ModelRunner:
 
     def keep_len(self, request_id: str, num_tokens: int) -> None:
         """Takes back what was fed beyond the first ``num_tokens`` tokens of a request."""
-        row = self.cache.row(request_id)
-        self.cache.cached_lens[row] = min(self.cache.cached_lens[row], num_tokens)
+        self.cache.go_back(self.cache.row(request_id), num_tokens)
 
     def _continued(
         self, partial: PartialPass, request_ids: Sequence[str], tokens: Sequence[list[int]], wanted: tuple[int, ...]

@@ -101,7 +101,7 @@ class PassRunner:
             self._eager.setdefault(kind, 0.0)
         else:
             self._eager.pop(kind, None)
-        if self._compile != "never" and self._model.device.type == "cuda":
+        if self._compile != "never" and self._model.device.type == "cuda" and not self._cache.shape.states.kinds:
             self._eager.pop(kind, None)
             self._compiled.add(kind)
             return GraphRunner(lambda inputs: tuple(module(*inputs)))

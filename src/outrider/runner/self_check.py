@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import inspect
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from outrider.runner import attention
+from outrider.runner.kv_cache import KVCache
+from outrider.runner.layouts import Layouts
 from outrider.runner.linear import is_plain
+from outrider.runner.loading import text_config
 from outrider.runner.passes import PassRunner
 from outrider.types import OutriderError, first_line
-
-if TYPE_CHECKING:
-    from outrider.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -34,27 +35,29 @@ TOLERANCE_16_BIT = 0.05  # kernels may round differently, and what is wrong is o
 
 
 @torch.inference_mode()
-def check_itself(runner: ModelRunner, own_attention: str) -> None:
+def check_itself(model: PreTrainedModel, cache: KVCache, layouts: Layouts, own_attention: str) -> None:
     """Raises ``OutriderError`` unless passes over the cache give the logits of the model's own forward, without a cache.
 
     ``own_attention``: transformers' name of the attention that the model was loaded with. Takes three short passes.
     """
-    kind = type(runner.model).__name__
-    length = min(LENGTH, runner.max_len)
-    text = [(7 * index * index + 3 * index + 1) % runner.vocab_size for index in range(length)]
+    kind, vocab_size = type(model).__name__, int(text_config(model).vocab_size)
+    length = min(LENGTH, cache.max_len)
+    text = [(7 * index * index + 3 * index + 1) % vocab_size for index in range(length)]
     try:
-        own = _own_logits(runner, text, own_attention)
-        found = _cached_logits(runner, text)
+        own = _own_logits(model, text, own_attention)
+        found = _cached_logits(model, cache, layouts, text)
     except OutriderError:
         raise
     except Exception as failure:  # a model's own code, called in a way that it does not know
         logger.debug("%s fails over Outrider's cache", kind, exc_info=failure)
         raise OutriderError(f"{kind} fails when it runs over Outrider's cache: {first_line(failure)}") from failure
-    tolerance = TOLERANCE.get(runner.dtype, TOLERANCE_16_BIT) if is_plain(runner.model) else TOLERANCE_16_BIT
+    tolerance = TOLERANCE.get(cache.dtype, TOLERANCE_16_BIT) if is_plain(model) else TOLERANCE_16_BIT
     allowed = tolerance * max(1.0, float(own.abs().max()))
     for what, start, logits in found:
         if logits.shape[1] != own.shape[1]:
-            raise OutriderError(f"{kind} gives {logits.shape[1]} logits a token over Outrider's cache, and {own.shape[1]} without")
+            raise OutriderError(
+                f"{kind} gives {logits.shape[1]} logits a token over Outrider's cache, and {own.shape[1]} without"
+            )
         errors = (logits - own[start : start + len(logits)]).abs().amax(1)
         # Most tokens must agree, not all: in 16 bits one rounded router may choose another expert.
         if not bool(errors.median() <= allowed):
@@ -64,13 +67,12 @@ def check_itself(runner: ModelRunner, own_attention: str) -> None:
             )
 
 
-def _own_logits(runner: ModelRunner, text: list[int], own_attention: str) -> Tensor:
+def _own_logits(model: PreTrainedModel, text: list[int], own_attention: str) -> Tensor:
     """float32 [T, V] of the model's own forward, with the attention that it was loaded with."""
-    model = runner.model
-    ids = torch.tensor([text], device=runner.device)
+    ids = torch.tensor([text], device=model.device)
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if "position_ids" in inspect.signature(type(model).forward).parameters:
-        inputs["position_ids"] = torch.arange(len(text), device=runner.device)[None]  # as generate counts
+        inputs["position_ids"] = torch.arange(len(text), device=model.device)[None]  # as generate counts
     model.set_attn_implementation(own_attention)
     try:
         logits: Tensor = model(**inputs).logits[0].float()
@@ -79,24 +81,25 @@ def _own_logits(runner: ModelRunner, text: list[int], own_attention: str) -> Ten
     return logits
 
 
-def _cached_logits(runner: ModelRunner, text: list[int]) -> list[tuple[str, int, Tensor]]:
+def _cached_logits(model: PreTrainedModel, cache: KVCache, layouts: Layouts, text: list[int]) -> list[tuple[str, int, Tensor]]:
     """Logits [n, V] of parts of the text over the cache: what was done, the index of the part's first token, the logits."""
-    passes = PassRunner(runner.model, runner.cache, "never")
-    names = [f"self-check-{index}" for index in range(min(len(FIRST), runner.max_batch))]
-    wrong = [(token + 1) % runner.vocab_size for token in text]
+    passes = PassRunner(model, cache, "never")
+    names = [f"self-check-{index}" for index in range(min(len(FIRST), cache.max_rows))]
+    vocab_size = int(text_config(model).vocab_size)
+    wrong = [(token + 1) % vocab_size for token in text]
     found = []
     try:
-        rows = [runner.cache.row(name) for name in names]
+        rows = [cache.row(name) for name in names]
         for what, starts, stops, spare in ("prompts", (0, 0, 0), FIRST, REJECTED), ("drafts", FIRST, SECOND, (0, 0, 0)):
             if max(stops) > len(text):  # of a context window that is too short
                 break
             parts = [text[start:stop] for start, stop, _ in zip(starts, stops, rows, strict=False)]
             fed = [part + wrong[stop : stop + more] for part, stop, more in zip(parts, stops, spare, strict=False)]
-            laid = runner.layouts.chain(fed, rows, list(starts[: len(rows)]))
+            laid = layouts.chain(fed, rows, list(starts[: len(rows)]))
             lens = [len(part) for part in parts]
-            logits, _ = passes.run(laid.ids, laid.layout, (), runner.layouts.places(laid.starts, lens))
+            logits, _ = passes.run(laid.ids, laid.layout, (), layouts.places(laid.starts, lens))
             for start, part in zip(starts, logits.float().split(lens), strict=False):
                 found.append((f"{what}, {len(part)} tokens from {start} on", start, part))
     finally:
-        runner.cache.release(names)
+        cache.release(names)
     return found

@@ -16,26 +16,39 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from outrider.runner import attention
+from outrider.runner import attention, recurrence
 from outrider.runner.kv_cache import CacheShape, LayerShape, PassThrough
-from outrider.runner.loading import decoder_layers, keeps_logits, text_config
+from outrider.runner.loading import cache_arguments, decoder_layers, keeps_logits, text_config
+from outrider.runner.state_cache import StateKey, StateShape, StateShapes
 from outrider.types import OutriderError, first_line
 
 logger = logging.getLogger(__name__)
 
 NAME = "outrider-survey"
 NUM_TOKENS = 3
+WITHOUT_CACHE = ("mlp", "moe")  # kinds of layers that look at no other token
 INSTEAD = "run it with transformers' generate, without speculation"
-ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 @dataclass
 class _Seen:
-    """What the attention of one forward pass was called with."""
+    """What the attention and the recurrent layers of one forward pass were called with."""
 
+    device: torch.device | str = "cpu"
     layers: dict[int, LayerShape] = field(default_factory=dict)
     shared: dict[int, int] = field(default_factory=dict)
     keys: dict[int, Tensor] = field(default_factory=dict)
+    states: dict[StateKey, StateShape] = field(default_factory=dict)
+    cache_rows: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long))
+    bases: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long))
+    ends: Tensor = field(default_factory=lambda: torch.full((1,), NUM_TOKENS))
+
+    def state(self, key: StateKey, shape: StateShape) -> tuple[Tensor, int]:
+        """Notes what a recurrent layer would store; a store for one request that nobody reads again."""
+        if key in self.states:
+            raise OutriderError("a layer goes on from the same recurrent state more than once in a pass")
+        self.states[key] = shape
+        return torch.zeros(1, 1, NUM_TOKENS + shape.taps, *shape.sizes, device=self.device), 0
 
 
 _seen = _Seen()
@@ -48,8 +61,8 @@ def survey(model: PreTrainedModel) -> CacheShape:
     run in this way.
     """
     global _seen
-    name, _seen = type(model).__name__, _Seen()
-    refuse_kinds(model.config)
+    name, _seen = type(model).__name__, _Seen(model.device)
+    recurrence.bind(model)
     _set_attention(model, name)
     ran: set[int] = set()
     handles = [
@@ -57,25 +70,26 @@ def survey(model: PreTrainedModel) -> CacheShape:
         for index, layer in enumerate(decoder_layers(model))
     ]
     ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device=model.device)
-    inputs: dict[str, Any] = {"input_ids": ids, "position_ids": ids, "past_key_values": PassThrough(), "use_cache": True}
-    inputs["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=model.device)
+    inputs: dict[str, Any] = {"input_ids": ids, "position_ids": ids, **cache_arguments(model, PassThrough())}
     if keeps_logits(model):
         inputs["logits_to_keep"] = ids[0, :2]
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), recurrence.active_states(_seen):
             model(**inputs)
     except OutriderError as error:
         raise OutriderError(f"{model.config.model_type}: {error}; {INSTEAD}") from error
     except Exception as error:
-        if not _seen.layers:  # its own attention did not know what to make of the pass
+        if not _seen.layers and not _seen.states:  # its own attention did not know what to make of the pass
             raise OutriderError(_not_attending(name)) from error
         raise
     finally:
         for handle in handles:
             handle.remove()
-    if len(_seen.layers) + len(_seen.shared) < len(ran) or not _seen.layers:
+    known = {*_seen.layers, *_seen.shared, *(key.layer for key in _seen.states)}
+    kinds = getattr(text_config(model), "layer_types", None) or ()
+    if not ran <= known | {layer for layer, kind in enumerate(kinds) if kind in WITHOUT_CACHE}:
         raise OutriderError(_not_attending(name))
-    return CacheShape.of(_seen.layers, _seen.shared)
+    return CacheShape.of(_seen.layers, _seen.shared, StateShapes.of(_seen.states))
 
 
 def survey_without_weights(config: PreTrainedConfig, model_class: Any) -> CacheShape | None:
@@ -83,7 +97,6 @@ def survey_without_weights(config: PreTrainedConfig, model_class: Any) -> CacheS
 
     Raises ``OutriderError`` for a config that describes no model, or one that Outrider cannot run.
     """
-    refuse_kinds(config)
     config = copy.deepcopy(config)
     config.__dict__.pop("quantization_config", None)
     try:
@@ -102,16 +115,6 @@ def survey_without_weights(config: PreTrainedConfig, model_class: Any) -> CacheS
     except Exception:
         logger.debug("%s does not run without weights", type(model).__name__, exc_info=True)
         return None
-
-
-def refuse_kinds(config: PreTrainedConfig) -> None:
-    """Raises ``OutriderError`` for layers that, by their config, keep something else than keys and values."""
-    text = text_config(config)
-    odd = sorted(set(getattr(text, "layer_types", None) or ()) - ATTENTION_KINDS)
-    if odd:
-        raise OutriderError(
-            f"{text.model_type} has layers whose state Outrider cannot roll back token by token ({', '.join(odd)}): {INSTEAD}"
-        )
 
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:
@@ -136,7 +139,9 @@ def _attend(
     if layer is None:
         raise OutriderError(f"{type(module).__name__} does not say which layer it belongs to")
     if layer in _seen.layers or layer in _seen.shared:
-        raise OutriderError(f"{type(module).__name__} attends more than once in a layer, which Outrider's cache does not support")
+        raise OutriderError(
+            f"{type(module).__name__} attends more than once in a layer, which Outrider's cache does not support"
+        )
     attention.check(module, attention_mask, options)
     source = next((other for other, known in _seen.keys.items() if known is key), None)
     if source is not None:

@@ -35,8 +35,9 @@ _library.define(
 
 # What ``attend`` does in C++, and what only a few models need: slower, and its bits depend on the pass's width and batch.
 _library.define(
-    "attend_general(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, int layer, Tensor cache_rows, Tensor bases,"
-    " Tensor ends, Tensor positions, Tensor visible, float scale, float softcap, int window, int chunk, Tensor? sinks) -> Tensor"
+    "attend_general(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, int layer, Tensor cache_rows,"
+    " Tensor bases, Tensor ends, Tensor positions, Tensor visible, float scale, float softcap, int window, int chunk,"
+    " Tensor? sinks) -> Tensor"
 )
 _library.define("embed(Tensor token_ids, Tensor packed) -> Tensor")
 _library.define("linear_scaled(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int outputs) -> Tensor")

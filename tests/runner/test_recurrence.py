@@ -1,0 +1,179 @@
+"""Recurrent layers: the operators against each other and against transformers, rollback at every length, whole hybrids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen
+
+from outrider import LLM, SamplingParams
+from outrider.runner import ModelRunner, RunnerConfig, kernels, recurrence
+from outrider.runner.state_cache import StateCache, StateKey, StateShape, StateShapes
+
+REFERENCES = {
+    "short_conv": recurrence.reference_short_conv,
+    "delta_scan": recurrence.reference_delta_scan,
+    "selective_scan": recurrence.reference_selective_scan,
+}
+LENS, BASES, SLOTS = (5, 1, 30), (7, 0, 3), 6
+TOKENS = sum(LENS)
+
+
+def requests() -> tuple[Tensor, Tensor, Tensor]:
+    """Three requests of a pass, in rows 2, 1 and 0 of the cache."""
+    return torch.tensor([2, 1, 0]), torch.tensor(BASES), torch.tensor(LENS).cumsum(0)
+
+
+def inputs(name: str) -> tuple[tuple[Any, ...], Tensor, tuple[Any, ...]]:
+    """What an operator takes before the states, the states, and what it takes after the requests."""
+    torch.manual_seed(0)
+    if name == "short_conv":
+        return (torch.randn(1, TOKENS, 70), torch.randn(70, 4), torch.randn(70), True), torch.randn(2, 3, SLOTS + 4, 70), ()
+    if name == "selective_scan":
+        rows = (torch.randn(1, TOKENS, 70), torch.rand(1, TOKENS, 70), -torch.rand(70, 8), *torch.randn(2, 1, TOKENS, 8))
+        return rows, torch.randn(2, 3, SLOTS, 70, 8), ()
+    query, key = torch.randn(2, 1, TOKENS, 2, 8)
+    rows = (query, key, torch.randn(1, TOKENS, 4, 70), -torch.rand(1, TOKENS, 4, 8), torch.rand(1, TOKENS, 4))
+    return rows, torch.randn(2, 3, SLOTS, 4, 8, 70), (8**-0.5, True)
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_the_kernel_gives_what_the_reference_gives(name: str) -> None:
+    if not kernels.load_cpu_kernels():
+        pytest.skip("no C++ compiler")
+    rows, states, rest = inputs(name)
+    own, others = states.clone(), states.clone()
+    expected = REFERENCES[name](*rows, own, 1, *requests(), *rest)
+    found = getattr(torch.ops.outrider, name)(*rows, others, 1, *requests(), *rest)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert torch.allclose(others, own, atol=1e-5)
+    assert torch.equal(others[0], states[0])  # another layer's
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_token_has_the_same_bits_alone_and_among_others(name: str) -> None:
+    """Also after a rollback: a pass over all tokens, then over the last three again from the ring, then one by one."""
+    rows, states, rest = inputs(name)
+    run = getattr(torch.ops.outrider, name)
+    row, tokens = torch.tensor([1]), 9
+
+    def of(start: int, stop: int) -> list[Any]:
+        return [x[:, start:stop].contiguous() if isinstance(x, Tensor) and x.shape[:2] == (1, TOKENS) else x for x in rows]
+
+    def passed(start: int, stop: int) -> Tensor:
+        out: Tensor = run(*of(start, stop), states, 0, row, torch.tensor([start]), torch.tensor([stop - start]), *rest)
+        return out
+
+    whole = passed(0, tokens)
+    assert torch.equal(passed(tokens - 3, tokens), whole[:, tokens - 3 :])
+    for token in range(tokens - 3, tokens):
+        assert torch.equal(passed(token, token + 1), whole[:, token : token + 1])
+
+
+def test_the_delta_rule_is_transformers() -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 1, 40, 2, 16)
+    value, g, beta = torch.randn(1, 40, 4, 16), -torch.rand(1, 40, 4), torch.rand(1, 40, 4)
+    expected, _ = qwen.torch_chunk_gated_delta_rule(query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=True)
+    states = torch.zeros(1, 1, 4, 4, 16, 16)
+    zero = torch.zeros(1, dtype=torch.long)
+    decay = g[..., None]
+    found = recurrence.reference_delta_scan(
+        query, key, value, decay, beta, states, 0, zero, zero, torch.tensor([40]), 0.25, True
+    )
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_states_older_than_the_ring_are_gone() -> None:
+    shapes = StateShapes.of({StateKey(0, 0, False): StateShape((2,)), StateKey(0, 0, True): StateShape((3,), 4)})
+    cache = StateCache(shapes, max_drafts=4, device=torch.device("cpu"))  # 6 states
+    cache.keep_rows([None, None])
+    assert [store.shape for store in cache.stores] == [(1, 2, 6, 2), (1, 2, 10, 3)]
+    cache.wrote([0], [20])
+    assert [cache.usable(0, length) for length in (20, 15, 14, 3)] == [20, 15, 0, 0]
+    cache.copy(0, 1)
+    assert cache.usable(1, 14) == 0
+    cache.restart(1)
+    assert cache.usable(1, 14) == 14
+
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": DELTA,
+    "lfm2": {},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8, "attn_layer_indices": [1, 3]},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "state_size": 8, "n_groups": 2},
+}
+
+
+def hybrid(kind: str) -> PreTrainedModel:
+    """A tiny model of random weights, large enough that its text does not repeat itself."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(SMALL | HYBRIDS[kind]))).float().eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(3)
+    return model
+
+
+PROMPTS = [[7, 3, 9], [(5 * i * i + i) % 60 + 1 for i in range(45)], [(3 * i) % 11 + 1 for i in range(30)]]
+
+
+@pytest.mark.parametrize("method", ["ngram", "early-exit", "low-bit"])
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_a_hybrid_writes_what_generate_writes(kind: str, method: str) -> None:
+    model = hybrid(kind)
+    llm = LLM(model, None, method=method, num_draft_tokens=4, compile="never", max_batch=3, prefill_chunk=16)
+    found = llm.generate(PROMPTS, SamplingParams(max_tokens=20, ignore_eos=True, temperature=0))
+    for prompt, output in zip(PROMPTS, found, strict=True):
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert output.token_ids == expected[0, len(prompt) :].tolist()
+
+
+def test_a_hybrid_draft_goes_back_to_what_was_accepted() -> None:
+    """The draft is recurrent, too: other weights, so that some drafts are rejected."""
+    target, draft = hybrid("qwen3_5_text"), hybrid("qwen3_5_text")
+    torch.manual_seed(1)
+    for parameter in draft.parameters():
+        parameter.data.add_(0.02 * torch.randn_like(parameter))
+    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0)
+    plain = LLM(target, None, method="plain", compile="never").generate(PROMPTS, params)
+    drafted = LLM(target, None, draft=draft, num_draft_tokens=3, compile="never").generate(PROMPTS, params)
+    assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
+    accepted = sum(output.stats.num_accepted for output in drafted)
+    assert 0 < accepted < sum(len(output.token_ids) for output in drafted)
+
+
+def test_the_next_turn_goes_on_from_states_that_are_still_there() -> None:
+    runner = ModelRunner.load(hybrid("qwen3_5_text"), RunnerConfig(compile="never", prefix_cache=True, max_drafts=8))
+    text = PROMPTS[1]
+    with torch.inference_mode():
+        fresh = runner.extend(["a"], [text])
+        runner.retire(["a"])
+        again = runner.extend(["b"], [[*text[:-3], 1, 2, 3, 4]])  # three tokens back: within the ring
+        assert runner.cache.num_reused == len(text) - 3
+        runner.release(["b"])
+        back = runner.extend(["c"], [[*text[:20], 1, 2]])  # too far back: read from the start
+        assert runner.cache.num_reused == len(text) - 3
+        runner.release(["c"])
+        assert torch.equal(runner.extend(["d"], [text]), fresh)
+    assert not torch.equal(again, fresh)
+    assert not torch.equal(back, fresh)
