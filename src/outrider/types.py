@@ -270,6 +270,25 @@ class Proposal:
             return replace(Proposal.empty(len(lens), self.token_ids.device), partial_pass=self.partial_pass)
         return self._with(lambda values: values[:, :width], torch.tensor(lens, dtype=torch.long))
 
+    def first_paths(self) -> tuple[Proposal, Tensor]:
+        """Of each request's tree the chain of first children, and the index of each of its drafts in the tree: [B, D].
+
+        What depends on no draws but those of the drafts themselves: their distributions stay true.
+        """
+        assert self.parents is not None
+        paths: list[list[int]] = []
+        for parents, count in zip(self.parents.tolist(), self.lens.tolist(), strict=True):
+            path: list[int] = []
+            for node in range(count):
+                if parents[node] == (path[-1] if path else -1):
+                    path.append(node)
+            paths.append(path)
+        depth = max(map(len, paths), default=0)
+        nodes = torch.tensor([path + [0] * (depth - len(path)) for path in paths], dtype=torch.long).view(len(paths), depth)
+        index = (torch.arange(len(paths))[:, None], nodes)
+        lens = torch.tensor([len(path) for path in paths], dtype=torch.long)
+        return replace(self._with(lambda values: values[index], lens), parents=None), nodes
+
     def scatter(self, rows: Sequence[int], batch: int) -> Proposal:
         """The same drafts as those of requests ``rows`` of a larger batch, whose other requests have none."""
         index = torch.tensor(rows, dtype=torch.long)

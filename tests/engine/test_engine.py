@@ -247,6 +247,46 @@ def test_features_of_a_trees_accepted_path_reach_the_proposer():
     assert engine.stats.faults == 0 and engine.stats.num_accepted > 20
 
 
+class RightFirst(Features):
+    """Drafts a wrong token after each right one, and notes which nodes it is told were accepted."""
+
+    drafts_trees = True
+
+    def propose(self, context, k):
+        chain = super().propose(context, k)
+        tokens = torch.stack((chain.token_ids, (chain.token_ids + 1) % VOCAB), 2).flatten(1)
+        parents = (2 * torch.arange(chain.num_nodes).repeat_interleave(2) - 2).clamp(min=-1)
+        return Proposal(tokens, 2 * chain.lens, None, parents.repeat(len(tokens), 1))
+
+    def commit(self, context, verdict):
+        super().commit(context, verdict)
+        self.accepted = [path[:count] for path, count in zip(verdict.path.tolist(), verdict.num_accepted.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("takes_trees", [True, False])
+def test_a_target_without_trees_scores_the_first_path_of_each(takes_trees):
+    runner = TableRunner()
+    runner.takes_trees = takes_trees
+    proposer = RightFirst(runner)
+    engine = make_engine(proposer, 3, runner=runner)
+    widths = []
+    engine.observer = lambda seen: widths.append(seen.result.proposal.num_nodes)
+    assert outputs(run(engine, requests())) == plain()
+    assert engine.stats.faults == 0 and engine.stats.num_accepted > 20
+    assert max(widths) == (6 if takes_trees else 3)
+    assert [0, 2, 4][: len(proposer.accepted[0])] == proposer.accepted[0]
+
+
+def test_no_more_is_drafted_than_the_target_can_take_back():
+    runner = TableRunner()
+    runner.max_drafts = 2
+    engine = make_engine(Features(runner), 5, runner=runner)
+    widths = []
+    engine.observer = lambda seen: widths.append(seen.result.proposal.num_nodes)
+    assert outputs(run(engine, requests())) == plain()
+    assert max(widths) == 2
+
+
 def test_features_come_in_rounds_without_drafts_too():
     runner, lengths = TableRunner(), iter([3, 0, 0, 2, 0, 3] + [1] * 40)
     policy = FixedLength(0)

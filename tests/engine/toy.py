@@ -23,6 +23,7 @@ class TableRunner:
     vocab_size = VOCAB
     num_layers, hidden_size = 4, 3
     device = torch.device("cpu")
+    takes_trees, max_drafts = True, None
 
     def __init__(self, max_batch=8, max_len=200, eos_bias=-100.0, seed=0, sharpness=2.0):
         self.max_batch, self.max_len = max_batch, max_len

@@ -101,7 +101,7 @@ def test_weights_that_are_not_numbers(broken, value):
     assert "q_proj.weight hold NaN or infinity" in refusal(broken)
 
 
-@pytest.mark.parametrize("model_type", ["bert", "t5", "bart", "vit", "mamba", "deepseek_v32", "bloom", "recurrent_gemma"])
+@pytest.mark.parametrize("model_type", ["bert", "t5", "bart", "vit", "rwkv", "deepseek_v32", "bloom", "recurrent_gemma"])
 def test_models_of_other_kinds_are_refused_before_weights_are_read(model_type, tmp_path, monkeypatch):
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)
     monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("weights were read"))

@@ -89,7 +89,9 @@ class Engine:
         self._hidden = proposer.needs_hidden
         self._clock = PhaseClock()
         self._ledger = Ledger(runner.costs, drafts_with_model=not proposer.reads_text_only)
-        self._guard = GuardedProposer(ClockedProposer(proposer, self._clock), runner.vocab_size, self._ledger.add_faults)
+        self._guard = GuardedProposer(
+            ClockedProposer(proposer, self._clock), runner.vocab_size, self._ledger.add_faults, runner.takes_trees
+        )
         self._parts = Parts(self._guard, ClockedRunner(runner, self._clock), scheduler, verifiers, self._hidden)
         if proposer.drafts_trees:
             check_handles_trees(verifiers[0])
@@ -174,6 +176,8 @@ class Engine:
         if own.count(None) < len(own):
             pairs = zip(lengths, own, strict=True)
             lengths = [k if length is None else min(length, self.proposer.max_drafts) for k, length in pairs]
+        if self.runner.max_drafts is not None:
+            lengths = [min(length, self.runner.max_drafts) for length in lengths]
         if batch.is_prefill:
             prefilled = self.runner.is_prefilled(batch.context.request_ids, [request.token_ids for request in requests])
             lengths = [length if is_prefilled else 0 for length, is_prefilled in zip(lengths, prefilled, strict=True)]

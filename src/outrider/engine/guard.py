@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
 
 from outrider.engine.features import FeatureStore
 from outrider.engine.round import RoundResult
@@ -35,9 +38,16 @@ class _Drafting:
 class GuardedProposer:
     """Ask a proposer for the requests that it has not failed for, validate what it returns and contain what it raises."""
 
-    def __init__(self, proposer: Proposer, vocab_size: int, report: Callable[[Sequence[str]], None]) -> None:
-        """``report`` is called with the ids of requests for which the proposer failed."""
+    def __init__(
+        self, proposer: Proposer, vocab_size: int, report: Callable[[Sequence[str]], None], takes_trees: bool = True
+    ) -> None:
+        """``report`` is called with the ids of requests for which the proposer failed.
+
+        ``takes_trees``: whether the target scores trees. Where it does not, the first path of each tree is all that is drafted.
+        """
         self._proposer, self._vocab_size, self._report = proposer, vocab_size, report
+        self._takes_trees = takes_trees
+        self._nodes: Tensor | None = None  # [B, D]: where the drafts of a first path stand in the proposer's tree
         self._features = FeatureStore(proposer.needs_hidden)
         self._requests: dict[str, _Drafting] = {}
         self._drafted: set[str] = set()  # requests of this round that the proposer drafted for
@@ -61,7 +71,7 @@ class GuardedProposer:
     def propose(self, context: Context, k: int) -> Proposal:
         """At most k drafts for each request with a limit above 0, none for the others."""
         self._round += 1
-        self._drafted = set()
+        self._drafted, self._nodes = set(), None
         batch = len(context.requests)
         rows = [b for b, limit in enumerate(context.limits) if limit > 0] if k > 0 else []
         if not rows:
@@ -70,6 +80,9 @@ class GuardedProposer:
         try:
             view = self._features.attach(context) if self._features.layers else context
             checked = useful(check(self._proposer.propose(view, k), context.limits, k, self._vocab_size), context)
+            if not self._takes_trees and checked.proposal.parents is not None:
+                chains, self._nodes = checked.proposal.first_paths()
+                checked = replace(checked, proposal=chains)
         except Exception as error:
             self._blame(context.requests, error)
             return self._none(batch)
@@ -86,7 +99,8 @@ class GuardedProposer:
             return
         context = context.take(rows)
         try:
-            self._proposer.commit(context, verdict if len(rows) == len(verdict.path) else verdict.take(rows))
+            verdict = verdict if len(rows) == len(verdict.path) else verdict.take(rows)
+            self._proposer.commit(context, verdict if self._nodes is None else _in_tree(verdict, self._nodes))
         except Exception as error:
             self._fail(context.requests, f"{type(error).__name__}: {error}")
 
@@ -181,3 +195,9 @@ class GuardedProposer:
             release(request_ids)
         except Exception as error:
             logger.warning("the proposer %r failed to release a request: %s", self._proposer.name, error)
+
+
+def _in_tree(verdict: Verdict, nodes: Tensor) -> Verdict:
+    """The verdict with the nodes [B, D] of the proposer's tree in place of the drafts of its first path."""
+    path = torch.where(verdict.path >= 0, nodes.gather(1, verdict.path.clamp(min=0)), -1) if nodes.shape[1] else verdict.path
+    return replace(verdict, path=path)
