@@ -26,7 +26,7 @@ from outrider import LLM, SamplingParams
 from outrider.proposers.base import Setting
 from outrider.proposers.early_exit import EarlyExitProposer, measure_exits, pick_exit
 from outrider.runner import ModelRunner, RunnerConfig, kernels
-from outrider.runner.costs import PassCosts
+from outrider.runner.cost_book import CostBook
 from outrider.runner.layer_span import WHOLE, LayerSpan
 from outrider.sampling import Sampler
 from outrider.types import Context, OutriderError
@@ -214,17 +214,17 @@ def test_text_is_plain_decodings(same_text):
 
 def test_the_price_of_whole_passes_is_not_learned_from_scores_that_begin_later(monkeypatch):
     seen = set()
-    observe = PassCosts.observe
+    record_pass = CostBook.record_pass
 
-    def spy(costs, width, *more):
-        seen.add((width, costs is llm.engine.costs))
-        observe(costs, width, *more)
+    def spy(costs, width, batch, cache_len, seconds, first_layer=0, is_cold=False):
+        seen.add((width, first_layer == 0))
+        record_pass(costs, width, batch, cache_len, seconds, first_layer, is_cold)
 
-    monkeypatch.setattr(PassCosts, "observe", spy)
+    monkeypatch.setattr(CostBook, "record_pass", spy)
     llm = LLM(make_model(four_layers()), method="early-exit:layers=3", num_draft_tokens=4, compile="never")
     llm.generate([make_text(9, 1, 60)], SamplingParams(max_tokens=12, ignore_eos=True))
     assert (5, False) in seen and all(is_whole == (width == 1) for width, is_whole in seen)
-    assert llm.engine.costs.behind(3).seconds(5, 1, 9) is not None
+    assert llm.runner.costs.pass_seconds(5, 1, 9, first_layer=3) is not None
 
 
 def still(model, first):

@@ -8,9 +8,9 @@ from heads.writers import HIDDEN, write_eagle3, write_medusa
 from tiny_folder import make_folder
 
 from outrider import LLM, SamplingParams
-from outrider.proposers.tree_sizes import Bill, TreeSizes
+from outrider.proposers.tree_sizes import TreeCosts, TreeSizes
 from outrider.runner import ModelRunner, RunnerConfig
-from outrider.runner.costs import PassCosts
+from outrider.runner.cost_book import CostBook
 from outrider.types import Context, Request
 
 ACCEPTANCE = [(0.6, 0.2, 0.1)] * 3
@@ -39,25 +39,25 @@ def context(batch=1):
 def test_the_best_size_is_that_of_the_most_tokens_a_second():
     passes = [1.0, 1.2, 1.4, 1.6, 1.8]
     # 1/1, 1.5/1.2, 1.8/1.4, 1.9/1.6, 1.95/1.8 tokens a second
-    assert Bill(1, 0.0, passes).best([0.5, 0.3, 0.1, 0.05]) == (2, pytest.approx(1.8 / 1.4))
+    assert TreeCosts(1, 0.0, passes).best_size([0.5, 0.3, 0.1, 0.05]) == (2, pytest.approx(1.8 / 1.4))
     # what was drafted is paid for whatever the size, so it pays to score more of it
-    assert Bill(1, 4.0, passes).best([0.5, 0.3, 0.1, 0.05])[0] == 3
-    assert Bill(1, 0.0, [1.0, 5.0]).best([0.1])[0] == 1  # none at all is for the policy to choose
+    assert TreeCosts(1, 4.0, passes).best_size([0.5, 0.3, 0.1, 0.05])[0] == 3
+    assert TreeCosts(1, 0.0, [1.0, 5.0]).best_size([0.1])[0] == 1  # none at all is for the policy to choose
 
 
 def test_a_level_pays_if_its_likeliest_node_brings_more_than_its_time_is_worth():
-    bill = Bill(1, 0.0, [1.0, 1.1, 1.2, 1.3])
+    costs = TreeCosts(1, 0.0, [1.0, 1.1, 1.2, 1.3])
     worths = [0.6, 0.3]
     speed = 1.9 / 1.2
-    assert bill.pays(speed * (0.2 + 0.1) + 1e-6, 0.2, worths)
-    assert not bill.pays(speed * (0.2 + 0.1) - 1e-6, 0.2, worths)
+    assert costs.level_pays(speed * (0.2 + 0.1) + 1e-6, 0.2, worths)
+    assert not costs.level_pays(speed * (0.2 + 0.1) - 1e-6, 0.2, worths)
 
 
 def priced(runner, row):
     costs = runner.costs
     for _ in range(3):
         for width in range(1, 18):
-            costs.observe(width, 1, 0, 1.0 + row * (width - 1))
+            costs.record_pass(width, 1, 0, 1.0 + row * (width - 1))
     return costs
 
 
@@ -94,20 +94,20 @@ def test_steps_of_drafting_make_trees_shallower(runner):
 
 def test_a_batch_never_run_is_priced_by_its_rows(runner):
     priced(runner, 0.2)
-    bill = TreeSizes(runner, None).bill(context(batch=2))
-    assert bill.passes[3] == pytest.approx(1.0 + 0.2 * 7)
+    costs = TreeSizes(runner, None).costs(context(batch=2))
+    assert costs.passes[3] == pytest.approx(1.0 + 0.2 * 7)
 
 
 def test_a_fixed_size_asks_for_no_price_and_measures_nothing(runner):
     sizes = TreeSizes(runner, 5)
-    assert sizes.bill(context()) is None and runner.costs.plain_round(1, 0) is None
+    assert sizes.costs(context()) is None and runner.costs.plain_round(1, 0) is None
     assert len(sizes.shape(ACCEPTANCE, context(), is_levelwise=True).parents) == 5
 
 
 @pytest.mark.parametrize("method", ["eagle", "medusa"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_dear_rows_shrink_what_the_methods_draft(home, method, temperature, monkeypatch):
-    monkeypatch.setattr(PassCosts, "seconds", lambda costs, width, batch, cache_len: 1.0 + 100.0 * (width - 1))
+    monkeypatch.setattr(CostBook, "pass_seconds", lambda costs, width, *more: 1.0 + 100.0 * (width - 1))
     folder = home / ("eagle3" if method == "eagle" else method)
     options = {"compile": "never", "device": "cpu", "num_draft_tokens": 3}
     params = SamplingParams(max_tokens=12, temperature=temperature, seed=1, ignore_eos=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.engine import GenerationStats
-from outrider.runner.costs import PassCosts, PlainRound
+from outrider.runner.cost_book import CostBook, PlainRound
 from outrider.types import PhaseTimes, Round
 
 
@@ -50,14 +50,15 @@ def test_without_a_plain_round_the_rest_of_a_drafted_one_stands_for_it() -> None
 
 
 def test_a_plain_round_is_priced_from_plain_passes_only() -> None:
-    costs = PassCosts()
-    costs.observe(5, 1, 100, 3.0)
-    assert costs.seconds(1, 1, 100) is not None  # a guess that is good enough for a policy
+    costs = CostBook()
+    costs.record_pass(5, 1, 100, 3.0)
+    assert costs.pass_seconds(1, 1, 100) is not None  # a guess that is good enough for a policy
     assert costs.plain_round(1, 100) is None  # and not for telling a user
-    costs.observe(1, 1, 100, 1.0)
+    costs.record_pass(1, 1, 100, 1.0)
     assert costs.plain_round(1, 100) == PlainRound(1.0, None)
-    costs.observe_outside(1, 0.5)
-    costs.observe_outside(1, 50.0)  # a hiccup
+    costs.record_round([0], 100, 1.0, outside=0.5)
+    costs.record_round([0], 100, 1.0, outside=50.0)  # a hiccup
+    costs.record_round([0], 100, 1.0, outside=7.0, is_greedy=False)  # drawing takes longer
     found = costs.plain_round(1, 300)
     assert found is not None and found.score == 1.0 and found.outside == pytest.approx(0.5, rel=0.05)
     assert costs.plain_round(2, 100) is None

@@ -8,7 +8,7 @@ from outrider.engine.engine import Emission, Engine
 from outrider.engine.policy import FixedLength
 from outrider.engine.scheduler import Scheduler
 from outrider.proposers.base import PlainProposer, ScriptedProposer
-from outrider.runner.costs import PassCosts
+from outrider.runner.cost_book import CostBook
 from outrider.types import Context, Proposal, Request, SamplingParams, Scores, Verdict
 from outrider.verifiers.exact import ExactMatchVerifier
 from outrider.verifiers.rejection import RejectionVerifier
@@ -27,7 +27,7 @@ class TableRunner:
 
     def __init__(self, max_batch=8, max_len=200, eos_bias=-100.0, seed=0, sharpness=2.0):
         self.max_batch, self.max_len = max_batch, max_len
-        self.costs = PassCosts()
+        self.costs = CostBook()
         table = torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * sharpness
         table[:, :, EOS] += eos_bias
         self.table = table

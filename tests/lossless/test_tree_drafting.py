@@ -16,7 +16,7 @@ from toy import make_request
 
 from outrider.proposers import eagle, medusa, trees
 from outrider.proposers.tree_chances import Calibration, Floats
-from outrider.proposers.tree_sizes import Bill
+from outrider.proposers.tree_sizes import TreeCosts
 from outrider.proposers.trees import grown, shape_of, without
 from outrider.sampling import Sampler
 from outrider.types import Context, Proposal, SamplingParams
@@ -212,7 +212,7 @@ def test_a_head_that_is_better_than_it_says_drafts_deeper() -> None:
     sampler = Sampler([make_request(PROMPT)], VOCAB)
     round_ = eagle._Round(Context((make_request(PROMPT),), (9,), sampler), [0], 6, VOCAB)
     calibration = Calibration()
-    prices = Bill(1, 0.0, [1.0 + 0.3 * nodes for nodes in range(7)])
+    prices = TreeCosts(1, 0.0, [1.0 + 0.3 * nodes for nodes in range(7)])
 
     def drafted() -> tuple[int, list[float]]:
         found = eagle._Candidates(6, calibration, prices, perf_counter())

@@ -167,6 +167,22 @@ def test_a_method_that_fails_is_dropped_with_the_reason(llm: LLM, twin: Proposer
     assert not llm.engine.has_work and llm.proposer.name == PLAIN
 
 
+def test_where_every_method_fails_the_plan_is_plain_decoding(llm: LLM, timed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed(lambda each: 1.0)
+    generate = search_module.generate
+
+    def failing(contenders: Any, contender: Contender, *args: Any) -> Any:
+        if not contender.is_plain:
+            raise RuntimeError("out of memory")
+        return generate(contenders, contender, *args)
+
+    monkeypatch.setattr(search_module, "generate", failing)
+    found = started(llm, {"ngram": NgramProposer()})
+    chosen = found.run()
+    assert chosen.chosen.is_plain and set(found.reasons) == {"ngram"}
+    assert result(found, chosen, "toy")["candidates"] == []
+
+
 def test_a_method_that_fails_in_a_later_run_takes_no_measurement_of_others_with_it(
     llm: LLM, twin: Proposer, timed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from outrider.engine.ledger import NUM_COLD
 from outrider.engine.policy import FixedLength, LengthPolicy
-from outrider.runner.costs import PassCosts
+from outrider.runner.cost_book import CostBook
 from outrider.tune import DraftLengthPolicy
 from outrider.types import Context, PhaseTimes, Request, Round, SamplingParams
 
@@ -111,7 +111,7 @@ class _Row:
         return num_drafts, count
 
 
-def simulate(policy: LengthPolicy, cell: Cell, passes: PassCosts | None = None) -> float:
+def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) -> float:
     """Tokens a second over all requests of the cell.
 
     Batch after batch, each of which shrinks as its requests end. Where the requests have other texts one that ends makes room
@@ -142,7 +142,7 @@ def simulate(policy: LengthPolicy, cell: Cell, passes: PassCosts | None = None) 
         times = cell.machine.times(asked_lengths, lens, behind, num_plain)
         num_plain = 0 if any(asked_lengths) else num_plain + 1
         is_cold = cell.machine.cold > 0 and 0 < num_plain <= NUM_COLD
-        seconds += times.total + (cell.machine.overhead / 1e3 if passes is not None else 0.0)
+        seconds += times.total + (cell.machine.overhead / 1e3 if costs is not None else 0.0)
         if fresh:
             prompt = cell.machine.prompt * cell.machine.plain * NUM_PROMPT_TOKENS * len(fresh) / 1e3
             times.score += prompt
@@ -157,8 +157,9 @@ def simulate(policy: LengthPolicy, cell: Cell, passes: PassCosts | None = None) 
             num_tokens += count + 1
             if row in drafted_for:
                 seen[row] = len(row.request.token_ids)
-        if passes is not None and not fresh:
-            passes.observe(passes.width(lens), len(rows), NUM_PROMPT_TOKENS, times.score, is_cold)
+        if costs is not None and not fresh:
+            outside = times.verify + times.host
+            costs.record_round(lens, NUM_PROMPT_TOKENS, times.score, outside, cell.temperature == 0, is_cold=is_cold)
         policy.observe(asked, Round(max(asked_lengths), lens, lens, accepted, times, is_cold=is_cold), bool(fresh))
         ended = [row.request.request_id for row in rows if row.left <= 0]
         if ended:
@@ -170,8 +171,8 @@ def simulate(policy: LengthPolicy, cell: Cell, passes: PassCosts | None = None) 
 
 def automatic(cell: Cell) -> float:
     """Tokens a second of a fresh policy."""
-    passes = PassCosts(cell.machine.padded)
-    return simulate(DraftLengthPolicy(MAX_K, passes), cell, passes)
+    costs = CostBook(cell.machine.padded)
+    return simulate(DraftLengthPolicy(MAX_K, costs), cell, costs)
 
 
 def plain(cell: Cell) -> float:

@@ -6,162 +6,175 @@ import numpy as np
 import pytest
 
 from outrider.engine.stats import expected_speedup
-from outrider.runner.costs import PassCosts
-from outrider.tune import CostModel
-from outrider.types import PhaseTimes
+from outrider.runner.cost_book import CostBook, PlainRound
 
 
 def test_a_hiccup_in_the_first_pass_is_forgotten():
-    passes = PassCosts()
-    passes.observe(1, 1, 0, 30.0)  # it held a compilation
-    passes.observe(1, 1, 0, 0.1)
-    assert passes.seconds(1, 1, 0) == 0.1
-    passes.observe(1, 1, 0, 30.0)
-    assert passes.seconds(1, 1, 0) < 0.13
+    costs = CostBook()
+    costs.record_pass(1, 1, 0, 30.0)  # it held a compilation
+    costs.record_pass(1, 1, 0, 0.1)
+    assert costs.pass_seconds(1, 1, 0) == 0.1
+    costs.record_pass(1, 1, 0, 30.0)
+    assert costs.pass_seconds(1, 1, 0) < 0.13
 
 
 def test_a_pass_that_was_slow_for_a_while_leaves_the_others_alone():
-    passes = PassCosts()
-    passes.observe(1, 1, 0, 1.0)
+    costs = CostBook()
+    costs.record_pass(1, 1, 0, 1.0)
     for _ in range(9):
-        passes.observe(5, 1, 0, 2.4)
-    passes.observe(5, 1, 0, 1.2)
-    assert passes.seconds(5, 1, 0) == 1.2 and passes.seconds(1, 1, 0) == 1.0
+        costs.record_pass(5, 1, 0, 2.4)
+    costs.record_pass(5, 1, 0, 1.2)
+    assert costs.pass_seconds(5, 1, 0) == 1.2 and costs.pass_seconds(1, 1, 0) == 1.0
 
 
 def test_of_other_passes_the_first_tells_by_how_much_all_differ():
-    passes = PassCosts()
-    behind = passes.behind(3)
-    for table in (passes, behind):
-        table.observe(1, 1, 0, 1.0)
-        table.observe(16, 1, 0, 1.5)
-        table.observe_outside(1, 0.1)
-    passes.renew()
-    assert passes.seconds(1, 1, 0) is behind.seconds(1, 1, 0) is passes.plain_round(1, 0) is None
-    passes.observe(1, 1, 0, 0.4)
-    assert passes.seconds(1, 1, 0) == 0.4 and passes.seconds(16, 1, 0) == pytest.approx(0.6)
-    assert passes.plain_round(1, 0).outside is None and behind.seconds(16, 1, 0) is None
-    passes.observe(16, 1, 0, 0.5)
-    assert passes.seconds(16, 1, 0) == pytest.approx(0.5) and passes.seconds(1, 1, 0) == 0.4
-    assert passes.behind(3) is behind
+    costs = CostBook()
+    for first_layer in (0, 3):
+        costs.record_pass(1, 1, 0, 1.0, first_layer)
+        costs.record_pass(16, 1, 0, 1.5, first_layer)
+    costs.record_round([0], 0, 1.0, outside=0.1)
+    costs.renew()
+    assert costs.pass_seconds(1, 1, 0) is costs.pass_seconds(1, 1, 0, 3) is costs.plain_round(1, 0) is None
+    costs.record_pass(1, 1, 0, 0.4)
+    assert costs.pass_seconds(1, 1, 0) == 0.4 and costs.pass_seconds(16, 1, 0) == pytest.approx(0.6)
+    assert costs.plain_round(1, 0) == PlainRound(0.4, 0.1)  # verifier and host are the same as before
+    assert costs.pass_seconds(16, 1, 0, 3) is None
+    costs.record_pass(16, 1, 0, 0.5)
+    assert costs.pass_seconds(16, 1, 0) == pytest.approx(0.5) and costs.pass_seconds(1, 1, 0) == 0.4
+    costs.record_pass(1, 1, 0, 0.2, 3)
+    assert costs.pass_seconds(16, 1, 0, 3) == pytest.approx(0.3)
 
 
 def test_one_slow_pass_does_not_say_that_rows_cost_more_than_passes_of_one_row():
-    passes = PassCosts()
+    costs = CostBook()
     for _ in range(3):
-        passes.observe(1, 4, 0, 1.0)
-    passes.observe(1.25, 4, 0, 2.0)  # the first with drafts, of one request of four
-    assert passes.seconds(1.25, 4, 0) == pytest.approx(1.25)
-    assert passes.seconds(5, 4, 0) == pytest.approx(5.0)
-    passes.observe(1.25, 4, 0, 2.0)  # once more is no accident
-    assert passes.seconds(1.25, 4, 0) > 1.5
-    assert passes.seconds(5, 4, 0) <= 4 * passes.seconds(1.25, 4, 0)
+        costs.record_pass(1, 4, 0, 1.0)
+    costs.record_pass(1.25, 4, 0, 2.0)  # the first with drafts, of one request of four
+    assert costs.pass_seconds(1.25, 4, 0) == pytest.approx(1.25)
+    assert costs.pass_seconds(5, 4, 0) == pytest.approx(5.0)
+    costs.record_pass(1.25, 4, 0, 2.0)  # once more is no accident
+    assert costs.pass_seconds(1.25, 4, 0) > 1.5
+    assert costs.pass_seconds(5, 4, 0) <= 4 * costs.pass_seconds(1.25, 4, 0)
 
 
 def test_a_plain_round_just_behind_another_model_says_something_only_where_nothing_is_known():
-    passes = PassCosts()
-    model = CostModel(passes)
+    costs = CostBook()
+    method = costs.of_method(is_greedy=True)
     for is_cold, score, outside in [(True, 1.5, 0.6), *[(False, 1.0, 0.2)] * 20, *[(True, 1.4, 0.5)] * 20]:
-        passes.observe(1, 1, 0, score, is_cold)
-        passes.observe_outside(1, outside, is_cold)
-        model.observe_plain(1, PhaseTimes(host=outside), is_cold)
+        costs.record_round([0], 0, score, outside, is_cold=is_cold)
         if is_cold:
-            assert model.plain_round(1, 0) == pytest.approx(2.1 if score > 1.4 else 1.2)
-    assert passes.plain_round(1, 0).outside == pytest.approx(0.2)
+            assert method.prices(1, 0).plain == pytest.approx(2.1 if score > 1.4 else 1.2)
+    assert costs.plain_round(1, 0).outside == pytest.approx(0.2)
+
+
+def test_greedy_and_sampled_rounds_have_verifiers_of_their_own():
+    costs = CostBook()
+    greedy, sampled = costs.of_method(is_greedy=True), costs.of_method(is_greedy=False)
+    costs.record_round([0], 0, 1.0, 0.2, is_greedy=True)
+    assert greedy.outside(1, has_drafts=False) == greedy.outside(1, has_drafts=True) == 0.2
+    assert sampled.prices(1, 0) is None and sampled.outside(1, has_drafts=False) == 0.0
+    costs.record_round([0], 0, 1.0, 0.5, is_greedy=False)
+    assert (greedy.prices(1, 0).plain, sampled.prices(1, 0).plain) == (1.2, 1.5)
+    assert (costs.plain_round(1, 0, True).outside, costs.plain_round(1, 0, False).outside) == (0.2, 0.5)
+
+
+def test_what_one_method_s_rounds_cost_is_no_other_s():
+    costs = CostBook()
+    first, second = costs.of_method(True), costs.of_method(True)
+    costs.record_round([0], 0, 1.0, 0.2)
+    first.record_drafted_round(1, 0.7, first_layer=0)
+    first.record_drafts(4, 1, 2.0)
+    assert first.prices(1, 0).outside == 0.7 and second.prices(1, 0).outside == 0.2
+    assert first.draft(4, 1, 1.0) == pytest.approx(2.0, rel=0.2) and second.draft(4, 1, 1.0) == pytest.approx(0.4)
 
 
 def test_unmeasured_passes_are_interpolated():
-    passes = PassCosts()
-    assert passes.seconds(1, 1, 0) is None
-    passes.observe(1, 1, 0, 1.0)
-    passes.observe(5, 1, 0, 1.8)
-    assert passes.seconds(3, 1, 0) == pytest.approx(1.4)
-    assert passes.seconds(9, 1, 0) > 1.8
-    assert passes.seconds(1, 1, 10_000) == 1.0
-    assert passes.seconds(1, 2, 0) is None
+    costs = CostBook()
+    assert costs.pass_seconds(1, 1, 0) is None
+    costs.record_pass(1, 1, 0, 1.0)
+    costs.record_pass(5, 1, 0, 1.8)
+    assert costs.pass_seconds(3, 1, 0) == pytest.approx(1.4)
+    assert costs.pass_seconds(9, 1, 0) > 1.8
+    assert costs.pass_seconds(1, 1, 10_000) == 1.0
+    assert costs.pass_seconds(1, 2, 0) is None
 
 
 def test_a_width_seen_once_is_not_believed_to_cost_many_times_its_neighbours():
-    passes = PassCosts()
-    passes.observe(1, 1, 0, 1.0)
-    passes.observe(2, 1, 0, 9.0)
-    assert passes.seconds(2, 1, 0) < 2.5
+    costs = CostBook()
+    costs.record_pass(1, 1, 0, 1.0)
+    costs.record_pass(2, 1, 0, 9.0)
+    assert costs.pass_seconds(2, 1, 0) < 2.5
     for _ in range(9):
-        passes.observe(2, 1, 0, 4.0)
-    assert passes.seconds(2, 1, 0) > 3  # it really is that steep
+        costs.record_pass(2, 1, 0, 4.0)
+    assert costs.pass_seconds(2, 1, 0) > 3  # it really is that steep
 
 
 def test_narrower_passes_than_any_measured_are_cheaper_than_it():
-    passes = PassCosts()
-    passes.observe(9, 1, 0, 1.4)
-    assert passes.seconds(1, 1, 0) == pytest.approx(1.0) and passes.seconds(5, 1, 0) == pytest.approx(1.2)
+    costs = CostBook()
+    costs.record_pass(9, 1, 0, 1.4)
+    assert costs.pass_seconds(1, 1, 0) == pytest.approx(1.0) and costs.pass_seconds(5, 1, 0) == pytest.approx(1.2)
 
 
 def test_wider_passes_than_any_measured_follow_the_slope_up_to_it():
-    passes = PassCosts()
-    passes.observe(1, 1, 0, 1.0)
-    passes.observe(3, 1, 0, 1.4)
-    assert passes.seconds(6, 1, 0) == pytest.approx(2.0)
+    costs = CostBook()
+    costs.record_pass(1, 1, 0, 1.0)
+    costs.record_pass(3, 1, 0, 1.4)
+    assert costs.pass_seconds(6, 1, 0) == pytest.approx(2.0)
 
 
 def test_a_longer_text_takes_over_prices_and_scales_them_by_its_first_pass():
-    passes = PassCosts()
-    passes.observe(1, 1, 0, 1.0)
-    passes.observe(5, 1, 0, 1.4)
-    passes.observe(5, 1, 1000, 2.8)
-    assert passes.seconds(1, 1, 1000) == pytest.approx(2.0)
-    assert passes.seconds(1, 1, 0) == 1.0
+    costs = CostBook()
+    costs.record_pass(1, 1, 0, 1.0)
+    costs.record_pass(5, 1, 0, 1.4)
+    costs.record_pass(5, 1, 1000, 2.8)
+    assert costs.pass_seconds(1, 1, 1000) == pytest.approx(2.0)
+    assert costs.pass_seconds(1, 1, 0) == 1.0
 
 
 def test_a_row_costs_what_it_does_in_other_batches_until_it_was_measured():
-    passes = PassCosts()
-    passes.observe(1, 1, 0, 1.0)
-    passes.observe(5, 1, 0, 1.4)
-    passes.observe(1, 4, 0, 3.0)
-    assert passes.seconds(5, 4, 0) == pytest.approx(3.0 + 4 * 0.4)
-
-
-def observe_draft(model: CostModel, k: int, seconds: float, is_catch_up: bool = False, batch: int = 1) -> None:
-    model.observe(k, batch, batch, PhaseTimes(draft=seconds), is_catch_up, has_drafts=True)
+    costs = CostBook()
+    costs.record_pass(1, 1, 0, 1.0)
+    costs.record_pass(5, 1, 0, 1.4)
+    costs.record_pass(1, 4, 0, 3.0)
+    assert costs.pass_seconds(5, 4, 0) == pytest.approx(3.0 + 4 * 0.4)
 
 
 def test_an_unmeasured_draft_costs_a_part_of_a_plain_pass():
-    model = CostModel(PassCosts())
-    observe_draft(model, 4, 2.0, is_catch_up=True)
+    model = CostBook().of_method(True)
     assert model.draft(4, 1, plain_pass=1.0) == pytest.approx(0.4)
     assert model.draft(0, 1, plain_pass=1.0) == 0
 
 
 def test_draft_costs_lie_on_the_line_through_what_was_measured():
-    model = CostModel(PassCosts())
+    model = CostBook().of_method(True)
     for _ in range(10):
         for k in (2, 4, 8):
-            observe_draft(model, k, 0.5 + 0.3 * k)
+            model.record_drafts(k, 1, 0.5 + 0.3 * k)
     assert [model.draft(k, 1, plain_pass=1.0) for k in (1, 3, 12)] == pytest.approx([0.8, 1.4, 4.1], rel=0.1)
     assert model.draft(4, 8, plain_pass=1.0) == model.draft(4, 1, plain_pass=1.0)
 
 
 def test_drafts_that_cost_the_same_at_any_length_are_learned_as_such():
-    model = CostModel(PassCosts())
+    model = CostBook().of_method(True)
     for k in (3, 7, 15, 15, 15):
-        observe_draft(model, k, 0.1)
+        model.record_drafts(k, 1, 0.1)
     assert model.draft(15, 1, plain_pass=1.0) == pytest.approx(0.1, rel=0.1)
 
 
 @pytest.mark.parametrize("at", [0, 5])
 def test_a_hiccup_in_a_draft_is_forgotten(at):
-    model = CostModel(PassCosts())
+    model = CostBook().of_method(True)
     for number in range(10):
-        observe_draft(model, 4, 30.0 if number == at else 1.0)
+        model.record_drafts(4, 1, 30.0 if number == at else 1.0)
     assert model.draft(4, 1, plain_pass=1.0) == pytest.approx(1.0, rel=0.15)
 
 
 def test_a_hiccup_while_a_prompt_is_read_does_not_price_reading_out_of_reach():
-    model = CostModel(PassCosts())
-    model.observe_catch_up(30.0, 100, plain_round=1.0)
+    model = CostBook().of_method(True)
+    model.record_catch_up(30.0, 100, plain_round=1.0)
     assert model.catch_up(100) == pytest.approx(5.0)
     for _ in range(6):
-        model.observe_catch_up(1.0, 100, plain_round=1.0)
+        model.record_catch_up(1.0, 100, plain_round=1.0)
     assert model.catch_up(100) == pytest.approx(1.0, rel=0.1)
 
 
@@ -171,37 +184,44 @@ def test_the_expected_speedup_is_leviathans():
     assert expected_speedup(0.8, 5, 0.05) == pytest.approx((1 - 0.8**6) / (0.2 * 1.25))
 
 
-def test_passes_that_begin_behind_the_first_layers_have_prices_of_their_own():
-    passes = PassCosts()
-    model = CostModel(passes)
+def test_passes_that_begin_after_the_first_layers_have_prices_of_their_own():
+    costs = CostBook()
+    model = costs.of_method(True)
     for seconds in (0.8, 0.8, 0.8, 0.2):  # the last one compiled
-        passes.observe(1, 1, 0, 1.0)
-        passes.behind(3).observe(5, 1, 0, seconds)
-    assert passes.seconds(1, 1, 0) == 1.0
-    assert passes.behind(3).seconds(5, 1, 0) == pytest.approx(0.2)
-    assert passes.behind(2).seconds(5, 1, 0) is None
-    model.observe_plain(1, PhaseTimes(), False)
+        costs.record_round([0], 0, 1.0, outside=0.0)
+        costs.record_round([4], 0, seconds, outside=0.0, first_layer=3)
+    assert costs.pass_seconds(1, 1, 0) == 1.0
+    assert costs.pass_seconds(5, 1, 0, first_layer=3) == pytest.approx(0.2)
+    assert costs.pass_seconds(5, 1, 0, first_layer=2) is None
     assert model.prices(1, 0).score(5.0) >= 1.0
-    model.observe(4, 1, 1, PhaseTimes(draft=0.4), False, True, first_layer=3)
+    model.record_drafts(4, 1, 0.4)
+    model.record_drafted_round(1, 0.0, first_layer=3)
     assert model.prices(1, 0).score(5.0) == pytest.approx(0.2)
     assert model.round(4, [4], 4, 1, 0) == pytest.approx(0.2 + model.draft(4, 1, 1.0))
     assert model.round(0, [0], 0, 0, 0) == 1.0
 
 
 def test_the_width_of_a_pass_is_its_tokens_over_its_requests():
-    assert PassCosts().width([4]) == 5
-    assert PassCosts().width([0, 2, 0, 4]) == 2.5
-    assert PassCosts().width([0, 0, 1]) == 1.25
-    assert PassCosts(is_padded=True).width([0, 2, 0, 4]) == 5
-    assert PassCosts(is_padded=True).behind(2).width([0, 4]) == 5
+    assert CostBook().width([4]) == 5
+    assert CostBook().width([0, 2, 0, 4]) == 2.5
+    assert CostBook().width([0, 0, 1]) == 1.25
+    assert CostBook(is_padded=True).width([0, 2, 0, 4]) == 5
 
 
-def test_the_curve_is_what_single_widths_cost():
-    passes = PassCosts()
-    assert passes.curve(9, 4, 0) is None
+def test_scores_are_what_single_widths_cost():
+    costs = CostBook()
+    assert costs.scores(4, 0)(5.0) == 0.0
     for width, seconds in ((1, 1.0), (1.5, 1.2), (5, 2.0)):
-        passes.observe(width, 4, 0, seconds)
-    for widest in (1.25, 3.0, 5.0, 9.0):
-        known = passes.curve(widest, 4, 300)
-        for width in np.linspace(1, widest, 9):
-            assert np.interp(width, *known) == pytest.approx(passes.seconds(width, 4, 300))
+        costs.record_pass(width, 4, 0, seconds)
+    score = costs.scores(4, 300)
+    for width in np.linspace(1, 9, 33):
+        assert score(width) == pytest.approx(costs.pass_seconds(width, 4, 300))
+
+
+def test_scores_of_trees_never_fall_and_a_batch_never_run_costs_its_rows():
+    costs = CostBook()
+    for width, seconds in ((1, 1.0), (2, 1.9), (3, 1.4), (5, 1.8)):
+        costs.record_pass(width, 1, 0, seconds)
+    assert costs.tree_scores(4, 1, 0) == pytest.approx([1.0, 1.4, 1.4, 1.6, 1.8])
+    assert costs.tree_scores(1, 2, 0) == pytest.approx([1.6, 1.6])
+    assert CostBook().tree_scores(2, 1, 0) == [1.0, 1.0, 1.0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.engine.policy import FixedLength
-from outrider.runner.costs import PassCosts
+from outrider.runner.cost_book import CostBook
 from outrider.tune import DraftLengthPolicy
 from outrider.types import Context, Request, Round, SamplingParams
 from tests.tune import grid
@@ -42,9 +42,9 @@ def test_no_cell_is_far_from_the_best_fixed_length(weighed):
 
 
 def recorded(cell: Cell) -> Recorded:
-    passes = PassCosts()
-    policy = Recorded(DraftLengthPolicy(MAX_K, passes))
-    simulate(policy, cell, passes)
+    costs = CostBook()
+    policy = Recorded(DraftLengthPolicy(MAX_K, costs))
+    simulate(policy, cell, costs)
     return policy
 
 
@@ -78,23 +78,23 @@ def test_compiling_in_the_first_draft_is_not_held_against_drafting():
 
 def test_passes_that_are_compiled_while_nothing_is_drafted_stop_nothing():
     """Their prices are gone then, at whatever round that comes."""
-    passes = PassCosts()
+    costs = CostBook()
 
     class Renewed(Recorded):
         def next_lengths(self, context):
             if len(self.asked) > 40:
-                passes.renew()
+                costs.renew()
             return super().next_lengths(context)
 
-    policy = Renewed(DraftLengthPolicy(MAX_K, passes))
-    simulate(policy, Cell(EMBEDDED, Text((0.02,)), lengths=(256,)), passes)
+    policy = Renewed(DraftLengthPolicy(MAX_K, costs))
+    simulate(policy, Cell(EMBEDDED, Text((0.02,)), lengths=(256,)), costs)
     assert max(policy.asked[:40]) > 0 and max(policy.asked[41:]) == 0
 
 
 def simulate_cold(cell: Cell, seconds: float) -> float:
     """Tokens a second, after a first draft that was shown to the policy as so many seconds longer."""
-    passes = PassCosts()
-    return simulate(Recorded(DraftLengthPolicy(MAX_K, passes), first_draft=seconds), cell, passes)
+    costs = CostBook()
+    return simulate(Recorded(DraftLengthPolicy(MAX_K, costs), first_draft=seconds), cell, costs)
 
 
 def test_a_prompt_too_long_for_what_a_draft_can_win_is_not_read():
@@ -105,12 +105,12 @@ def test_a_prompt_too_long_for_what_a_draft_can_win_is_not_read():
 
 def test_what_sampling_costs_is_not_held_against_drafts_that_are_sampled():
     """Greedy first, then sampled on a machine where drawing makes every round slower, plain ones too."""
-    passes = PassCosts()
-    policy = Recorded(DraftLengthPolicy(MAX_K, passes))
+    costs = CostBook()
+    policy = Recorded(DraftLengthPolicy(MAX_K, costs))
     text, drawing = Text((0.8,)), replace(LARGE, outside=60.0)
-    simulate(policy, Cell(LARGE, text), passes)
+    simulate(policy, Cell(LARGE, text), costs)
     sampled = Cell(drawing, text, temperature=0.8)
-    assert simulate(policy, sampled, passes) > 0.95 * best_fixed(sampled)
+    assert simulate(policy, sampled, costs) > 0.95 * best_fixed(sampled)
 
 
 def test_where_no_request_was_worth_a_draft_the_next_one_is_tried_later():
@@ -122,11 +122,11 @@ def test_where_no_request_was_worth_a_draft_the_next_one_is_tried_later():
 def test_plain_decoding_is_priced_among_its_like_and_not_just_behind_a_draft_model():
     """A small target whose passes take half as long again behind the draft's, and a draft that hardly pays."""
     small = Machine(0.42, 0.07, 0.12, 0.14, 0.0, 0.1, cold=0.5, cold_outside=2.0)
-    passes = PassCosts()
-    policy = Recorded(inner := DraftLengthPolicy(MAX_K, passes))
-    simulate(policy, Cell(small, Text((0.7,)), lengths=(64,) * 32), passes)
+    costs = CostBook()
+    policy = Recorded(inner := DraftLengthPolicy(MAX_K, costs))
+    simulate(policy, Cell(small, Text((0.7,)), lengths=(64,) * 32), costs)
     assert 0.5 < sum(k > 0 for k in policy.asked) / len(policy.asked) < 1  # few rounds without drafts
-    assert inner.costs.plain_round(1, 200) == pytest.approx(0.52e-3, rel=0.06)
+    assert inner.costs.prices(1, 200).plain == pytest.approx(0.52e-3, rel=0.06)
 
 
 @pytest.mark.parametrize("text", grid.MIXED)
@@ -153,8 +153,8 @@ def test_requests_that_turn_predictable_are_found_among_others_that_draft():
 @pytest.mark.parametrize("rates", [(1.0,), (0.0,), (0.0, 1.0)])
 def test_beside_a_request_with_a_length_of_its_own_another_gets_what_pays(rates):
     """The first one drafts in every round, in vain: there is no plain round, and more is drafted than was decided on."""
-    passes = PassCosts()
-    policy = DraftLengthPolicy(MAX_K, passes)
+    costs = CostBook()
+    policy = DraftLengthPolicy(MAX_K, costs)
     requests = tuple(Request(f"r{b}", [0] * 50, 50, SamplingParams(), 0, torch.Generator()) for b in range(2))
     requests[0].num_draft_tokens = 8
     context, asked = Context(requests, (999, 999), None), []
@@ -164,7 +164,7 @@ def test_beside_a_request_with_a_length_of_its_own_another_gets_what_pays(rates)
         times = LARGE.times(lengths, lengths, 2)
         for request, count in zip(requests, accepted, strict=True):
             request.token_ids.extend([0] * (count + 1))
-        passes.observe(passes.width(lengths), 2, 50, times.score)
+        costs.record_round(lengths, 50, times.score, times.verify + times.host)
         policy.observe(context.limited(lengths), Round(8, lengths, lengths, accepted, times), False)
         asked.append(lengths[1])
     if rates[0]:
@@ -175,17 +175,17 @@ def test_beside_a_request_with_a_length_of_its_own_another_gets_what_pays(rates)
 
 
 def test_a_longest_draft_below_the_usual_lengths_is_kept_to():
-    passes = PassCosts()
-    policy = Recorded(DraftLengthPolicy(2, passes))
-    simulate(policy, Cell(LOOKUP, Text((0.95,))), passes)
+    costs = CostBook()
+    policy = Recorded(DraftLengthPolicy(2, costs))
+    simulate(policy, Cell(LOOKUP, Text((0.95,))), costs)
     assert max(policy.asked) == 2
 
 
 def test_there_is_an_end_to_the_temperatures_that_are_kept():
-    passes = PassCosts()
-    policy = DraftLengthPolicy(4, passes)
+    costs = CostBook()
+    policy = DraftLengthPolicy(4, costs)
     for temperature in range(60):
-        simulate(policy, Cell(EMBEDDED, Text((0.5,)), lengths=(2,), temperature=temperature / 3), passes)
+        simulate(policy, Cell(EMBEDDED, Text((0.5,)), lengths=(2,), temperature=temperature / 3), costs)
     assert len(policy._shared) <= 8
 
 

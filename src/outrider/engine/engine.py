@@ -83,7 +83,6 @@ class Engine:
         self.proposer = proposer
         self.policy = policy
         self.scheduler = scheduler
-        self.costs = runner.costs
         self.observer: Callable[[Observation], None] | None = None  # sees each round last; its time is no round's
         self._make_sampler = partial(Sampler, vocab_size=runner.vocab_size, device=runner.device, coupled=coupled)
         self._hidden = proposer.needs_hidden

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from outrider.engine.round import RoundResult
 from outrider.engine.stats import GenerationStats
-from outrider.runner.costs import PassCosts
+from outrider.runner.cost_book import CostBook
 from outrider.types import PhaseTimes, Proposal, Round
 
 NUM_COLD = 3  # rounds without drafts that are slower after a model drafted: it took the target's place in the CPU's caches
@@ -19,7 +19,7 @@ NUM_COLD = 3  # rounds without drafts that are slower after a model drafted: it 
 class Ledger:
     """The books of one engine."""
 
-    def __init__(self, costs: PassCosts, drafts_with_model: bool) -> None:
+    def __init__(self, costs: CostBook, drafts_with_model: bool) -> None:
         """``costs`` learns from every decoding round; ``drafts_with_model``: whether the proposer runs a model."""
         self.total = GenerationStats()
         self._costs, self._drafts_with_model = costs, drafts_with_model
@@ -73,13 +73,15 @@ class Ledger:
     ) -> None:
         """Book seconds: to the prices of passes, to each request and to the total."""
         batch, times = len(stats), round_.times
-        cache_len = max([len(request.token_ids) for request in result.context.requests])
+        requests = result.context.requests
+        cache_len = max([len(request.token_ids) for request in requests])
+        is_greedy = all([request.params.is_greedy for request in requests])
         if not is_prefill:
-            passes = self._costs.behind(round_.first_layer)
-            passes.observe(passes.width(round_.lens), batch, cache_len, times.score, round_.is_cold)
-            if not any(round_.lens):
-                self._costs.observe_outside(batch, times.verify + times.host, round_.is_cold)
-        plain = self._costs.plain_round(batch, cache_len)
+            outside = times.verify + times.host
+            self._costs.record_round(
+                round_.lens, cache_len, times.score, outside, is_greedy, round_.first_layer, round_.is_cold
+            )
+        plain = self._costs.plain_round(batch, cache_len, is_greedy)
         for of_request, num_tokens in zip(stats, emitted, strict=True):
             of_request.clock(round_, is_prefill, num_tokens, plain)
         self.total.clock(round_, is_prefill, sum(emitted) / batch, plain)

@@ -91,14 +91,14 @@ class LLM:
         self.runner.prepare(hidden)
         self.proposer.warmup(k, batch)
         for width in sorted({1, 1 + self.proposer.num_nodes(k)}):
-            self.engine.costs.observe(width, batch, 0, self.runner.pass_cost(width, batch, 0, hidden=hidden))
+            self.runner.costs.record_pass(width, batch, 0, self.runner.pass_cost(width, batch, 0, hidden=hidden))
 
     def price_plain(self) -> None:
         """Measures one pass without drafts where drafts are a fixed number, so that statistics can tell what plain decoding
         would have taken: such rounds never run without drafts and so learn no price of their own."""
         k = self.speculation.num_draft_tokens
         if isinstance(k, int) and k > 0:
-            self.engine.costs.observe(1, 1, 0, self.runner.pass_cost(1, 1, 0, repeat=1, hidden=self.proposer.needs_hidden))
+            self.runner.costs.record_pass(1, 1, 0, self.runner.pass_cost(1, 1, 0, repeat=1, hidden=self.proposer.needs_hidden))
 
     def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
         """One completion for each prompt and sample, prompts in order, samples of a prompt together.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outrider.runner.costs import PlainRound
+from outrider.runner.cost_book import PlainRound
 from outrider.types import PhaseTimes, Round
 
 

@@ -26,7 +26,7 @@ from outrider.proposers.base import Proposer, Setting, spread
 from outrider.proposers.portable import FeatureHead
 from outrider.proposers.sample_text import TEXT
 from outrider.proposers.tree_chances import Calibration, Drafted, DrawnTree, Floats, GrownTree, SiblingRates, learn_from
-from outrider.proposers.tree_sizes import Bill, TreeSizes
+from outrider.proposers.tree_sizes import TreeCosts, TreeSizes
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
 from outrider.runner.quantized import check_head_bits
@@ -132,7 +132,7 @@ class EagleProposer(Proposer):
         round_ = _Round(context, able, k, self._vocab_size)
         if context.sampler.is_deterministic:
             calibration = self._calibrations[all(request.params.is_greedy for request in context.requests)]
-            found = _Candidates(self._sizes.most, calibration, self._sizes.bill(context), started)
+            found = _Candidates(self._sizes.most, calibration, self._sizes.costs(context), started)
             proposal = _confident_tree(self.head, round_, out, self._config.top_k, found)
             depth, num_steps = found.depth, found.num_levels
             self._drafted = found.drafted
@@ -233,9 +233,9 @@ def _confident_tree(head: HeadRunner, round_: _Round, out: Tensor, top_k: int, f
 class _Candidates:
     """All nodes ever proposed, and the choice among them: [A, C] tensors that grow by a level at a time."""
 
-    def __init__(self, num_nodes: int, calibration: Calibration, bill: Bill | None = None, started: float = 0.0) -> None:
-        """At most ``num_nodes`` are chosen; with a ``bill`` as many as pay, of drafting that began at ``started``."""
-        self.num_nodes, self._calibration, self._bill, self._started = num_nodes, calibration, bill, started
+    def __init__(self, num_nodes: int, calibration: Calibration, costs: TreeCosts | None = None, started: float = 0.0) -> None:
+        """At most ``num_nodes`` are chosen; with ``costs`` as many as pay, of drafting that began at ``started``."""
+        self.num_nodes, self._calibration, self._costs, self._started = num_nodes, calibration, costs, started
         self.tokens = self.values = self.parents = torch.empty(0)
         self.depths: list[int] = []
         self.depth = 0  # of the tree that was chosen
@@ -270,22 +270,22 @@ class _Candidates:
         likeliest, best = values.amax(-1), self.values.topk(min(self.num_nodes, len(self.depths)), -1).values
         if best.shape[1] == self.num_nodes and not bool((likeliest > best[:, -1]).any()):
             return False
-        if self._bill is None:
+        if self._costs is None:
             return True
-        so_far = self._bill_so_far()
-        return so_far.pays(float(likeliest.exp().sum()), so_far.drafted / self.num_levels, _worths(best))
+        so_far = self._costs_so_far()
+        return so_far.level_pays(float(likeliest.exp().sum()), so_far.drafted / self.num_levels, _worths(best))
 
-    def _bill_so_far(self) -> Bill:
-        """The bill with the seconds drafted up to now."""
-        assert self._bill is not None
-        return replace(self._bill, drafted=perf_counter() - self._started)
+    def _costs_so_far(self) -> TreeCosts:
+        """The costs with the seconds drafted up to now."""
+        assert self._costs is not None
+        return replace(self._costs, drafted=perf_counter() - self._started)
 
     def proposal(self, round_: _Round) -> Proposal:
         """The most confident nodes of each request, parents first, siblings by confidence: point masses."""
         is_beyond = torch.tensor(self.depths)[None] > torch.tensor(round_.limits)[:, None]
         values = self.values.cpu().masked_fill(is_beyond, float("-inf"))
         best = values.topk(min(self.num_nodes, values.shape[1]), -1)
-        size = best.values.shape[1] if self._bill is None else self._bill_so_far().best(_worths(best.values))[0]
+        size = best.values.shape[1] if self._costs is None else self._costs_so_far().best_size(_worths(best.values))[0]
         tokens, above, confidences = self.tokens.tolist(), self.parents.tolist(), np.concatenate(self._confidences, 1).tolist()
         token_ids = torch.zeros(round_.batch, size, dtype=torch.long)
         parents, lens = torch.full_like(token_ids, -1), torch.zeros(round_.batch, dtype=torch.long)

@@ -13,22 +13,22 @@ from time import perf_counter
 
 from outrider.proposers.trees import TreeShape, grown, shape_of
 from outrider.runner import ModelRunner
-from outrider.runner.costs import CACHE_BUCKET
+from outrider.runner.cost_book import CACHE_BUCKET
 from outrider.types import Context
 
 MEMORY = 0.9  # of what was seen of earlier rounds
-REFRESH = 16  # rounds in which prices are taken as they were
+REFRESH = 16  # rounds after which costs are looked up again
 
 
 @dataclass(frozen=True)
-class Bill:
-    """What a round will have cost: seconds drafted so far, and those of the pass by its number of nodes from 0 on."""
+class TreeCosts:
+    """Seconds of one round: drafted so far, and of the pass over 0, 1, ... nodes."""
 
     batch: int
     drafted: float
     passes: Sequence[float]
 
-    def best(self, worths: Sequence[float]) -> tuple[int, float]:
+    def best_size(self, worths: Sequence[float]) -> tuple[int, float]:
         """The number of nodes with the most tokens a second, at least one, and that speed.
 
         ``worths``: expected accepted drafts that each further node adds over the batch, best first.
@@ -38,9 +38,9 @@ class Bill:
         best = max(range(1, len(speeds)), key=speeds.__getitem__)
         return best, speeds[best]
 
-    def pays(self, worth: float, seconds: float, worths: Sequence[float]) -> bool:
+    def level_pays(self, worth: float, seconds: float, worths: Sequence[float]) -> bool:
         """Whether a level that takes so many seconds to draft pays if one of its nodes adds as much as ``worth``."""
-        size, speed = self.best(worths)
+        size, speed = self.best_size(worths)
         row = self.passes[min(size + 1, len(self.passes) - 1)] - self.passes[size]
         return worth > speed * (seconds + row)
 
@@ -53,40 +53,31 @@ class TreeSizes:
         self.is_fixed = fixed is not None
         # On a CPU's matrix units 15 drafts and the root fill a tile of 16 rows: one more would cost as much as all of them.
         self.most = fixed or (60 if target.device.type == "cuda" else 15)
-        self._passes = target.costs
-        self._bills: dict[tuple[int, int], tuple[int, Bill]] = {}  # (batch, cache bucket) -> rounds that it still holds, bill
+        self._costs = target.costs
+        self._current: dict[tuple[int, int], tuple[int, TreeCosts]] = {}  # (batch, cache bucket) -> rounds until renewed, costs
         self._step = 0.0  # seconds of a step of drafting
         self._nodes_a_level = 2.0
         self._grown: dict[int, tuple[Sequence[Sequence[float]], list[tuple[int, ...]], list[float]]] = {}
         self._shapes: dict[tuple[int, int], TreeShape] = {}
-        if not self.is_fixed and self._passes.plain_round(1, 0) is None:
+        if not self.is_fixed and self._costs.plain_round(1, 0) is None:
             for width in (1, 1 + self.most):
-                self._passes.observe(width, 1, 0, target.pass_cost(width, 1, 0, repeat=1))
+                self._costs.record_pass(width, 1, 0, target.pass_cost(width, 1, 0, repeat=1))
 
     def expected(self, k: int) -> int:
         """Nodes of a tree of depth k, as they lately were."""
         return max(1, min(self.most, round(self._nodes_a_level * k))) if k else 0
 
-    def bill(self, context: Context) -> Bill | None:
-        """The prices of this round before any drafting; None where the size is fixed."""
+    def costs(self, context: Context) -> TreeCosts | None:
+        """The costs of this round before any drafting; None where the size is fixed."""
         if self.is_fixed:
             return None
         batch, cache_len = len(context.requests), max([len(request.token_ids) for request in context.requests])
         key = batch, cache_len // CACHE_BUCKET
-        left, bill = self._bills.get(key, (0, None))
-        if bill is None or left == 0:
-            left, bill = REFRESH, Bill(batch, 0.0, self._prices(batch, cache_len))
-        self._bills[key] = left - 1, bill
-        return bill
-
-    def _prices(self, batch: int, cache_len: int) -> list[float]:
-        passes: list[float] = []
-        for nodes in range(self.most, -1, -1):
-            # A batch never run costs what as many rows of one request do. A wider pass is never cheaper: that was a hiccup.
-            seconds = self._passes.seconds(1 + nodes, batch, cache_len)
-            seconds = seconds or self._passes.seconds(batch * (1 + nodes), 1, cache_len) or 1.0
-            passes.append(min(seconds, passes[-1]) if passes else seconds)
-        return passes[::-1]
+        left, found = self._current.get(key, (0, None))
+        if found is None or left == 0:
+            left, found = REFRESH, TreeCosts(batch, 0.0, self._costs.tree_scores(self.most, batch, cache_len))
+        self._current[key] = left - 1, found
+        return found
 
     def learn(self, num_nodes: int, depth: int, steps: int, started: float) -> None:
         """Adds a round's tree, drafted in so many steps from ``started`` on."""
@@ -104,14 +95,14 @@ class TreeSizes:
             self._grown[k] = acceptance, *grown(acceptance, self.most)
             self._shapes = {key: shape for key, shape in self._shapes.items() if key[0] != k}
         _, paths, worths = self._grown[k]
-        size, bill = len(paths), self.bill(context)
-        if bill is not None:
+        size, costs = len(paths), self.costs(context)
+        if costs is not None:
             depths = accumulate([len(path) for path in paths], max, initial=0)
             passes = [
                 seconds + self._step * (depth if is_levelwise else 1)
-                for seconds, depth in zip(bill.passes, depths, strict=False)
+                for seconds, depth in zip(costs.passes, depths, strict=False)
             ]
-            size, _ = Bill(bill.batch, 0.0, passes).best([bill.batch * worth for worth in worths])
+            size, _ = TreeCosts(costs.batch, 0.0, passes).best_size([costs.batch * worth for worth in worths])
         if (k, size) not in self._shapes:
             self._shapes[k, size] = shape_of(paths[:size])
         return self._shapes[k, size]

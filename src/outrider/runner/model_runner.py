@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from outrider.runner import kernels, linear, loading
 from outrider.runner.config import RunnerConfig
-from outrider.runner.costs import PassCosts
+from outrider.runner.cost_book import CostBook
 from outrider.runner.kv_cache import CacheShape, KVCache
 from outrider.runner.layer_span import WHOLE, LayerSpan, behind
 from outrider.runner.layouts import SHORT, Layouts, rows_from
@@ -62,7 +62,7 @@ class ModelRunner:
         self.takes_trees = not shape.states.kinds  # a state has one past
         self.max_len = self.cache.max_len  # less where the memory says so
         self.layouts = Layouts(self.cache, device, self.max_len)
-        self.costs = PassCosts(self.layouts.is_padded)  # of its passes: one table, whichever engines it serves
+        self.costs = CostBook(self.layouts.is_padded)  # shared by all engines that it serves
         self.passes = PassRunner(model, self.cache, config.compile, self.costs.renew)
         self._read = ReadHidden()
         self._round: _Round | None = None

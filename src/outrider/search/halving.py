@@ -64,6 +64,8 @@ class Standing:
 
 def standing(measured: Measurements, labels: Sequence[str], groups: Sequence[Group]) -> Standing:
     """Speeds of contenders over ``groups``, on each of which all of them ran. Several batch sizes count equally."""
+    if not labels:
+        return Standing({}, 0.0)
     everyone = [PLAIN, *labels]
     logs = np.zeros(len(everyone))
     variance = 0.0

@@ -1,6 +1,5 @@
 """What speculation costs and gains, and how many drafts a round should therefore ask for."""
 
-from outrider.tune.cost import CostModel
 from outrider.tune.policy import DraftLengthPolicy
 
-__all__ = ["CostModel", "DraftLengthPolicy"]
+__all__ = ["DraftLengthPolicy"]

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 
-from outrider.runner.costs import PassCosts
+from outrider.runner.cost_book import CostBook, MethodCosts, RoundPrices
 from outrider.tune.acceptance import OPTIMISM, Acceptance
-from outrider.tune.cost import CostModel
-from outrider.tune.sharing import RoundPrices, Shares
+from outrider.tune.sharing import Shares
 from outrider.types import Context, Request, Round
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 23)  # what is chosen from, beside the longest
@@ -71,12 +70,10 @@ class Track:
 class DraftLengthPolicy:
     """``next_lengths`` for a batch: those that are best for the sum of its requests."""
 
-    def __init__(self, max_k: int, passes: PassCosts, num_nodes: Callable[[int], int] = int) -> None:
+    def __init__(self, max_k: int, costs: CostBook, num_nodes: Callable[[int], int] = int) -> None:
         """``num_nodes``: drafts of a proposal whose longest path is k; k itself for chains."""
-        self.max_k = max_k
-        self._costs = {
-            is_greedy: CostModel(passes, num_nodes) for is_greedy in (True, False)
-        }  # drawing takes longer than an argmax
+        self.max_k, self._num_nodes = max_k, num_nodes
+        self._costs: dict[bool, MethodCosts] = {is_greedy: costs.of_method(is_greedy) for is_greedy in (True, False)}
         self.costs = self._costs[True]
         self._lengths = [k for k in LENGTHS if k < max_k] + [max_k]
         self._tracks: dict[str, Track] = {}
@@ -143,18 +140,18 @@ class DraftLengthPolicy:
             if self._plain is not None:
                 self._purse = min(self._purse + INCOME * times.total / self._plain, FULL_PURSE)
         if round_.k == 0:
-            if not is_prefill:
-                self.costs.observe_plain(batch, times, round_.is_cold)
             return
         # Committed tokens that the proposer had not been asked about, before those of this round.
         num_unseen = sum([self._num_unseen(b) - round_.num_accepted[b] - 1 for b in drafted_for])
         catch_up, plain, num_drafting = 0.0, self._plain or 0.0, max(1, len(drafted_for))
         if num_unseen > 0:
             step = self.costs.draft(longest or round_.k, num_drafting, plain)
-            catch_up = self.costs.observe_catch_up(times.draft_prefill + times.draft - step, num_unseen, plain)
+            catch_up = self.costs.record_catch_up(times.draft_prefill + times.draft - step, num_unseen, plain)
         if not is_prefill:
-            drafting = (longest or round_.k, num_drafting)
-            self.costs.observe(*drafting, batch, times, num_unseen > 0, longest > 0, round_.first_layer)
+            if longest:
+                self.costs.record_drafted_round(batch, times.verify + times.host, round_.first_layer)
+            if num_unseen <= 0:  # one that had text to catch up with says nothing of a step
+                self.costs.record_drafts(longest or round_.k, num_drafting, times.draft)
         self._learn(drafted_for, round_)
         self._book(round_, num_drafting, catch_up if self._is_probe else 0.0, is_prefill)
         if self._is_probe:
@@ -269,7 +266,7 @@ class DraftLengthPolicy:
             worths.append(track.worths(expected, longest if own is None else own))  # no more than it wants
             made.append(track.made_rate())
             reading.append(self.costs.catch_up(self._num_unseen(b)) / min(HORIZON, 1 + limit))
-        shares = Shares(worths, made, self.costs.nodes(longest), reading, prices)
+        shares = Shares(worths, made, self._nodes(longest), reading, prices)
         lengths = [k for k in self._lengths if 0 < k <= longest]
         speed, lens = shares.best_together(lengths)
         if not shares.are_alike(ALIKE):
@@ -288,6 +285,11 @@ class DraftLengthPolicy:
             self._wait = self._pause
         self._lens, self._edge = lens, max(speed / plain, 1.0)
 
+    def _nodes(self, k: int) -> list[int]:
+        """Tokens that each depth of a proposal up to k adds to a pass; at least one."""
+        totals = [self._num_nodes(depth) for depth in range(k + 1)]
+        return [max(1, after - before) for before, after in pairwise(totals)]
+
     def _prices(self, context: Context) -> RoundPrices | None:
         return self.costs.prices(len(self._batch), max([len(request.token_ids) for request in context.requests]))
 
@@ -297,7 +299,7 @@ class DraftLengthPolicy:
         if prices is None:  # they were renewed since the last decision: a plain round tells the new ones
             return 0
         batch, longest = len(self._batch), min(MAX_PROBE, self.max_k)
-        worths, nodes = [PROBE_RATE**depth for depth in range(1, longest + 1)], self.costs.nodes(longest)
+        worths, nodes = [PROBE_RATE**depth for depth in range(1, longest + 1)], self._nodes(longest)
         shares = Shares([worths] * batch, [1.0] * batch, nodes, [0.0] * batch, prices)
         k = shares.best_together(range(1, longest + 1))[1][0]
         seconds = self.costs.round(k, [sum(nodes[:k])] * batch, k, batch, len(context.requests[0].token_ids))

@@ -8,24 +8,14 @@ Plain numbers: the arrays of a batch are so small that numpy would take five tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+from outrider.runner.cost_book import RoundPrices
+
 NEVER = 1e-9  # a chance as good as none
-
-
-@dataclass(frozen=True, slots=True)
-class RoundPrices:
-    """Seconds of a round's parts, for the batch at hand."""
-
-    plain: float  # a whole round without drafts
-    outside: float  # verifier and host of a round with drafts
-    draft: Callable[[int, int], float]  # (k, requests drafted for) -> seconds
-    score: Callable[[float], float]  # width -> seconds
-    is_padded: bool  # a pass runs as many tokens of each request as of the one with the most
 
 
 class Shares:
