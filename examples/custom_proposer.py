@@ -1,4 +1,4 @@
-"""A proposer of your own: the answer is one of a few known sentences, so propose those. Usage: custom_proposer.py [TARGET]"""
+"""Write your own proposer: the answer is one of a few known sentences, so draft those. Usage: custom_proposer.py [TARGET]"""
 
 import sys
 
@@ -9,7 +9,7 @@ KNOWN = ["The capital of France is Paris.", "The capital of Italy is Rome.", "I 
 
 
 class KnownAnswers(Proposer):
-    """Drafts the rest of whichever known sentence the text has begun."""
+    """Draft the rest of the known sentence that the text has begun."""
 
     name = "known"
 

@@ -1,4 +1,4 @@
-"""Generate with a draft model and look at what it brought. Usage: python examples/generate.py [TARGET] [DRAFT]"""
+"""Generate with a draft model and print its acceptance. Usage: python examples/generate.py [TARGET] [DRAFT]"""
 
 import sys
 
@@ -6,15 +6,15 @@ from outrider import LLM, SamplingParams
 
 
 def main(target: str | None = None, draft: str | None = None) -> None:
-    # Without arguments: the embedded family. Any two causal LMs with one vocabulary work.
+    # Without arguments: the embedded models. Any two causal LMs with the same vocabulary work.
     llm = LLM(target, draft=draft) if target else LLM()
 
-    # One prompt, as it comes.
+    # Stream one prompt.
     for chunk in llm.stream("def mean(values):", SamplingParams(max_tokens=48)):
         print(chunk.text, end="", flush=True)
     print()
 
-    # Several prompts at once; sampled, with a seed.
+    # Generate several prompts at once, sampled with a seed.
     params = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95, seed=1)
     for completion in llm.generate(["The sea was", "import os\n"], params):
         stats = completion.stats

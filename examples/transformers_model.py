@@ -1,4 +1,4 @@
-"""A transformers model you already have, quantised or sharded ones too. Usage: python examples/transformers_model.py FOLDER"""
+"""Use a loaded transformers model, quantised or sharded ones too. Usage: python examples/transformers_model.py FOLDER"""
 
 import sys
 
