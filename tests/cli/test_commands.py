@@ -136,9 +136,34 @@ def test_the_painter_keeps_to_the_text_of_chunks() -> None:
 
 
 def test_chat_answers_a_piped_question(outrider: Run, target: Path, draft: Path) -> None:
-    code, out, _ = outrider("chat", *models(target, draft), "--max-tokens", 12, stdin="What is a ship?")
-    templated = outrider("generate", *models(target, draft), "--max-tokens", 12, "<|user|>What is a ship?\n<|assistant|>")
+    greedy = ["--max-tokens", 12, "--temperature", 0]
+    code, out, _ = outrider("chat", *models(target, draft), *greedy, stdin="What is a ship?")
+    templated = outrider("generate", *models(target, draft), *greedy, "<|user|>What is a ship?\n<|assistant|>")
     assert code == 0 and out == templated[1]
+
+
+def test_chat_samples_unless_a_temperature_is_given(outrider: Run, target: Path, draft: Path) -> None:
+    seeded = ["--max-tokens", 30, "--seed", 4, "--ignore-eos"]
+    said = outrider("chat", *models(target, draft), *seeded, "What is a ship?")[1]
+    readable = ["--temperature", 0.7, "--top-p", 0.9]
+    assert said == outrider("chat", *models(target, draft), *seeded, *readable, "What is a ship?")[1]
+    assert said != outrider("chat", *models(target, draft), *seeded, "--temperature", 0, "What is a ship?")[1]
+
+
+def test_a_conversation_longer_than_the_context_drops_its_oldest_turns(target: Path) -> None:
+    from outrider import LLM
+
+    llm = LLM(target, method="plain", compile="never", max_len=120)
+    turns = [{"role": role, "content": f"{role} {at} " * 3} for at in range(6) for role in ("user", "assistant")]
+    system = {"role": "system", "content": "Be brief."}
+    question = {"role": "user", "content": "And now?"}
+    history = [system, *turns, question]
+    prompt = chat._fitting_prompt(llm, history, 40)
+    assert len(prompt) <= 80 and prompt == llm.chat_prompt(history)
+    assert history[0] == system and history[-1] == question and len(history) < 14
+    assert [turn["role"] for turn in history[1:]] == ["user", "assistant"] * ((len(history) - 2) // 2) + ["user"]
+    alone = [{"role": "user", "content": "long " * 300}]
+    assert len(chat._fitting_prompt(llm, alone, 40)) > 120 and len(alone) == 1
 
 
 def test_chat_keeps_the_conversation(outrider: Run, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
