@@ -73,6 +73,40 @@ def test_what_is_no_document_is_refused(outrider: Run, tmp_path: Path, text: str
     assert code == 2 and why in err and len(err.splitlines()) == 1
 
 
+def looping() -> dict[str, object]:
+    """A document whose texts loop, twice as fast over the whole text as before the loops."""
+    result = measured(300.0)
+    for each in result["cells"]:  # type: ignore[attr-defined]
+        before = {name: each[name] for name in ("tok_s", "plain_tok_s", "mean_acceptance_length", "ms", "difference")}
+        slower = {name: each[name] if each["k"] == 0 else each[name] / 2 for name in ("speedup", "decode_speedup")}
+        before |= slower | {"acceptance_rate": 0.35, "speedup_interval": [1.4, 1.6], "decode_speedup_interval": [1.4, 1.6]}
+        each |= {"loop_share": 0.4, "ends_in_loop": 0.5, "tokens_before_loops": 38, "before_loops": before}
+    return result
+
+
+def test_the_figures_before_loops_are_shown_first() -> None:
+    view = Console(file=StringIO(), width=80)
+    found = tables(looping())
+    assert len(found) == 3 and len(tables(measured(300.0))) == 2
+    for table in found:
+        view.print(table)
+    speeds, _, whole = view.file.getvalue().split("workload")[1:]  # type: ignore[attr-defined]
+    row = next(line for line in speeds.splitlines() if "draft k=4" in line)
+    assert "1.50 1.40-1.60" in row and "0.35" in row
+    row = next(line for line in whole.splitlines() if "draft k=4" in line)
+    assert row.split()[2:4] == ["40%", "38"] and "3.00" in row and "0.70" in row
+    assert max(map(len, view.file.getvalue().splitlines())) <= 80  # type: ignore[attr-defined]
+
+
+def test_the_report_shows_the_figures_before_loops_and_warns() -> None:
+    pytest.importorskip("matplotlib")
+    from outrider.bench.html import page
+
+    text = page(looping())
+    assert "40% of plain decoding&#39;s tokens are in loops" in text and "<td>38</td>" in text
+    assert "Loops" in text and "40%" in text and "in loops, which are easy to draft" not in page(measured(300.0))
+
+
 def test_a_report_can_be_made_of_a_document(outrider: Run, tmp_path: Path) -> None:
     file, page = tmp_path / "x.json", tmp_path / "pages" / "x.html"
     file.write_text(json.dumps(grid()))

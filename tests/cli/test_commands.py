@@ -137,9 +137,35 @@ def test_the_painter_keeps_to_the_text_of_chunks() -> None:
 
 
 def test_chat_answers_a_piped_question(outrider: Run, target: Path, draft: Path) -> None:
-    code, out, _ = outrider("chat", *models(target, draft), "--max-tokens", 12, stdin="What is a ship?")
-    templated = outrider("generate", *models(target, draft), "--max-tokens", 12, "<|user|>What is a ship?\n<|assistant|>")
+    greedy = ["--max-tokens", 12, "--temperature", 0]
+    code, out, _ = outrider("chat", *models(target, draft), *greedy, stdin="What is a ship?")
+    templated = outrider("generate", *models(target, draft), *greedy, "<|user|>What is a ship?\n<|assistant|>")
     assert code == 0 and out == templated[1]
+
+
+def test_chat_samples_unless_a_temperature_is_given(outrider: Run, target: Path) -> None:
+    options = ["--target", target, "--method", "plain", "--compile", "never"]
+    options += ["--max-tokens", 30, "--seed", 4, "--ignore-eos"]
+    said = outrider("chat", *options, "What is a ship?")[1]
+    readable = ["--temperature", 0.7, "--top-p", 0.9]
+    assert said == outrider("chat", *options, *readable, "What is a ship?")[1]
+    assert said != outrider("chat", *options, "--temperature", 0, "What is a ship?")[1]
+
+
+def test_a_conversation_longer_than_the_context_drops_its_oldest_turns(target: Path) -> None:
+    from outrider import LLM
+
+    llm = LLM(target, method="plain", compile="never", max_len=120)
+    turns = [{"role": role, "content": f"{role} {at} " * 3} for at in range(6) for role in ("user", "assistant")]
+    system = {"role": "system", "content": "Be brief."}
+    question = {"role": "user", "content": "And now?"}
+    history = [system, *turns, question]
+    prompt = chat._fitting_prompt(llm, history, 40)
+    assert len(prompt) <= 80 and prompt == llm.chat_prompt(history)
+    assert history[0] == system and history[-1] == question and len(history) < 14
+    assert [turn["role"] for turn in history[1:]] == ["user", "assistant"] * ((len(history) - 2) // 2) + ["user"]
+    alone = [{"role": "user", "content": "long " * 300}]
+    assert len(chat._fitting_prompt(llm, alone, 40)) > 120 and len(alone) == 1
 
 
 def test_chat_keeps_the_conversation(outrider: Run, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +294,8 @@ def test_bench_prints_a_table_and_one_json_line(outrider: Run, target: Path, dra
             "method", "k", "temperature", "batch", "workload", "tok_s", "plain_tok_s", "speedup", "mean_acceptance_length",
             "acceptance_rate", "acceptance_histogram", "same_text", "ms", "speedup_interval", "acceptance_by_position",
             "cost_ratio", "expected_speedup", "difference", "inter_token_ms", "time_to_first_token_ms", "peak_memory_mb",
-            "predicted_plain_tok_s", "prediction_error_percent",
+            "predicted_plain_tok_s", "prediction_error_percent", "loop_share", "ends_in_loop", "tokens_before_loops",
+            "before_loops",
         } <= set(cell)  # fmt: skip
         assert set(cell["ms"]) == {"draft", "score", "verify", "host"}
         assert cell["same_text"] == (1.0 if cell["temperature"] == 0 else None)

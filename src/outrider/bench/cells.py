@@ -10,6 +10,7 @@ from typing import Any
 from outrider.bench.breakdown import Rounds
 from outrider.bench.contenders import Contender
 from outrider.bench.grid import PLAIN_CONTENDER, Group
+from outrider.bench.loops import ends_in_loop, loop_share, loop_start
 from outrider.bench.measure import PHASES, Run
 from outrider.bench.statistics import Timings, quantiles, speed_interval, speedup_interval
 
@@ -31,25 +32,47 @@ def _cell(group: Group, contender: Contender, same_text_when_sampled: bool) -> d
     runs = [repeat[contender] for repeat in group.repeats]
     plain = [repeat[PLAIN_CONTENDER] for repeat in group.repeats]
     comparable = group.temperature == 0 or same_text_when_sampled
+    texts = [text for run in runs for text in run.token_ids]
+    loops = loop_share(texts)
+    has_loops = loops > 0 or any(run.loop_share for run in plain)
     return {
         "method": contender.method,
         "k": contender.k,
         "temperature": group.temperature,
         "batch": group.batch,
         "workload": group.workload,
-        **_speeds(runs, plain),
-        **_acceptance(runs),
-        **_expectation(runs, plain),
+        **_figures(runs, plain),
+        "loop_share": _rounded(loops),
+        "ends_in_loop": _rounded(sum(map(ends_in_loop, texts)) / max(len(texts), 1)),
+        "tokens_before_loops": sum(map(loop_start, runs[0].token_ids)),
+        "before_loops": _before_loops(runs, plain) if has_loops else None,
         **_latencies(runs),
         **_prediction(runs, plain),
         "same_text": _same_text(runs, plain) if comparable else None,
-        "ms": _ms(runs),
         "peak_memory_mb": _rounded(max((run.peak_bytes / MEGABYTE for run in runs if run.peak_bytes), default=None)),
         "faults": sum(run.faults for run in runs),
         "tokens": runs[0].num_tokens,
         "prompts": len(runs[0].token_ids),
         "repeats": len(runs),
     }
+
+
+def _figures(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+    """Speed, acceptance, and what the formula makes of them."""
+    return {**_speeds(runs, plain), **_acceptance(runs), **_expectation(runs, plain), "ms": _ms(runs)}
+
+
+def _before_loops(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any] | None:
+    """The same figures of the tokens before the first loop of each text.
+
+    Of the batches that have such tokens in every run, so that both are of the same prompts. None where there are none.
+    """
+    cut = [run.batches_before_loops() for run in [*runs, *plain]]
+    kept = [together for together in zip(*cut, strict=True) if all(batch.num_tokens for batch in together)]
+    if not kept:
+        return None
+    parts = [Run.of(batches) for batches in zip(*kept, strict=True)]
+    return _figures(parts[: len(runs)], parts[len(runs) :])
 
 
 def _speeds(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:

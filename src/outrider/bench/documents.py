@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,34 @@ from outrider.types import OutriderError
 Cell = Mapping[str, Any]
 KEY = ("method", "k", "temperature", "batch", "workload")
 NUMBERS = ("temperature", "batch", "tok_s", "speedup", "mean_acceptance_length")
+LOOPS_MATTER = 0.1  # share of plain decoding's tokens in loops from which a reader is warned
 REPORTED = {"difference", "conditional_acceptance", "time_to_first_token_ms", "prediction_error_percent"}
 
 
 def is_plain(cell: Cell) -> bool:
     """Whether the cell is the one that the others of its condition are compared with."""
     return bool(cell["method"] == "plain" or cell["k"] == 0)
+
+
+def headline(cell: Cell) -> Cell:
+    """The cell with the figures to show first: those of the tokens before the texts loop, where any do."""
+    before = cell.get("before_loops")
+    return {**cell, **before} if before else cell
+
+
+def loop_warnings(cells: Sequence[Cell]) -> list[str]:
+    """A line for each condition in which more than a tenth of plain decoding's tokens are in loops."""
+    found = []
+    for cell in cells:
+        share = cell.get("loop_share") or 0.0
+        if is_plain(cell) and share > LOOPS_MATTER:
+            kept = f"the tokens before loops, {cell['tokens_before_loops']} of {cell['tokens']}"
+            about = kept if cell.get("before_loops") else "text that loops from the start"
+            found.append(
+                f"{condition(cell)}: {share:.0%} of plain decoding's tokens are in loops, which are easy to draft; "
+                f"the figures shown are of {about}"
+            )
+    return found
 
 
 def label(cell: Cell) -> str:

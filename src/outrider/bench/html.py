@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from outrider.bench.breakdown import MEANING, PARTS
-from outrider.bench.documents import Cell, condition, is_plain, label
+from outrider.bench.documents import Cell, condition, headline, is_plain, label, loop_warnings
+from outrider.bench.loops import MAX_PERIOD, MIN_REPEATS
 from outrider.bench.pooling import at, distinct
 from outrider.bench.tables import number, reason, span
 from outrider.types import OutriderError
@@ -30,7 +31,7 @@ def check_installed() -> None:
 
 def page(result: Mapping[str, Any]) -> str:
     """The whole report. Raises ``OutriderError`` where a library of it is missing."""
-    cells: Sequence[Cell] = result["cells"]
+    cells = [headline(cell) for cell in result["cells"]]
     return render(
         title="Outrider benchmark",
         facts=[(name, result[name]) for name in FACTS if result.get(name) is not None],
@@ -39,7 +40,7 @@ def page(result: Mapping[str, Any]) -> str:
             (_heading(temperature, cells), _plots(at(cells, temperature=temperature)))
             for temperature in distinct(cells, "temperature")
         ],
-        tables=[_reasons(cells), _predictions(cells), _latencies(cells), _all(cells)],
+        tables=[_reasons(cells), _predictions(cells), _latencies(cells), _loops(result["cells"]), _all(cells)],
         meaning=MEANING,
     )
 
@@ -72,6 +73,7 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
     inflated = result.get("inflated")
     if inflated:
         found.append(f"The target computes the function of a small model at the cost of a {inflated['size']} one.")
+    found += [f"{warning}." for warning in loop_warnings(result["cells"])]
     differing = [cell for cell in result["cells"] if (cell["same_text"] or 1.0) < 1 or cell["same_text"] == 0]
     if differing:
         found.append(f"In {len(differing)} cells some texts are not plain decoding's: see the last table.")
@@ -127,6 +129,25 @@ def _latencies(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
         "every model that was loaded by then."
     )
     return "Latency and memory", note, columns, rows
+
+
+def _loops(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
+    columns = ["condition", "method", "tokens in loops", "texts that end in one", "tokens before loops"]
+    columns += [f"{name}, {part}" for name in ("tok/s", "speedup", "alpha") for part in ("before loops", "whole texts")]
+    rows = []
+    for cell in cells:
+        if cell.get("loop_share") is None:
+            continue
+        shares = [f"{cell[name]:.0%}" for name in ("loop_share", "ends_in_loop")]
+        parts = (headline(cell), cell)
+        keys = {"tok_s": 1, "speedup": 2, "acceptance_rate": 3}
+        figures = [number(part[name], digits) for name, digits in keys.items() for part in parts]
+        rows.append([condition(cell), label(cell), *shares, str(cell["tokens_before_loops"]), *figures])
+    note = (
+        f"A loop: at most {MAX_PERIOD} tokens, repeated {MIN_REPEATS} times or more. Drafts guess loops easily, so all other "
+        "figures of a condition with loops are of the tokens before the first loop of each text."
+    )
+    return "Loops", note, columns, rows
 
 
 def _all(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:

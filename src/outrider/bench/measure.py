@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from outrider.bench.loops import loop_share, loop_start
 from outrider.bench.memory import PeakMemory
 from outrider.types import OutriderError, Round, SamplingParams
 
@@ -17,6 +19,16 @@ if TYPE_CHECKING:
     from outrider.engine import Chunk
 
 PHASES = ("draft", "score", "verify", "host")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Tokens of one prompt of a batch, as they came."""
+
+    seconds: float  # since the batch began
+    prompt: int
+    num_tokens: int  # of that prompt by then
+    num_rounds: int  # decoding rounds of the batch by then
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,19 @@ class Batch:
     first_seconds: float = 0.0  # until then
     plain_seconds: float | None = None  # what the engine says plain decoding would have taken
     waits: tuple[float, ...] = ()  # of each prompt, until its own first tokens
+    arrivals: tuple[Arrival, ...] = ()  # in their order
+    rounds: tuple[Round, ...] = ()  # of decoding
+
+    def before(self, ends: Sequence[int]) -> Batch:
+        """The batch up to the last round before any prompt has more than its number of tokens in ``ends``."""
+        beyond = [each.num_rounds for each in self.arrivals if each.num_tokens > ends[each.prompt]]
+        num_rounds = min(beyond, default=len(self.rounds) + 1) - 1
+        if num_rounds < 1:  # the texts were not decoded that far
+            return Batch(0, 0.0)
+        kept = [each for each in self.arrivals if each.num_rounds <= num_rounds]
+        num_tokens = {each.prompt: each.num_tokens for each in kept}
+        seconds = max(each.seconds for each in kept)
+        return Batch(sum(num_tokens.values()), seconds, self.first_tokens, self.first_seconds, rounds=self.rounds[:num_rounds])
 
 
 @dataclass
@@ -105,6 +130,24 @@ class Run:
         """Mean milliseconds of a decoding round of the batch, by phase; ``host`` is everything outside the other three."""
         return {name: 1e3 * seconds / max(self.num_steps, 1) for name, seconds in self.phase_seconds.items()}
 
+    def batches_before_loops(self) -> list[Batch]:
+        """Each batch, cut where the first of its texts begins to loop."""
+        texts = iter(self.token_ids)
+        return [batch.before([loop_start(text) for text in islice(texts, len(batch.waits))]) for batch in self.batches]
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch]) -> Run:
+        """These batches as a run: speeds, counts and phases, neither texts nor latencies."""
+        run = cls(batches=list(batches))
+        for batch in batches:
+            run.add_rounds(batch.rounds, batch.seconds - batch.first_seconds)
+        return run
+
+    @property
+    def loop_share(self) -> float:
+        """The share of all tokens that are in loops."""
+        return loop_share(self.token_ids)
+
     def add_rounds(self, rounds: Sequence[Round], decode_seconds: float) -> None:
         """Adds decoding rounds that together took ``decode_seconds`` on the wall clock."""
         for round_ in rounds:
@@ -131,9 +174,8 @@ def generate(
     prompts: Sequence[list[int]],
     params: SamplingParams | Sequence[SamplingParams],
     batch: int,
-    show: Callable[[str], None] | None = None,
 ) -> Run:
-    """Generates for every prompt, ``batch`` at a time, and times it. ``show`` is given the text as it comes.
+    """Generates for every prompt, ``batch`` at a time, and times it.
 
     ``params``: for all prompts, or one for each.
     """
@@ -144,23 +186,22 @@ def generate(
         for at in range(0, len(prompts), batch):
             part = list(prompts[at : at + batch])
             with closing(contenders.llm.stream(part, each[at : at + batch])) as stream:
-                _generate_batch(stream, len(part), run, recorder.rounds, show)
+                _generate_batch(stream, len(part), run, recorder.rounds)
         run.faults = contenders.llm.stats.faults - faults
     run.peak_bytes = memory.read()
     return run
 
 
-def _generate_batch(
-    chunks: Iterator[Chunk], num_prompts: int, run: Run, rounds: list[Round], show: Callable[[str], None] | None
-) -> None:
+def _generate_batch(chunks: Iterator[Chunk], num_prompts: int, run: Run, rounds: list[Round]) -> None:
     """Reads one batch to its end. Decoding begins when every prompt has its first tokens; ``rounds`` before count as reading.
 
     Raises ``OutriderError`` where the target fails: what is left is no measurement.
     """
     outputs: list[list[int]] = [[] for _ in range(num_prompts)]
-    arrivals = [0.0] * num_prompts
+    latest = [0.0] * num_prompts
     plain: list[float | None] = []
     waits: list[float] = []
+    arrivals: list[Arrival] = []
     first_tokens = 0
     rounds.clear()
     started = first = perf_counter()
@@ -170,22 +211,24 @@ def _generate_batch(
             raise OutriderError(chunk.error or "the target failed")
         is_first = not outputs[index]
         if num_new and not is_first:
-            run.pauses.append((now - arrivals[index], num_new))
-        arrivals[index] = now
+            run.pauses.append((now - latest[index], num_new))
+        latest[index] = now
         outputs[index] += chunk.token_ids
         if is_first:
             first = now
             first_tokens = sum(map(len, outputs))
             waits.append(now - started)
             rounds.clear()
+            arrivals = [replace(each, num_rounds=0) for each in arrivals]
+        arrivals.append(Arrival(now - started, index, len(outputs[index]), len(rounds)))
         if chunk.stats is not None:
             plain.append(chunk.stats.plain_seconds)
-        if show is not None:
-            show(chunk.text)
     ended = perf_counter()
     # A batch lasts as long as its longest request, plain or not.
     plain_seconds = max((each for each in plain if each is not None), default=None) if None not in plain else None
     run.token_ids += outputs
     tokens, seconds = sum(map(len, outputs)), ended - started
-    run.batches.append(Batch(tokens, seconds, first_tokens, first - started, plain_seconds, tuple(waits)))
+    run.batches.append(
+        Batch(tokens, seconds, first_tokens, first - started, plain_seconds, tuple(waits), tuple(arrivals), tuple(rounds))
+    )
     run.add_rounds(rounds, ended - first)

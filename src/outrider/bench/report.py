@@ -16,7 +16,9 @@ DEFINITIONS = (
     "tok_s: tokens over seconds, prompts included; decode_tok_s: after the first tokens; speedup: median of the ratios to "
     "plain decoding within a repeat; *_interval: 95%, bootstrap over repeats and prompts, pairs kept; ms: of a decoding round "
     "of the batch; same_text: share of texts equal to plain decoding's; expected_speedup: the formula's, of decoding, at the "
-    "measured alpha, c and mean K; difference: decode_speedup - expected_speedup by part; all keys: docs/bench.md"
+    "measured alpha, c and mean K; difference: decode_speedup - expected_speedup by part; loop_share: tokens in loops (a "
+    "period of up to 32 tokens, repeated three times or more); before_loops: the same figures of the tokens before the first "
+    "loop of each text; all keys: docs/bench.md"
 )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider.bench.breakdown import main_part
-from outrider.bench.documents import Cell, condition, is_plain, label
+from outrider.bench.documents import Cell, condition, headline, is_plain, label
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -15,22 +15,38 @@ AGREES = 0.1  # a measurement within this part of the formula needs no explanati
 
 
 def tables(result: Mapping[str, Any]) -> list[Table]:
-    """Speed and acceptance; then what the formula expects and how tokens arrive."""
-    return [_speeds(result), _reasons(result)]
+    """Speed and acceptance; what the formula expects and how tokens arrive; where texts loop, speed over the whole texts."""
+    found = [_speeds(result), _reasons(result)]
+    return [*found, _whole_texts(result)] if any(cell.get("before_loops") for cell in result["cells"]) else found
 
 
 def _speeds(result: Mapping[str, Any]) -> Table:
     title = f"{result['target']} on {result['device']}, {result['dtype']}; ms of a round: draft + score + other"
     view = _table(title, "tok/s", "speedup", "95%", "tok/pass", "alpha", "ms", "same")
-    _fill(view, result["cells"], _speed_row)
+    _fill(view, [headline(cell) for cell in result["cells"]], _speed_row)
     return view
+
+
+def _whole_texts(result: Mapping[str, Any]) -> Table:
+    title = (
+        "loops: share of the tokens that are in loops; before: tokens before the first one,\n"
+        "which the tables above are about. Over the whole texts, loops included:"
+    )
+    view = _table(title, "loops", "before", "tok/s", "speedup", "95%", "tok/pass", "alpha")
+    _fill(view, result["cells"], _whole_row)
+    return view
+
+
+def _whole_row(cell: Cell) -> list[str]:
+    share = cell.get("loop_share")
+    return ["" if share is None else f"{share:.0%}", str(cell.get("tokens_before_loops", "")), *_speed_row(cell)[:5]]
 
 
 def _speed_row(cell: Cell) -> list[str]:
     ms, plain = cell["ms"], is_plain(cell)
     return [
         f"{cell['tok_s']:.1f}",
-        f"{cell['speedup']:.2f}",
+        number(cell["speedup"], 2),
         "" if plain else span(cell["speedup_interval"]),
         f"{cell['mean_acceptance_length']:.2f}",
         "" if plain else f"{cell['acceptance_rate']:.2f}",
@@ -45,7 +61,7 @@ def _reasons(result: Mapping[str, Any]) -> Table:
         "ms to the first token, between tokens (p50/p95); error of predicted plain"
     )
     view = _table(title, "c", "formula", "measured", "mostly", "first", "between", "plain")
-    _fill(view, result["cells"], _reason_row)
+    _fill(view, [headline(cell) for cell in result["cells"]], _reason_row)
     return view
 
 

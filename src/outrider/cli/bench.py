@@ -150,6 +150,9 @@ def prepare(contenders: Contenders, chosen: Sequence[Contender]) -> None:
 
 def finish(plan: Plan, groups: Sequence[Group], llm: LLM, extra: dict[str, Any], outputs: OutputOptions) -> None:
     """The document to its file before all else, the tables to stderr, the document to stdout on one line, the report."""
+    from rich.text import Text
+
+    from outrider.bench.documents import loop_warnings
     from outrider.bench.html import page
     from outrider.bench.report import document
     from outrider.bench.tables import tables
@@ -159,6 +162,8 @@ def finish(plan: Plan, groups: Sequence[Group], llm: LLM, extra: dict[str, Any],
     write_or_say(outputs.out, lambda: json.dumps(result, indent=1) + "\n", "; the document follows on standard output")
     for table in tables(result):
         err.print(table)
+    for warning in loop_warnings(result["cells"]):
+        err.print(Text.assemble(("warning:", "yellow"), " ", warning), soft_wrap=True)
     print(json.dumps(result), flush=True)
     write_or_say(outputs.html, lambda: page(result))
 

@@ -23,6 +23,8 @@ outrider chat --system "Answer in one sentence." "Why is the sky blue?"
 echo "Why is the sky blue?" | outrider chat --target ./my-model
 
 Ctrl-C stops an answer, Ctrl-D or /exit ends the conversation, /new begins another one.
+
+Without --temperature it samples at 0.7 with --top-p 0.9.
 """
 
 
@@ -36,13 +38,13 @@ def command(
     methods: MethodOptions,
     sampling: SamplingOptions,
 ) -> None:
-    """Talk with a model; the conversation is kept."""
+    """Talk with a model; the conversation is kept, its oldest turns dropped where the context is full."""
     from outrider.cli.session import load, prepare, read_prompt, start
 
     start()
     interactive = message is None and sys.stdin.isatty()
     question = None if interactive else read_prompt(message)
-    params = sampling.params()
+    params = sampling.or_readable().params()
     llm = load(models, methods, max_batch=1)
     prepare(llm, models)
     history = [{"role": "system", "content": system}] if system else []
@@ -89,5 +91,16 @@ def _answer(llm: LLM, history: list[dict[str, str]], question: str, params: Samp
     from outrider.cli.generate import stream_to_screen
 
     history.append({"role": "user", "content": question})
-    text = stream_to_screen(llm, llm.chat_prompt(history), params, show)
+    text = stream_to_screen(llm, _fitting_prompt(llm, history, params.max_tokens), params, show)
     history.append({"role": "assistant", "content": text})
+
+
+def _fitting_prompt(llm: LLM, history: list[dict[str, str]], max_tokens: int) -> list[int]:
+    """The prompt of the conversation. Drops its oldest turns, never a system message, until the answer has room."""
+    room = llm.runner.max_len - min(max_tokens, llm.runner.max_len // 2)
+    while len(prompt := llm.chat_prompt(history)) > room:
+        first = 1 if history[0]["role"] == "system" else 0
+        if len(history) <= first + 1:
+            break  # one question alone: what does not fit is refused by the engine
+        del history[first : first + 2]
+    return prompt

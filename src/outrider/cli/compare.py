@@ -30,7 +30,6 @@ Without --temperature both sample at 0.7 with --top-p 0.9 and --same-text, so th
 """
 DEFAULT_PROMPT = "Once upon a time there was a king who had three daughters."
 MAX_TOKENS, SEED = 200, 0
-TEMPERATURE, TOP_P = 0.7, 0.9  # small models read best at these
 TURN = 0.1  # seconds that a lane gains before it is the other's turn: its caches are warm for most of them
 WARMUP_TOKENS = 24
 MEANING = "tok/s: after the first token; tok/pass: tokens per pass of the target; ms of a round: draft + score + other"
@@ -76,8 +75,7 @@ def with_defaults(models: ModelOptions, sampling: SamplingOptions) -> tuple[Mode
     """The options with what compare takes where they are not given: sampling that reads well, its noise the same for both."""
     if sampling.temperature is None:
         models = replace(models, same_text=True)
-        top_p = TOP_P if sampling.top_p is None else sampling.top_p
-        sampling = replace(sampling, temperature=TEMPERATURE, top_p=top_p)
+    sampling = sampling.or_readable()
     seed = SEED if sampling.seed is None else sampling.seed
     max_tokens = MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
     return models, replace(sampling, seed=seed, max_tokens=max_tokens)

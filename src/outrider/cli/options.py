@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 MODEL, METHOD, SAMPLING = "Models", "Drafts", "Sampling"
+READABLE_TEMPERATURE, READABLE_TOP_P = 0.7, 0.9
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,12 @@ class SamplingOptions:
         bool | None, typer.Option("--ignore-eos", help="Go on past the end-of-text token.", rich_help_panel=SAMPLING)
     ] = None
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.", rich_help_panel=SAMPLING)] = None
+
+    def or_readable(self) -> SamplingOptions:
+        """These options; without a temperature those at which a model's text reads best: greedy text of small ones loops."""
+        if self.temperature is not None:
+            return self
+        return replace(self, temperature=READABLE_TEMPERATURE, top_p=READABLE_TOP_P if self.top_p is None else self.top_p)
 
     def params(self, **more: Any) -> SamplingParams:
         """The values given, over the defaults of ``SamplingParams``. Raises ``OutriderError`` for one out of range."""
