@@ -74,7 +74,13 @@ DECODER = {
     "decoder_start_token_id": 1,
     "forced_eos_token_id": None,
 }
-LONGCAT = LATENT | {"q_lora_rank": 16, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "n_routed_experts": 4}
+LONGCAT = LATENT | {
+    "q_lora_rank": 16,
+    "num_layers": 2,
+    "ffn_hidden_size": 48,
+    "expert_ffn_hidden_size": 16,
+    "n_routed_experts": 4,
+}
 LONGCAT |= {"zero_expert_num": 2, "moe_topk": 2, "head_dim": 8}
 ARCHITECTURES: dict[str, dict[str, object]] = {
     "llama": {},

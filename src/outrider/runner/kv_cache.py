@@ -88,7 +88,9 @@ class PassThrough(Cache):
     get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = has_previous_state = _no_state
 
     def update_indexer(self, *_: object, **__: object) -> NoReturn:
-        raise OutriderError("its layers choose what they attend to by an index of their own, which Outrider's cache does not keep")
+        raise OutriderError(
+            "its layers choose what they attend to by an index of their own, which Outrider's cache does not keep"
+        )
 
 
 class KVCache(PassThrough):

@@ -54,7 +54,9 @@ def check_itself(runner: ModelRunner, own_attention: str) -> None:
     allowed = tolerance * max(1.0, float(own.abs().max()))
     for what, start, logits in found:
         if logits.shape[1] != own.shape[1]:
-            raise OutriderError(f"{kind} gives {logits.shape[1]} logits a token over Outrider's cache, and {own.shape[1]} without")
+            raise OutriderError(
+                f"{kind} gives {logits.shape[1]} logits a token over Outrider's cache, and {own.shape[1]} without"
+            )
         errors = (logits - own[start : start + len(logits)]).abs().amax(1)
         # Most tokens must agree, not all: in 16 bits one rounded router may choose another expert.
         if not bool(errors.median() <= allowed):
