@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BertConfig
 
 from outrider import LLM
 from outrider.cli import main
-from outrider.runner import ModelRunner, RunnerConfig, attention, kernels, loading, passes
+from outrider.runner import ModelRunner, RunnerConfig, attention, kernels, loading
 from outrider.runner.kv_cache import PassThrough
 from outrider.runner.linear import PackedEmbedding, is_packed
 from outrider.types import OutriderError
@@ -320,7 +320,7 @@ def test_wrong_passes_are_noticed(wrong, monkeypatch):
     if wrong == "window":
         monkeypatch.setattr(attention, "reach_of", lambda *_: attention.Reach())
     else:
-        monkeypatch.setattr(passes, "keeps_logits", lambda _: True)
+        monkeypatch.setattr("outrider.runner.forward.keeps_logits", lambda _: True)
         forward = type(model).forward
         monkeypatch.setattr(type(model), "forward", lambda self, logits_to_keep=0, **inputs: forward(self, **inputs))
     assert re.search("does not say over Outrider's cache|fails when it runs", refusal(model))

@@ -38,7 +38,16 @@ Run = Callable[[list[Tensor]], list[Tensor]]
 SECONDS, SECONDS_PER_LAYER = 8.0, 1.5  # that compiling a pass takes, roughly, on one core
 
 # what a package is made from, beside the model
-TRACED = ("attention.py", "compiled.py", "forward.py", "gates.py", "layer_span.py", "linear.py", "kernels/__init__.py")
+TRACED = (
+    "attention.py",
+    "compiled.py",
+    "forward.py",
+    "gates.py",
+    "layer_span.py",
+    "linear.py",
+    "longrope.py",
+    "kernels/__init__.py",
+)
 
 
 def is_supported(model: PreTrainedModel) -> bool:

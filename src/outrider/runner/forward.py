@@ -36,7 +36,7 @@ class Pass(nn.Module):
         if layers and not 0 <= min(layers) <= max(layers) <= last:
             raise OutriderError(f"a model of {last} layers has the hidden states 0 to {last}, not all of {layers}")
 
-    def forward(  # noqa: PLR0913 - the inputs of a compiled function
+    def forward(
         self,
         tokens: Tensor,  # [1, T] ids, or the hidden states [1, T, H] of the layer before the span
         positions: Tensor,  # [1, T]

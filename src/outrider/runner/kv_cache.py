@@ -55,6 +55,11 @@ class CacheShape:
         return cls(tuple(counts.items()), tuple(places.get(layer) for layer in range(max(places, default=-1) + 1)))
 
     @property
+    def num_layers(self) -> int:
+        """Layers up to the last one that attends."""
+        return len(self.places)
+
+    @property
     def floats_per_token(self) -> int:
         """Numbers kept per committed token, all layers."""
         return sum(count * kind.num_kv_heads * (kind.key_dim + kind.value_dim) for kind, count in self.kinds)

@@ -19,7 +19,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from outrider.runner import attention
@@ -205,26 +204,6 @@ def text_config(model_or_config: Any) -> PreTrainedConfig:
     config = getattr(model_or_config, "config", model_or_config)
     found: PreTrainedConfig = config.get_text_config(decoder=True)
     return found
-
-
-def settle_rope(model: PreTrainedModel, max_len: int, is_asked: bool) -> int:
-    """Fixes rotary frequencies that would change with the longest text of a pass (longrope); the context window that remains.
-
-    transformers switches a whole batch to the long-text frequencies when one text outgrows the original window, and keys cached
-    before keep the others. Here they are the short ones, up to the original window, unless a longer one was asked for.
-    """
-    modules: list[Any] = list(model.modules())
-    for module in modules:
-        if getattr(module, "rope_type", None) != "longrope":
-            continue
-        original = int(module.config.rope_parameters["original_max_position_embeddings"])
-        if max_len > original and is_asked:
-            frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, module.inv_freq.device, seq_len=original + 1)
-            module.inv_freq = frequencies
-        else:
-            max_len = min(max_len, original)
-        module.rope_type = "default"  # from here on nothing is recomputed
-    return max_len
 
 
 def check_weights(model: PreTrainedModel, name: str) -> None:
