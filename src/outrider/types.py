@@ -25,7 +25,8 @@ class OutriderError(Exception):
 
 def first_line(error: BaseException) -> str:
     """What an exception says, in one line: for the message of an ``OutriderError``."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return (" ".join(lines[:2]) if lines[0].endswith(":") else lines[0])[:300]
 
 
 class Matcher(Protocol):

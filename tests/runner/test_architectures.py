@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from outrider import LLM
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.layer_span import WHOLE
-from outrider.types import Context, OutriderError
+from outrider.types import Context, OutriderError, SamplingParams
 
 from .rounds import (
     OPERATORS,
@@ -235,22 +236,50 @@ def test_a_hidden_state_that_the_model_does_not_have_is_refused():
         runner.score(Context((make_request("x", [1, 2]),), (0,), None), proposal_of([[]]), (runner.num_layers + 1,))
 
 
-@pytest.mark.parametrize("asked", [None, 60])
-def test_a_text_beyond_the_original_window_changes_nothing_for_the_others(asked):
-    """Longrope: transformers goes by the longest text of the batch. Here the frequencies are the request's own for good."""
+def longrope_model():
+    """Reads texts of more than 32 tokens with other frequencies."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0, 5.0, 7.0, 9.0]}
     config = small_config("phi3", original_max_position_embeddings=32, sliding_window=None)
     config.rope_parameters = rope | {"original_max_position_embeddings": 32, "factor": 2.0}
-    model = make_model(config)
-    runner = ModelRunner.load(untouched(model), RunnerConfig(compile="never", prefill_chunk=16, max_len=asked))
-    if asked is None:
-        assert runner.max_len == 32
-        rounds = Rounds(runner, model, [make_text(20, 0), make_text(28, 1)])
-        rounds.step([[1, 2], [3]], [[0], [0]], [4, 5])
-        rounds.step([[1], [2]], [[0], []], [4, 5])
-        return
-    assert runner.max_len == 60
-    alone = runner.extend(["alone"], [make_text(10, 0)])
-    together = runner.extend(["short", "long"], [make_text(10, 0), make_text(50, 1)])
-    torch.testing.assert_close(together[:1], alone, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(together[1], plain_logits(model, make_text(50, 1))[-1], rtol=1e-3, atol=1e-4)
+    return make_model(config)
+
+
+def test_longrope_keeps_to_its_original_window_unless_more_is_asked_for(operators):
+    model = longrope_model()
+    runner = ModelRunner.load(untouched(model), RunnerConfig(compile="never", prefill_chunk=16))
+    assert runner.max_len == 32
+    rounds = Rounds(runner, model, [make_text(20, 0), make_text(28, 1)])
+    rounds.step([[1, 2], [3]], [[0], [0]], [4, 5])
+    rounds.step([[1], [2]], [[0], []], [4, 5])
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_longrope_reads_each_text_of_a_batch_by_its_own_length(operators, prefix_cache):
+    """transformers goes by the longest text of the batch. A text that outgrows the original window is read again."""
+    model = longrope_model()
+    config = RunnerConfig(compile="never", prefill_chunk=16, max_len=60, prefix_cache=prefix_cache)
+    runner = ModelRunner.load(untouched(model), config)
+    assert (runner.max_len, runner.borders) == (60, (32,))
+    texts = [make_text(10, 0), make_text(40, 1), make_text(30, 2)]
+    rounds = Rounds(runner, model, texts)
+    rounds.step([[1, 2], [3], [5, 6]], [[0], [0], [0]], [4, 5, 7])  # the third reaches the border
+    rounds.step([[1, 2], [3], []], [[], [0], []], [4, 5, 7])
+    rounds.step([[1, 2], [3], [8, 9]], [[], [], [0]], [4, 5, 7])  # and is beyond
+    runner.retire([request.request_id for request in rounds.requests])
+    again = Rounds(runner, model, [make_text(40, 1)[:31], make_text(40, 1), make_text(30, 2)])  # rows change their kind
+    for request, name in zip(again.requests, "abc", strict=True):
+        request.request_id = name
+    again.step([[1], [3], [5, 6]], [[0], [0], [0]], [4, 5, 7])
+
+
+@pytest.mark.parametrize("prompt", [20, 31, 32, 33])
+def test_longrope_text_is_the_models_own_across_the_border_whatever_is_drafted(prompt):
+    model, text = longrope_model(), make_text(prompt, 3)
+    wanted = list(text)
+    for _ in range(20):
+        wanted.append(int(plain_logits(model, wanted)[-1].argmax()))
+    options = {"compile": "never", "max_len": 60, "num_draft_tokens": 3}
+    for drafting in ({"draft": untouched(model)}, {"method": "early-exit"}, {"method": "plain"}):
+        llm = LLM(untouched(model), **options, **drafting)
+        found = llm.generate([text], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))[0]
+        assert text + list(found.token_ids) == wanted

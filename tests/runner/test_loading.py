@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,10 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_folder import make_folder
+from torch.nn import functional
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BertConfig
 
-from outrider.runner import ModelRunner, RunnerConfig, kernels, loading
-from outrider.runner.linear import PackedEmbedding
+from outrider import LLM
+from outrider.cli import main
+from outrider.runner import ModelRunner, RunnerConfig, attention, kernels, loading
+from outrider.runner.kv_cache import PassThrough
+from outrider.runner.linear import PackedEmbedding, is_packed
 from outrider.types import OutriderError
 
 from .rounds import Rounds, force_reference, make_model, make_text, plain_logits, untouched
@@ -90,7 +95,47 @@ def test_weights_that_are_not_all_there_are_not_made_up(broken):
 def test_weights_of_another_shape(broken):
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"intermediate_size": 32}))
-    assert f"cannot load {broken}" in refusal(broken)
+    assert (
+        f"the weights in {broken} are not its config's: model.layers.0.mlp.down_proj.weight is [16, 24], expected [16, 32]"
+        in (refusal(broken))
+    )
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (
+            {"num_attention_heads": 8},
+            r"not its config's: model.layers.0.self_attn.o_proj.weight is \[16, 32\], expected \[16, 64\]",
+        ),
+        ({"num_attention_heads": 0}, "num_attention_heads=0: expected a whole number of at least 1"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0: expected"),
+        ({"num_attention_heads": [4, 4]}, "'num_attention_heads' expected int, got list"),
+        ({"num_attention_heads": "4"}, "'num_attention_heads' expected int, got str"),
+        ({"hidden_size": 16.5}, "hidden_size=16.5: expected"),
+        ({"max_position_embeddings": -5}, "max_position_embeddings=-5: expected"),
+        ({"num_hidden_layers": 1}, "not its config's: model.layers.1.*is of no layer, expected 1 layers"),
+        ({"num_hidden_layers": 3}, "lacks weights of the model: 9 tensors, the first model.layers.2"),
+        ({"vocab_size": 400}, r"model.embed_tokens.weight is \[320, 16\], expected \[400, 16\]"),
+        ({"hidden_act": "nope"}, "describes no model: KeyError: 'nope'"),
+        ({"model_type": ["llama"]}, "cannot read the config"),
+        ([1, 2], "config.json must be an object, not a list"),
+    ],
+)
+def test_a_config_that_lies_is_refused_in_one_line(broken, change, reason, capfd):
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | change if isinstance(change, dict) else change))
+    assert re.search(reason, refusal(broken))
+    with pytest.raises(OutriderError, match=reason):
+        LLM(broken)
+    assert not re.search("MISMATCH|MISSING|UNEXPECTED", "".join(capfd.readouterr()))  # transformers prints no report beside
+
+
+def test_the_command_line_refuses_a_config_that_lies_with_exit_code_2(broken, capsys):
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
+    assert main(["generate", "--target", str(broken), "hello"]) == 2
+    assert [line.split()[0] for line in capsys.readouterr().err.splitlines()] == ["loading", "error:"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -216,3 +261,66 @@ def test_two_runners_of_one_model_do_not_disturb_each_other():
     for _ in range(3):
         first.step([[1, 2]], [[0]], [3])
         second.step([[4]], [[0]], [5])
+
+
+class Quantised(torch.Tensor):
+    """A weight as torchao's ``quantize_`` leaves them: it can be multiplied by, and nothing else is possible."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is functional.linear:
+            x, weight, *bias = args
+            return functional.linear(x, weight.as_subclass(torch.Tensor), *bias)
+        if func in (torch.Tensor.view, torch.Tensor.reshape, functional.pad, torch.Tensor.copy_):
+            raise NotImplementedError(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_model_whose_weights_are_tensors_of_their_own_kind_runs_as_it_is():
+    model = make_model(small_config("llama"))
+    for layer in model.modules():
+        if type(layer) is torch.nn.Linear:
+            layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(Quantised), requires_grad=False)
+    rounds = Rounds(ModelRunner.load(model, EAGER), model, [make_text(20, 1)])
+    rounds.step([[1, 2, 3]], [[0]], [4])
+    rounds.step([[1, 2, 3]], [[]], [4])
+    assert not is_packed(rounds.runner.model)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layers_that_round_a_whole_pass_by_one_scale_are_refused():
+    model = make_model(small_config("llama"))
+    quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    assert "rounds all tokens of a pass by one scale" in refusal(quantised)
+
+
+def test_a_model_that_counts_positions_from_the_cache_in_a_way_nobody_knows_is_refused(monkeypatch):
+    """The guard: what passes say is held against the model's own forward."""
+    config = small_config("bart", d_model=32, decoder_layers=2, decoder_attention_heads=4, is_encoder_decoder=False)
+    model = make_model(config)
+    monkeypatch.setattr(PassThrough, "get_seq_length", lambda *_: 0)  # as the cache answered before
+    assert "does not say over Outrider's cache what it says without a cache (" in refusal(model)
+    ModelRunner.load(model, RunnerConfig(compile="never", self_check=False))
+
+
+@pytest.mark.parametrize("max_batch", [1, 2, 8])
+@pytest.mark.parametrize("max_len", [None, 2, 9])
+def test_the_check_leaves_nothing_behind(max_batch, max_len):
+    model = make_model(small_config("mistral", sliding_window=4))
+    runner = ModelRunner.load(model, RunnerConfig(compile="never", max_batch=max_batch, max_len=max_len))
+    assert runner.model.config._attn_implementation == attention.NAME
+    assert sorted(runner.cache.row(f"r{index}") for index in range(max_batch)) == list(range(max_batch))
+    assert runner.cache.cached_lens == [0] * max_batch
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("wrong", ["window", "logits"])
+def test_wrong_passes_are_noticed(wrong, monkeypatch):
+    model = make_model(small_config("mistral", sliding_window=4))
+    if wrong == "window":
+        monkeypatch.setattr(attention, "reach_of", lambda *_: attention.Reach())
+    else:
+        monkeypatch.setattr("outrider.runner.forward.keeps_logits", lambda _: True)
+        forward = type(model).forward
+        monkeypatch.setattr(type(model), "forward", lambda self, logits_to_keep=0, **inputs: forward(self, **inputs))
+    assert re.search("does not say over Outrider's cache|fails when it runs", refusal(model))

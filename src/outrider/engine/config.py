@@ -19,6 +19,7 @@ from outrider.registry import (
     split_method,
 )
 from outrider.runner import ModelRunner, RunnerConfig
+from outrider.runner.loading import load_config
 from outrider.runner.tokenizers import DifferentVocabulary
 from outrider.types import OutriderError, first_line
 
@@ -67,7 +68,8 @@ def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> PreT
 
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # broken files fail in more ways than can be listed
+        load_config(source, trust_remote_code)  # which a tokenizer is chosen by: what is wrong with it is the truer reason
         raise OutriderError(f"no tokenizer in {str(source)!r}: {first_line(error)}") from error
     return tokenizer
 

@@ -73,6 +73,7 @@ class LLM:
             self.runner.max_len,
             sorted(eos_token_ids(self.runner, self.tokenizer)),
             DetokenizerFactory(self.tokenizer) if self.tokenizer is not None else None,
+            self.runner.borders,
         )
         verifiers = build_verifiers(self.speculation)
         coupled = self.speculation.same_text

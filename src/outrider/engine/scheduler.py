@@ -63,10 +63,13 @@ class Scheduler:
         max_len: int,
         eos_token_ids: Sequence[int] = (),
         make_detokenizer: DetokenizerFactory | None = None,
+        borders: Sequence[int] = (),
     ) -> None:
+        """``borders``: lengths that no text may cross within a round, but only reach."""
         self.max_batch = max_batch
         self.max_len = max_len
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.borders = tuple(borders)
         self.running: list[Entry] = []
         self.waiting: FairQueue[Entry] = FairQueue()
         self._make_detokenizer = make_detokenizer
@@ -81,7 +84,7 @@ class Scheduler:
         if request.num_prompt_tokens >= self.max_len:
             raise OutriderError(
                 f"the prompt has {request.num_prompt_tokens} tokens, which leaves no room in the context of {self.max_len}: "
-                "shorten the prompt or raise max_len"
+                "shorten the prompt, or raise max_len where it is below the model's own window"
             )
         if request.params.stop and self._make_detokenizer is None:
             raise OutriderError("stop strings need a tokenizer: pass one, or use stop_token_ids")
@@ -131,6 +134,9 @@ class Scheduler:
             self._sampler = make_sampler(self._requests)
         # The round emits one token more than its drafts, hence one draft less than the tokens still wanted.
         limits = tuple([entry.max_tokens - entry.request.num_output_tokens - 1 for entry in self._entries])
+        for border in self.borders:
+            left = [border - len(request.token_ids) for request in self._requests]
+            limits = tuple([min(limit, room) if room >= 0 else limit for limit, room in zip(limits, left, strict=True)])
         return Batch(self._entries, Context(self._requests, limits, self._sampler))
 
     def move(self, entry: Entry, state: State) -> None:

@@ -64,6 +64,14 @@ def position_offsets() -> Tensor | int:
     return positions - torch.arange(positions.shape[0], device=positions.device)
 
 
+def rows_of_tokens() -> Tensor | None:
+    """int64 [T]: the cache row of each token of the pass under way; None where there is none."""
+    if _active is None:
+        return None
+    index = torch.arange(_active.positions.shape[1], device=_active.positions.device)
+    return _active.cache_rows[torch.searchsorted(_active.ends, index, right=True)]
+
+
 @contextmanager
 def active_pass(layout: PassLayout) -> Iterator[None]:
     """Makes ``layout`` the one that attention and recurrent layers work on."""

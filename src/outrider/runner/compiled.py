@@ -46,6 +46,7 @@ TRACED = (
     "gates.py",
     "layer_span.py",
     "linear.py",
+    "longrope.py",
     "recurrence.py",
     "kernels/__init__.py",
 )

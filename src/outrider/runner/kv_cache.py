@@ -60,6 +60,11 @@ class CacheShape:
         return cls(tuple(counts.items()), by_layer, states)
 
     @property
+    def num_layers(self) -> int:
+        """Layers up to the last one that attends."""
+        return len(self.places)
+
+    @property
     def floats_per_token(self) -> int:
         """Numbers kept per committed token, all layers."""
         return sum(count * kind.num_kv_heads * (kind.key_dim + kind.value_dim) for kind, count in self.kinds)

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import inspect
+import re
 import sys
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -138,6 +142,7 @@ class FusedSlice(nn.Module):
         return self._group[0].part(self.index, x)
 
 
+PRODUCTS = re.compile(r"\blinear\(.*\bself\.(\w+)\.weight\b|\bself\.(\w+)\.weight @")  # in the code of a forward pass
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))  # as transformers names them
 
 
@@ -186,12 +191,13 @@ def pack_model(model: PreTrainedModel) -> None:
     """Replaces every plain linear layer by a packed one and makes all other arithmetic float32, in place.
 
     Embeddings keep their 16-bit table, or read the packed one of a head tied to them. Quantised or otherwise special linear
-    layers are left as they are.
+    layers are left as they are, and so are those whose weight the model multiplies by itself.
     """
     packed: dict[int, PackedLinear] = {}
+    kept = {id(layer) for parent in model.modules() for layer in _multiplied_by(parent)}
     embeddings = {id(module.weight): (name, module) for name, module in model.named_modules() if _is_plain_embedding(module)}
     for name, module in list(model.named_modules(remove_duplicate=False)):
-        if type(module) not in (nn.Linear, Conv1D):
+        if type(module) not in (nn.Linear, Conv1D) or id(module) in kept:
             continue
         if id(module) not in packed:
             weight = module.weight if type(module) is nn.Linear else module.weight.T
@@ -207,6 +213,21 @@ def pack_model(model: PreTrainedModel) -> None:
     embeddings.clear()
     fuse_siblings(model)
     _make_the_rest_float32(model)
+
+
+def _multiplied_by(module: nn.Module) -> list[nn.Module]:
+    """Layers of a module whose weight its code takes for a product of its own, as some routers do."""
+    layers = (getattr(module, name, None) for name in _names_multiplied(type(module).forward))
+    return [layer for layer in layers if isinstance(layer, nn.Module)]
+
+
+@cache
+def _names_multiplied(forward: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        code = inspect.getsource(forward)
+    except (OSError, TypeError):  # not of a file; the check of a loaded model sees what then goes wrong
+        return ()
+    return tuple(first or second for first, second in PRODUCTS.findall(code))
 
 
 def _make_the_rest_float32(model: PreTrainedModel) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,15 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import logging as transformers_logging
 
 from outrider.runner import attention, recurrence
 from outrider.types import OutriderError, first_line
+
+SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    "max_position_embeddings",
+)
 
 
 def load_model(
@@ -31,28 +38,32 @@ def load_model(
     files, weights that are not the config's.
     """
     config = load_config(source, trust_remote_code)
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     try:
-        loaded: Any = auto_class(config).from_pretrained(
-            source, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
-        )
+        with quiet():
+            loaded: Any = auto_class(config).from_pretrained(
+                source, config=config, **options, ignore_mismatched_sizes=True, output_loading_info=True
+            )
         model, info = loaded
     except Exception as error:  # broken files fail in more ways than can be listed
         raise OutriderError(f"cannot load {source}: {first_line(error)}") from error
-    missing = sorted(info["missing_keys"])  # transformers would fill them with random numbers
+    # What follows transformers would fill with random numbers, or drop.
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        raise OutriderError(f"the weights in {source} are not its config's: {name} is {list(found)}, expected {list(wanted)}")
+    missing = sorted(info["missing_keys"])
     if missing:
         raise OutriderError(f"{source} lacks weights of the model: {len(missing)} tensors, the first {missing[0]}")
     spare = layers_beyond(info["unexpected_keys"], text_config(config))
     if spare:
-        raise OutriderError(
-            f"the config of {source} says {num_layers(text_config(config))} layers, but it holds weights of more: {spare[0]}"
-        )
+        count = num_layers(text_config(config))
+        raise OutriderError(f"the weights in {source} are not its config's: {spare[0]} is of no layer, expected {count} layers")
     if device.type != "cpu":
         model.to(device)
     return model  # type: ignore[no-any-return]
 
 
 def layers_beyond(keys: Iterable[str], config: PreTrainedConfig) -> list[str]:
-    """Those names of tensors, of none that the model knows, that belong to decoder layers beyond the config's last."""
+    """The names, of tensors that the model does not know, that belong to layers beyond the config's last."""
     found = ((key, re.search(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.", key)) for key in sorted(keys))
     return [key for key, layer in found if layer is not None and int(layer[1]) >= num_layers(config)]
 
@@ -82,11 +93,12 @@ def adopt(model: PreTrainedModel) -> PreTrainedModel:
 def drop_towers(model: PreTrainedModel) -> None:
     """Takes the encoders of images and sounds out of a multimodal model, in place: their memory is not needed for text."""
     text = model.get_decoder()
+    inside = {id(module) for module in text.modules()}
     for parent in (model, model.base_model):
         for name, child in list(parent.named_children()):
-            if isinstance(child, PreTrainedModel) and all(text is not module for module in child.modules()):
-                if text is not parent and all(child is not module for module in text.modules()):
-                    setattr(parent, name, NoTower())
+            beside = id(child) not in inside and all(text is not module for module in child.modules())
+            if beside and isinstance(child, PreTrainedModel):
+                setattr(parent, name, NoTower())
 
 
 class NoTower(nn.Module):
@@ -123,6 +135,8 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
         raise OutriderError(f"no model folder at {source}")
     if looks_local and not (path / "config.json").exists():
         raise OutriderError(f"{source} holds no config.json: not a Hugging Face model folder")
+    if looks_local:
+        check_file(path / "config.json")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:  # a config may be wrong in more ways than can be listed
@@ -130,17 +144,43 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
         raise OutriderError(f"cannot read the config of {source}{hint}: {first_line(error)}") from error
     if not trust_remote_code and model_class(config) is None:
         raise OutriderError(f"{source} is a {config.model_type} model, not a causal language model")
-    check_numbers(text_config(config))
+    check_sizes(str(source), vars(text_config(config)))
     refuse_encoders(config)
     return config
 
 
-def check_numbers(config: PreTrainedConfig) -> None:
+def check_file(path: Path) -> None:
+    """Raises ``OutriderError`` for a config.json that transformers would misread or fail on without saying why."""
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise OutriderError(f"cannot read the config of {path.parent}: config.json is not JSON: {first_line(error)}") from error
+    if not isinstance(config, dict):
+        raise OutriderError(
+            f"cannot read the config of {path.parent}: config.json must be an object, not a {type(config).__name__}"
+        )
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            check_sizes(str(path.parent), part)
+
+
+def check_sizes(source: str, config: Mapping[str, Any]) -> None:
     """Raises ``OutriderError`` for sizes in a config that no model has."""
-    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-        value = getattr(config, name, None)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise OutriderError(f"the config of {config.model_type} says {name}={value}: expected a whole number of at least 1")
+    for name in SIZES:
+        value = config.get(name)
+        if isinstance(value, (int, float)) and (not isinstance(value, int) or value < 1):
+            raise OutriderError(f"the config of {source} says {name}={value}: expected a whole number of at least 1")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silences what transformers says of a model: Outrider refuses, in one line, what matters of it."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -152,7 +192,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 def model_class(config: PreTrainedConfig) -> Any:
     """The class of a model of this config; None for code that comes with the model, and for what is no language model."""
     mapping = auto_class(config)._model_mapping
-    found = mapping[type(config)] if type(config) in mapping else None
+    found = mapping.get(type(config), None)
     return found[0] if isinstance(found, (list, tuple)) else found
 
 
@@ -178,26 +218,6 @@ def text_config(model_or_config: Any) -> PreTrainedConfig:
     return found
 
 
-def settle_rope(model: PreTrainedModel, max_len: int, is_asked: bool) -> int:
-    """Fixes rotary frequencies that would change with the longest text of a pass (longrope); the context window that remains.
-
-    transformers switches a whole batch to the long-text frequencies when one text outgrows the original window, and keys cached
-    before keep the others. Here they are the short ones, up to the original window, unless a longer one was asked for.
-    """
-    modules: list[Any] = list(model.modules())
-    for module in modules:
-        if getattr(module, "rope_type", None) != "longrope":
-            continue
-        original = int(module.config.rope_parameters["original_max_position_embeddings"])
-        if max_len > original and is_asked:
-            frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, module.inv_freq.device, seq_len=original + 1)
-            module.inv_freq = frequencies
-        else:
-            max_len = min(max_len, original)
-        module.rope_type = "default"  # from here on nothing is recomputed
-    return max_len
-
-
 def check_weights(model: PreTrainedModel, name: str) -> None:
     """Raises ``OutriderError`` naming the first tensor that holds NaN or infinity."""
     for key, tensor in model.named_parameters():
@@ -210,10 +230,16 @@ def num_layers(config: PreTrainedConfig) -> int:
     return int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
 
 
-def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The stack of decoder layers, whatever the architecture calls it. Raises ``OutriderError`` where there is none."""
+    found = find_decoder_layers(model)
+    if found is None:
+        raise OutriderError(f"{type(model).__name__} has no list of {num_layers(text_config(model))} decoder layers")
+    return found
+
+
+def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
+    """The stack of decoder layers; None where there is none."""
     count = num_layers(text_config(model))
-    for _, module in model.base_model.named_modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
-            return module
-    raise OutriderError(f"{type(model).__name__} has no list of {count} decoder layers")
+    stacks = [each for each in model.get_decoder().modules() if isinstance(each, nn.ModuleList) and len(each) == count]
+    return stacks[0] if stacks else None

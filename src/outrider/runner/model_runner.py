@@ -21,6 +21,7 @@ from outrider.runner.cost_book import CostBook
 from outrider.runner.kv_cache import CacheShape, KVCache
 from outrider.runner.layer_span import WHOLE, LayerSpan, behind
 from outrider.runner.layouts import SHORT, Layouts, rows_from
+from outrider.runner.longrope import settle_longrope, usual_window
 from outrider.runner.passes import PassRunner, Run
 from outrider.runner.read_hidden import ReadHidden
 from outrider.runner.self_check import check_itself
@@ -53,7 +54,7 @@ class ModelRunner:
         self.hidden_size = int(text.hidden_size)
         self.num_layers = loading.num_layers(text)
         window = int(getattr(text, "max_position_embeddings", None) or 1 << 20)
-        self.max_len = loading.settle_rope(model, min(window, config.max_len or window), config.max_len is not None)
+        self.max_len = min(window, config.max_len or usual_window(model, window))
         self.max_batch = config.max_batch
         self.dtype = linear.arithmetic(model)
         budget = None if config.kv_memory is None else int(config.kv_memory * 2**30)
@@ -61,9 +62,12 @@ class ModelRunner:
         self.max_drafts = config.max_drafts if shape.states.kinds else None  # of a request in one pass; None: any number
         self.takes_trees = not shape.states.kinds  # a state has one past
         self.max_len = self.cache.max_len  # less where the memory says so
+        self._long_texts = settle_longrope(model, self.max_len, config.max_batch)
         self.layouts = Layouts(self.cache, device, self.max_len)
         self.costs = CostBook(self.layouts.is_padded)  # shared by all engines that it serves
         self.passes = PassRunner(model, self.cache, config.compile, self.costs.renew)
+        # Lengths that no text may cross within a round: beyond, it is read in another way.
+        self.borders: tuple[int, ...] = () if self._long_texts is None else (self._long_texts.border,)
         self._read = ReadHidden()
         self._round: _Round | None = None
 
@@ -171,7 +175,7 @@ class ModelRunner:
 
     def retire(self, request_ids: Sequence[str]) -> None:
         """Forget requests that finished. With ``prefix_cache`` their tokens stay cached for requests with the same prefix."""
-        if self.config.prefix_cache:
+        if self.config.prefix_cache and self._long_texts is None:
             self.cache.retire(request_ids)
         self.release(request_ids)
 
@@ -204,6 +208,8 @@ class ModelRunner:
     def fork(self, source_id: str, new_id: str, num_tokens: int) -> None:
         """Gives a new request what is cached of another's first tokens, so that n samples read their prompt once."""
         self.cache.copy(source_id, new_id, num_tokens)
+        if self._long_texts is not None:
+            self._long_texts.copy(self.cache.row(source_id), self.cache.row(new_id))
 
     # -- without a proposal: draft models -------------------------------------------------------------------------------------
 
@@ -372,6 +378,10 @@ class ModelRunner:
         Hidden states are not cached: where they are wanted, every token is read again.
         """
         pairs = zip(request_ids, texts, strict=True)
+        if self._long_texts is not None:
+            rows = [self.cache.row(request_id) for request_id in request_ids]
+            self._long_texts.settle(rows, texts, self.cache.cached_lens)
+            return rows
         if self.config.prefix_cache and not hidden:
             return [self.cache.row_for(request_id, text) for request_id, text in pairs]
         return [self.cache.row(request_id) for request_id in request_ids]

@@ -1,4 +1,4 @@
-"""What a model's layers store of a text, and whether Outrider can run them at all: seen by running the model once without weights.
+"""What a model's layers store of a text, and whether Outrider can run them: seen by running the model once without weights.
 
 On the meta device, where a forward pass computes shapes alone, a model shows in a fraction of a second what no config says
 reliably: which layers attend, with how many heads of what sizes, which of them read what another one has stored.
@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from outrider.runner import attention, recurrence
 from outrider.runner.kv_cache import CacheShape, LayerShape, PassThrough
-from outrider.runner.loading import cache_arguments, decoder_layers, keeps_logits, text_config
+from outrider.runner.loading import cache_arguments, find_decoder_layers, keeps_logits, quiet, text_config
 from outrider.runner.state_cache import StateKey, StateShape, StateShapes
 from outrider.types import OutriderError, first_line
 
@@ -57,8 +57,8 @@ _seen = _Seen()
 def survey(model: PreTrainedModel) -> CacheShape:
     """What the layers of a model store. It is run on tokens, on the device where it is, and left with the survey's attention.
 
-    Raises ``OutriderError``, with the reason, for a model that Outrider cannot run, and whatever a model raises that cannot be
-    run in this way.
+    Raises ``OutriderError``, with the reason, for a model that Outrider cannot run, and whatever a model without weights raises
+    when what it computes depends on numbers.
     """
     global _seen
     name, _seen = type(model).__name__, _Seen(model.device)
@@ -67,7 +67,7 @@ def survey(model: PreTrainedModel) -> CacheShape:
     ran: set[int] = set()
     handles = [
         layer.register_forward_pre_hook(lambda *_, index=index: ran.add(index))
-        for index, layer in enumerate(decoder_layers(model))
+        for index, layer in enumerate(find_decoder_layers(model) or ())
     ]
     ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device=model.device)
     inputs: dict[str, Any] = {"input_ids": ids, "position_ids": ids, **cache_arguments(model, PassThrough())}
@@ -79,9 +79,11 @@ def survey(model: PreTrainedModel) -> CacheShape:
     except OutriderError as error:
         raise OutriderError(f"{model.config.model_type}: {error}; {INSTEAD}") from error
     except Exception as error:
-        if not _seen.layers and not _seen.states:  # its own attention did not know what to make of the pass
+        if not _seen.layers and not _seen.states and not model.get_decoder()._can_set_attn_implementation():
             raise OutriderError(_not_attending(name)) from error
-        raise
+        if model.device.type == "meta" and "meta" in str(error):  # what it computes depends on numbers
+            raise
+        raise OutriderError(f"{name} fails on a short text: {first_line(error)}") from error
     finally:
         for handle in handles:
             handle.remove()
@@ -99,22 +101,22 @@ def survey_without_weights(config: PreTrainedConfig, model_class: Any) -> CacheS
     """
     config = copy.deepcopy(config)
     config.__dict__.pop("quantization_config", None)
-    try:
-        with torch.device("meta"):
-            model = model_class._from_config(config, dtype=torch.float32, attn_implementation="eager")
-    except Exception as error:  # a config may lie in more ways than can be listed
-        raise OutriderError(f"the config of {config.model_type} describes no model: {first_line(error)}") from error
-    try:
+    with quiet():
+        try:
+            with torch.device("meta"):
+                model = model_class._from_config(config, dtype=torch.float32, attn_implementation="eager")
+        except Exception as error:  # a config may lie in more ways than can be listed
+            raise OutriderError(
+                f"the config of {config.model_type} describes no model: {type(error).__name__}: {first_line(error)}"
+            ) from error
         model.set_experts_implementation("batched_mm")  # whose shapes do not depend on which experts are chosen
-    except Exception:  # a model without experts, or with older ones
-        logger.debug("%s has no experts to set", type(model).__name__, exc_info=True)
-    try:
-        return survey(model.eval())
-    except OutriderError:
-        raise
-    except Exception:
-        logger.debug("%s does not run without weights", type(model).__name__, exc_info=True)
-        return None
+        try:
+            return survey(model.eval())
+        except OutriderError:
+            raise
+        except Exception:
+            logger.debug("%s does not run without weights", type(model).__name__, exc_info=True)
+            return None
 
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:

@@ -27,18 +27,13 @@ DEEP, DEEP_BYTES = 32, 64  # inputs that are taken at once where they are multip
 
 _library = torch.library.Library("outrider", "DEF")
 _library.define("linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
-_library.define(
-    "attend(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, int layer, Tensor cache_rows, Tensor bases,"
-    " Tensor ends, Tensor positions, Tensor visible, float scale, float softcap, int window) -> Tensor"
+ATTEND = (
+    "Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, int layer, Tensor cache_rows, Tensor bases,"
+    " Tensor ends, Tensor positions, Tensor visible, float scale, float softcap, int window"
 )
-
-
-# What ``attend`` does in C++, and what only a few models need: slower, and its bits depend on the pass's width and batch.
-_library.define(
-    "attend_general(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, int layer, Tensor cache_rows,"
-    " Tensor bases, Tensor ends, Tensor positions, Tensor visible, float scale, float softcap, int window, int chunk,"
-    " Tensor? sinks) -> Tensor"
-)
+_library.define(f"attend({ATTEND}) -> Tensor")
+# With what only a few models need, which the C++ lacks: slower, and a row's bits depend on the pass's width and batch.
+_library.define(f"attend_general({ATTEND}, int chunk, Tensor? sinks) -> Tensor")
 _library.define("embed(Tensor token_ids, Tensor packed) -> Tensor")
 _library.define("linear_scaled(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int outputs) -> Tensor")
 _library.define("linear_gated(Tensor x, Tensor packed, Tensor? scales, str activation) -> Tensor")
@@ -248,7 +243,8 @@ def _visible_slots(bases: Tensor, positions: Tensor, visible: Tensor, capacity: 
         visible.gather(2, told.clamp(0, reach - 1)[:, None].expand(-1, width, -1)),
         (told < 0)[:, None].expand(-1, width, -1),
     )
-    place = torch.where(in_pass, positions.gather(1, index), slot)  # [B, S]
+    if window > 0 or chunk > 0:
+        place = torch.where(in_pass, positions.gather(1, index), slot)  # [B, S]
     if window > 0:
         seen = seen & (positions[:, :, None] - place[:, None] < window)
     if chunk > 0:
