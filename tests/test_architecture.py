@@ -19,7 +19,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 BELOW = {
     "types": set(),
     "registry": {"types"},
-    "disk_cache": set(),
+    "disk_cache": {"types"},
     "cpp_library": {"disk_cache"},
     "sampling": {"types", "cpp_library"},
     "verifiers": {"types", "sampling"},

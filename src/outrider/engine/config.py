@@ -19,6 +19,7 @@ from outrider.registry import (
     split_method,
 )
 from outrider.runner import ModelRunner, RunnerConfig
+from outrider.runner.loading import load_config
 from outrider.runner.tokenizers import DifferentVocabulary
 from outrider.types import OutriderError, first_line
 
@@ -67,7 +68,8 @@ def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> PreT
 
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # broken files fail in more ways than can be listed
+        load_config(source, trust_remote_code)  # transformers reads it for the tokenizer too: where it is wrong, it says so
         raise OutriderError(f"no tokenizer in {str(source)!r}: {first_line(error)}") from error
     return tokenizer
 
@@ -120,6 +122,16 @@ def build_verifiers(speculation: Speculation) -> tuple[Verifier, Verifier]:
     deterministic: Verifier = VERIFIERS.get("exact")()
     # A lossy verifier is a choice for greedy rounds too; a lossless one would only say the same more slowly.
     return sampled, deterministic if sampled.lossless else sampled
+
+
+def warn_of_limits(speculation: Speculation, config: RunnerConfig, runner: ModelRunner, proposer: Proposer) -> None:
+    """Says which numbers that were asked for are more than the models can do: they run with what they can."""
+    if config.max_len is not None and config.max_len > runner.max_len:
+        what = "the model's window and the memory for its cache hold"
+        logger.warning("max_len %d: %s %d tokens, which are used", config.max_len, what, runner.max_len)
+    k = speculation.num_draft_tokens
+    if isinstance(k, int) and 0 < proposer.max_drafts < k:  # 0: plain decoding
+        logger.warning("k %d: %s drafts at most %d tokens a round, which are used", k, proposer.name, proposer.max_drafts)
 
 
 def build_policy(speculation: Speculation, runner: ModelRunner, proposer: Proposer) -> LengthPolicy:

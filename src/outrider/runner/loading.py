@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.runner import attention
 from outrider.types import OutriderError, first_line
+
+# Sizes in a config, and the largest that is not a mistake: a model of 10^20 layers is made until the memory ends.
+MOST = dict.fromkeys(
+    (
+        *("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"),
+        *("num_attention_heads", "num_key_value_heads", "head_dim"),
+    ),
+    2**31 - 1,
+) | {"num_hidden_layers": 10_000}
 
 
 def load_model(
@@ -24,17 +36,33 @@ def load_model(
     config = load_config(source, trust_remote_code)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+            source,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, where it can be said which
         )
         model, info = loaded
     except Exception as error:  # broken files fail in more ways than can be listed
-        raise OutriderError(f"cannot load {source}: {first_line(error)}") from error
+        raise OutriderError(f"cannot load {source}: {_reason(error)}") from error
+    for name, there, expected in sorted(info["mismatched_keys"]):
+        raise OutriderError(f"{source}: {name} is {list(there)} in the weights and {list(expected)} by config.json")
+    _check_layers(source, text_config(config), info["unexpected_keys"])
     missing = sorted(info["missing_keys"])  # transformers would fill them with random numbers
     if missing:
         raise OutriderError(f"{source} lacks weights of the model: {len(missing)} tensors, the first {missing[0]}")
     if device.type != "cpu":
         model.to(device)
     return adopt(model)
+
+
+def _check_layers(source: str | Path, config: PreTrainedConfig, unused: Iterable[str]) -> None:
+    """Refuses weights of more layers than the config counts: without them the model says other things."""
+    found = [int(match[1]) + 1 for match in (re.search(r"\.(?:layers|h)\.(\d+)\.", key) for key in unused) if match]
+    counted = config.num_hidden_layers + (getattr(config, "num_nextn_predict_layers", None) or 0)  # those for drafting
+    if found and max(found) > counted:
+        raise OutriderError(f"{source}: config.json counts {config.num_hidden_layers} layers, the weights hold {max(found)}")
 
 
 def adopt(model: PreTrainedModel) -> PreTrainedModel:
@@ -80,17 +108,50 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
         raise OutriderError(f"no model folder at {source}")
     if looks_local and not (path / "config.json").exists():
         raise OutriderError(f"{source} holds no config.json: not a Hugging Face model folder")
+    if looks_local:
+        _check_written(path / "config.json")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+    except Exception as error:  # wrong values fail in more ways than can be listed
         hint = "" if looks_local else " (neither a local folder nor a hub id that can be reached)"
-        raise OutriderError(f"cannot read the config of {source}{hint}: {first_line(error)}") from error
+        raise OutriderError(f"cannot read the config of {source}{hint}: {_reason(error)}") from error
     if not trust_remote_code and type(config) not in AutoModelForCausalLM._model_mapping:
         raise OutriderError(f"{source} is a {config.model_type} model, not a causal language model")
     refuse_encoders(config)
     if type(config) in AutoModelForCausalLM._model_mapping:
         refuse_own_attention(AutoModelForCausalLM._model_mapping[type(config)])
     return config
+
+
+def _check_written(file: Path) -> None:
+    """Refuses what transformers stumbles over without saying where: no object, and counts that no model has."""
+    try:
+        written = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OutriderError(f"cannot read {file}: {first_line(error)}") from error
+    if not isinstance(written, dict):
+        raise OutriderError(f"{file} must hold an object, not a {type(written).__name__}")
+    text = {} if written.get("text_config") is None else written["text_config"]
+    if not isinstance(text, dict):
+        raise OutriderError(f"{file}: text_config must be an object, not a {type(text).__name__}")
+    check_sizes(written, str(file))
+    check_sizes(text, str(file))
+
+
+def check_sizes(config: Mapping[str, Any], source: str) -> None:
+    """Raises ``OutriderError`` for a size of no or negative length in a config, or one beyond any model's."""
+    for name, most in MOST.items():
+        value = config.get(name)
+        if isinstance(value, int) and not 1 <= value <= most:
+            raise OutriderError(f"{source}: {name} is {value}, expected 1 to {most}")
+
+
+def _reason(error: Exception) -> str:
+    """What a loader says, in one line, without the names of Python's exceptions."""
+    if isinstance(error, StrictDataclassError) and isinstance(error.__cause__, Exception):  # what checked the field says why
+        return first_line(error.__cause__)
+    is_key = isinstance(error, KeyError) and " " not in str(error)
+    return f"unknown value {error}" if is_key else first_line(error)
 
 
 def text_config(model_or_config: Any) -> PreTrainedConfig:

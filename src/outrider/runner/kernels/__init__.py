@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -286,29 +286,25 @@ for _name, _fake in _FAKES.items():
 @cache
 def load_cpu_kernels() -> bool:
     """Builds the C++ operators for this CPU (some 20 s, once a machine) and loads them. False where they cannot be built."""
-    compiler = cpp_library.find_compiler()
-    if compiler is None:
-        logger.warning("no C++ compiler found: passes run on torch's own kernels, several times slower; install g++")
-        return False
-    source = Path(__file__).with_name("cpu.cpp")
-    library = cpp_library.library_path(source, compiler, torch.__version__, sys.abiflags)
-    if not library.exists():
-        logger.info("compiling Outrider's CPU kernels (once a machine, some 20 s)")
-        try:
-            _compile(compiler, source, library)
-        except cpp_library.FAILURES as error:
-            logger.warning("the CPU kernels did not compile, torch's own are used: %s", cpp_library.first_line(error))
+    try:
+        compiler = cpp_library.find_compiler()
+        if compiler is None:
+            logger.warning("no C++ compiler found: passes run on torch's own kernels, several times slower; install g++")
             return False
-    torch.ops.load_library(library)
+        torch.ops.load_library(_library_file(compiler))
+    except cpp_library.FAILURES as error:
+        logger.warning("the CPU kernels cannot be built or loaded, torch's own are used: %s", cpp_library.first_line(error))
+        return False
     return True
 
 
-def _compile(compiler: str, source: Path, library: Path) -> None:
-    from torch.utils.cpp_extension import include_paths, library_paths
-
+def _library_file(compiler: Sequence[str]) -> Path:
+    torch_folder = Path(torch.__file__).parent  # torch.utils.cpp_extension knows it too, but takes a second to import
     flags = ["-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
     if sys.platform == "linux":
         flags += ["-fopenmp", "-DAT_PARALLEL_OPENMP=1"]
-    flags += [f"-I{path}" for path in include_paths()]
-    libraries = [*(f"-L{path}" for path in library_paths()), "-ltorch_cpu", "-lc10"]
-    cpp_library.compile_library(compiler, source, library, flags, libraries)
+    flags += [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
+    libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
+    return cpp_library.library(
+        compiler, Path(__file__).with_name("cpu.cpp"), flags, libraries, [torch.__version__, sys.abiflags]
+    )
