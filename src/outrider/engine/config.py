@@ -69,7 +69,8 @@ def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> PreT
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:  # broken files fail in more ways than can be listed
-        load_config(source, trust_remote_code)  # transformers reads it for the tokenizer too: where it is wrong, it says so
+        if not isinstance(error, (OSError, ValueError, KeyError)):
+            load_config(source, trust_remote_code)  # transformers looks into it too: what is wrong there is told as that
         raise OutriderError(f"no tokenizer in {str(source)!r}: {first_line(error)}") from error
     return tokenizer
 

@@ -47,7 +47,8 @@ def load_model(
     except Exception as error:  # broken files fail in more ways than can be listed
         raise OutriderError(f"cannot load {source}: {_reason(error)}") from error
     for name, there, expected in sorted(info["mismatched_keys"]):
-        raise OutriderError(f"{source}: {name} is {list(there)} in the weights and {list(expected)} by config.json")
+        sizes = f"{list(there)} in the weights and {list(expected)} by config.json"
+        raise OutriderError(f"cannot load {source}: {name} is {sizes}")
     _check_layers(source, text_config(config), info["unexpected_keys"])
     missing = sorted(info["missing_keys"])  # transformers would fill them with random numbers
     if missing:
@@ -62,7 +63,8 @@ def _check_layers(source: str | Path, config: PreTrainedConfig, unused: Iterable
     found = [int(match[1]) + 1 for match in (re.search(r"\.(?:layers|h)\.(\d+)\.", key) for key in unused) if match]
     counted = config.num_hidden_layers + (getattr(config, "num_nextn_predict_layers", None) or 0)  # those for drafting
     if found and max(found) > counted:
-        raise OutriderError(f"{source}: config.json counts {config.num_hidden_layers} layers, the weights hold {max(found)}")
+        written = f"config.json counts {config.num_hidden_layers} layers, the weights hold {max(found)}"
+        raise OutriderError(f"cannot load {source}: {written}")
 
 
 def adopt(model: PreTrainedModel) -> PreTrainedModel:
@@ -128,7 +130,7 @@ def _check_written(file: Path) -> None:
     try:
         written = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise OutriderError(f"cannot read {file}: {first_line(error)}") from error
+        raise OutriderError(f"cannot read the config {file}: {first_line(error)}") from error
     if not isinstance(written, dict):
         raise OutriderError(f"{file} must hold an object, not a {type(written).__name__}")
     text = {} if written.get("text_config") is None else written["text_config"]
