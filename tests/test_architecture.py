@@ -19,9 +19,9 @@ FILES = sorted(ROOT.rglob("*.py"))
 BELOW = {
     "types": set(),
     "registry": {"types"},
-    "disk_cache": set(),
+    "disk_cache": {"types"},
     "progress": set(),
-    "cpp_library": {"disk_cache"},
+    "cpp_library": {"disk_cache", "progress"},
     "sampling": {"types", "cpp_library"},
     "verifiers": {"types", "sampling"},
     "runner": {"types", "sampling", "registry", "disk_cache", "cpp_library", "progress"},

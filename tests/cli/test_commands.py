@@ -195,6 +195,26 @@ def test_chat_keeps_the_conversation(outrider: Run, target: Path, draft: Path, m
     assert seen == [[2], [4], [2]]
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--max-len", "9" * 20], f"max_len {'9' * 20}: the model's window and the memory for its cache hold 512 tokens"),
+        (["--k", "1000000", "--method", "ngram"], "k 1000000: ngram drafts at most 64 tokens a round"),
+        (["--k", "64", "--method", "ngram", "--max-len", "512"], None),
+        (["--k", "5", "--method", "plain"], None),
+    ],
+)
+def test_numbers_that_are_too_large_are_not_cut_in_silence(
+    outrider: Run, target: Path, options: list[str], said: str | None
+) -> None:
+    code, _, err = outrider("generate", "--target", target, "--compile", "never", "--max-tokens", 2, *options, PROMPT)
+    assert code == 0
+    if said is None:
+        assert "which are used" not in err
+    else:
+        assert said in " ".join(err.split())
+
+
 def test_ctrl_c_ends_the_answer_and_not_the_program(
     outrider: Run, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,9 +230,10 @@ def test_ctrl_c_loses_nothing_of_a_json_document(
     outrider: Run, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt(monkeypatch, 4)
-    code, out, _ = outrider("generate", *models(target, draft), "--k", 2, "--max-tokens", 60, "--json", PROMPT)
+    code, out, err = outrider("generate", *models(target, draft), "--k", 2, "--max-tokens", 60, "--json", PROMPT)
     found = json.loads(out)
-    assert code == 0 and found["finish_reason"] == "abort" and 0 < len(found["token_ids"]) < 60
+    assert code == app.EXIT_INTERRUPTED == 130 and err.strip().endswith("interrupted")
+    assert found["finish_reason"] == "abort" and 0 < len(found["token_ids"]) < 60
     monkeypatch.undo()
     assert plain_text(outrider, target, "--max-tokens", 60).startswith(found["text"])
 

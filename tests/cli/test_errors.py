@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from heads import writers
 from safetensors.torch import load_file, save_file
 from tiny_folder import make_folder, make_tokenizer
 
@@ -54,6 +56,60 @@ def test_a_config_that_is_no_json(outrider: Run, target: Path, tmp_path: Path) -
     make_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
     assert_one_line(outrider("generate", "--target", tmp_path, "hi"), "config")
+
+
+WRONG_CONFIGS: list[tuple[Any, str]] = [
+    ([], "must hold an object, not a list"),
+    (None, "must hold an object"),
+    ({"num_attention_heads": 0}, "num_attention_heads is 0, expected 1 to"),
+    ({"num_attention_heads": "x"}, "'num_attention_heads' expected int, got str"),
+    ({"num_attention_heads": 3}, "not a multiple of the number of attention heads"),
+    ({"num_attention_heads": 8}, "o_proj.weight is [16, 32] in the weights and [16, 64] by config.json"),
+    ({"num_key_value_heads": 4}, "k_proj.weight is [16, 16] in the weights and [32, 16] by config.json"),
+    ({"num_hidden_layers": 1}, "counts 1 layers, the weights hold 2"),
+    ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+    ({"num_hidden_layers": 10**20}, "expected 1 to 10000"),
+    ({"num_hidden_layers": 3}, "lacks weights"),
+    ({"hidden_size": 10**20}, "hidden_size is 1000"),
+    ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+    ({"hidden_act": "magic"}, "unknown value 'magic'"),
+    ({"dtype": "float99"}, "float99"),
+    ({"quantization_config": 3}, "cannot read the config"),
+    ({"text_config": 3}, "text_config must be an object"),
+    ({"layer_types": 3}, "cannot read the config"),
+    ({"model_type": []}, "cannot read the config"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "words"), WRONG_CONFIGS)
+def test_a_config_of_wrong_values(outrider: Run, wrong: Any, words: str, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | wrong if isinstance(wrong, dict) else wrong))
+    assert_one_line(outrider("generate", "--target", folder, "--compile", "never", "--method", "plain", "hi"), words)
+
+
+WRONG_HEADS: list[dict[str, Any]] = [
+    {"num_key_value_heads": 0},
+    {"intermediate_size": -1},
+    {"head_dim": 10**20},
+    {"rope_theta": "x"},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_HEADS)
+def test_a_head_whose_config_holds_wrong_values(outrider: Run, wrong: dict[str, Any], tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", hidden_size=writers.HIDDEN, num_hidden_layers=6)
+    writers.write_eagle3(tmp_path / "head", 320, 64)
+    file = tmp_path / "head" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | wrong))
+    assert_one_line(outrider("generate", "--target", folder, "--method", f"eagle:draft={file.parent}", "hi"), str(file.parent))
+
+
+def test_a_broken_tokenizer(outrider: Run, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{}")
+    assert_one_line(outrider("generate", "--target", folder, "hi"), "no tokenizer in")
 
 
 def test_weights_with_nan(outrider: Run, tmp_path: Path) -> None:

@@ -49,6 +49,20 @@ def test_an_error_is_one_line_and_code_2(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("cache", ["/proc/nowhere", "a file"])
+def test_a_cache_folder_that_cannot_be_made_ends_no_command(target: Path, tmp_path: Path, cache: str) -> None:
+    (tmp_path / "a file").write_text("")
+    compiler = tmp_path / "cc"  # the kernels themselves would take half a minute
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho no library > "$2"\n')
+    compiler.chmod(0o755)
+    where = {"OUTRIDER_CACHE": str(tmp_path / cache), "CXX": str(compiler)}
+    done = run("generate", "--target", target, "--compile", "never", "--max-tokens", 4, "hi", **where)
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+    said = " ".join(done.stderr.split())
+    assert said.count("the cache folder cannot be used") == 1 and "Traceback" not in said
+    assert "OUTRIDER_CACHE names another one" in said
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_while_loading_is_one_word_and_so_is_being_terminated(target: Path, number: int) -> None:
     process = subprocess.Popen(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +120,33 @@ def test_methods_in_the_words_of_vllm(method: str, k: Any, says: Any, export: An
         says = says | {"model": str(models / "eagle1")}
     assert found == says
     assert bool([note for note in said.notes if "usual" in note]) == (k == "auto")
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang", "transformers"])
+def test_a_folder_s_name_is_no_command(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Line breaks and all that a shell or Python reads otherwise: neither runs anything, both find the folder."""
+    hostile = "x\ntouch BROKEN_IN\n$(touch BROKEN_IN)`touch BROKEN_IN`'\"; touch BROKEN_IN #{0}\r\x1b[2J"
+    folder = make_folder(tmp_path / hostile, **SIZES)
+    draft = make_folder(tmp_path / f"{hostile} draft", num_hidden_layers=1)
+    out = tmp_path / "out"
+    write(ENGINES.get(to)(), wanted(Plan({"target": str(folder), "draft": str(draft), "method": "draft", "k": 2})), out)
+    (tmp_path / "bin").mkdir()
+    for program in ("vllm", "python"):  # say what they are given
+        (tmp_path / "bin" / program).write_text("#!/bin/sh\nfor word; do printf '%s\\0' \"$word\"; done\n")
+        (tmp_path / "bin" / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    done = subprocess.run([out / SCRIPT], capture_output=True, check=True, cwd=tmp_path)
+    assert not list(tmp_path.rglob("BROKEN_IN")) and not done.stderr
+    words = done.stdout.decode().split("\0")
+    if to == "vllm":
+        assert vllm_settings(out)["model"] == str(folder)
+        assert vllm_settings(out)["speculative-config"]["model"] == str(draft)
+    elif to == "sglang":
+        assert {str(folder), str(draft), hostile} <= set(words)
+    else:
+        lines = ast.parse((out / words[0]).read_text()).body
+        given = {ast.unparse(line.targets[0]): line.value for line in lines if isinstance(line, ast.Assign)}
+        assert [ast.literal_eval(given[name]) for name in ("TARGET", "DRAFT")] == [str(folder), str(draft)]
 
 
 def in_folder(method: str, models: Path) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import subprocess
 import threading
 from itertools import pairwise
 from time import perf_counter, sleep
@@ -10,6 +13,7 @@ import pytest
 import torch
 from test_early_exit import EVEN, Drafting
 
+from outrider import disk_cache
 from outrider.runner import ModelRunner, RunnerConfig, compiled, kernels
 from outrider.types import Context
 
@@ -39,7 +43,7 @@ def passes(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def own_cache(package, passes, monkeypatch):
-    monkeypatch.setattr(compiled, "cache_dir", lambda *_: passes)
+    monkeypatch.setenv("OUTRIDER_CACHE", str(passes))
 
 
 def load(model, mode):
@@ -50,7 +54,7 @@ def load(model, mode):
 def runner(model, passes):
     """Compiled once for the whole module."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(compiled, "cache_dir", lambda *_: passes)
+    patch.setenv("OUTRIDER_CACHE", str(passes))
     made = load(model, "always")
     made.extend(["warm"], [[1, 2, 3]])
     made.release(["warm"])
@@ -62,7 +66,7 @@ def runner(model, passes):
 @pytest.fixture(scope="module")
 def package(runner, passes):
     """The package of the runner's whole pass: the first that is made."""
-    return next(passes.rglob("*.pt2"))
+    return next((passes / "passes").glob("*.pt2"))
 
 
 def scored(runner, texts, chains, parents=None):
@@ -120,10 +124,10 @@ def test_compiled_hidden_states_equal_eager_ones(runner, model):
 
 def test_compiled_parts_say_what_the_compiled_whole_says(model, package, passes):
     """Of a target whose first layer drafts: to the bit, or the cache would hold what the whole pass does not write."""
-    before = set(passes.iterdir())
+    before = set((passes / "passes").iterdir())
     drafting = Drafting(model=model, depth=1, compile="always")
     drafting.proposer.warmup(3, 3)
-    assert drafting.runner.passes.is_compiled and len(set(passes.iterdir()) - before) == 3
+    assert drafting.runner.passes.is_compiled and len(set((passes / "passes").iterdir()) - before) == 3
     drafting.step([3, 3, 3], [3, 0, 1])
     drafting.step([2, 2, 2], [1, 0, 1])
     drafting.assert_cache_is_a_fresh_forwards(exact=True)
@@ -162,32 +166,72 @@ def test_never_stays_eager(runner, model):
     assert all(run.__name__ == "<lambda>" for run in eager.passes._runs.values())
 
 
+@pytest.fixture
+def damaged(package, monkeypatch, tmp_path):
+    """``damaged(content)``: a cache in which the package of that name holds something else."""
+
+    def damaged(content, name=package.name):
+        path = tmp_path / "passes" / name
+        path.parent.mkdir(mode=0o700)
+        path.write_bytes(package.read_bytes()[:3000] if content is None else content)
+        monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+        return path
+
+    return damaged
+
+
 @pytest.mark.parametrize("content", [b"", b"not a package", None])
-def test_a_corrupt_package_is_removed_and_the_pass_still_runs(runner, model, package, content, monkeypatch, caplog, tmp_path):
-    broken = tmp_path / package.name
-    broken.write_bytes(package.read_bytes()[:3000] if content is None else content)
-    monkeypatch.setattr(compiled, "cache_dir", lambda *_: tmp_path)
+def test_a_corrupt_package_is_removed_and_the_pass_still_runs(runner, model, damaged, content, caplog):
+    broken = damaged(content)
     again = load(model, "auto")
     expected = scored(runner, [[1, 2, 3]], [[4]])
     torch.testing.assert_close(scored(again, [[1, 2, 3]], [[4]]), expected, rtol=1e-4, atol=1e-4)
     assert not broken.exists()
-    assert "does not load" in caplog.text
+    assert "is damaged" in caplog.text
 
 
-def test_a_corrupt_package_is_replaced_where_compiling_is_asked_for(runner, model, package, monkeypatch, tmp_path):
-    (tmp_path / package.name).write_bytes(b"not a package")
-    monkeypatch.setattr(compiled, "cache_dir", lambda *_: tmp_path)
-    monkeypatch.setattr(compiled, "_build", lambda module, path: path.write_bytes(package.read_bytes()))
+@pytest.mark.parametrize("mode", ["auto", "always"])
+def test_a_package_that_is_whole_and_does_not_load_is_removed_too(runner, model, package, damaged, mode, monkeypatch, caplog):
+    """As where torch was built anew under the same version."""
+    content = b"not a package"
+    name = f"{package.name.split('-')[0]}-{hashlib.sha256(content).hexdigest()[:32]}.pt2"
+    broken = damaged(content, name)
+    monkeypatch.setattr(compiled, "_build", lambda module, key: package)
+    again = load(model, mode)
+    expected = scored(runner, [[1, 2, 3]], [[4]])
+    torch.testing.assert_close(scored(again, [[1, 2, 3]], [[4]]), expected, rtol=1e-4, atol=1e-4)
+    assert not broken.exists() and "does not load" in caplog.text
+    assert again.passes.is_compiled == (mode == "always")
+
+
+def test_a_corrupt_package_is_replaced_where_compiling_is_asked_for(runner, model, package, damaged, monkeypatch):
+    damaged(b"not a package")
+    monkeypatch.setattr(compiled, "_build", lambda module, key: disk_cache.store(package, "passes", key, ".pt2"))
     again = load(model, "always")
     assert torch.equal(scored(again, [[1, 2, 3]], [[4]]), scored(runner, [[1, 2, 3]], [[4]]))
     assert again.passes.is_compiled
+
+
+def test_what_is_compiled_passes_through_no_folder_that_others_may_write(runner, passes):
+    """Inductor's default is /tmp/torchinductor_<user>, which anyone can make first, and fill."""
+    assert any((passes / "inductor").iterdir())
+    assert all(not folder.stat().st_mode & 0o077 for folder in (passes / "inductor", passes / "passes"))
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ or str(passes) not in os.environ["TORCHINDUCTOR_CACHE_DIR"]
+
+
+def test_a_compiler_with_arguments_is_one_program_for_inductor(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "env g++ -pipe '-DWORDS=two words'")
+    (program,) = compiled._compiler_option(tmp_path).values()
+    assert program.endswith("-env-g++")
+    said = subprocess.run([program, "-dM", "-E", "-x", "c++", "/dev/null"], capture_output=True, text=True, check=True).stdout
+    assert "#define WORDS two words" in said
 
 
 def test_a_model_that_does_not_compile_stays_eager_with_a_warning(runner, model, tmp_path, monkeypatch, caplog):
     def fail(*_):
         raise NotImplementedError("no such operator\nsecond line")
 
-    monkeypatch.setattr(compiled, "cache_dir", lambda *_: tmp_path)
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.setattr(compiled, "_build", fail)
     eager = load(model, "always")
     torch.testing.assert_close(scored(eager, [[1, 2]], [[3]]), scored(runner, [[1, 2]], [[3]]), rtol=1e-4, atol=1e-4)
@@ -196,11 +240,11 @@ def test_a_model_that_does_not_compile_stays_eager_with_a_warning(runner, model,
 
 
 def test_auto_compiles_when_eager_passes_have_taken_long_enough(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(compiled, "cache_dir", lambda *_: tmp_path)
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     built = []
 
-    def build(module, path):
-        built.append(path)
+    def build(module, key):
+        built.append(key)
         raise ValueError("enough")
 
     monkeypatch.setattr(compiled, "_build", build)

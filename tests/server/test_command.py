@@ -21,7 +21,7 @@ from outrider.cli.options import MethodOptions, ModelOptions
 from outrider.cli.serve import joined, merged
 from outrider.engine import LLM
 from outrider.engine.plan import KEYS, Plan, served_name
-from outrider.runner import compiled, kernels
+from outrider.runner import kernels
 from outrider.server import run
 from outrider.server.protocol import ChatBody, CompletionBody
 from outrider.types import OutriderError
@@ -61,6 +61,12 @@ def test_a_plan_with_a_mistake_is_refused(tmp_path: Path, text: str, says: str) 
         Plan.read(tmp_path / "plan.toml")
     with pytest.raises(OutriderError, match="cannot be read"):
         Plan.read(tmp_path / "missing.toml")
+
+
+def test_a_device_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """``/dev/null`` was one of nothing but defaults."""
+    assert main(["serve", "/dev/null"]) == 2
+    assert "/dev/null is a device: give a plan file" in capsys.readouterr().err
 
 
 def test_the_command_line_goes_before_the_plan(tmp_path: Path) -> None:
@@ -118,7 +124,7 @@ def test_no_chunk_waits_for_the_last_one_to_be_acknowledged() -> None:
 def test_target_and_draft_are_compiled_before_the_first_client(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "cache_dir", lambda *_: tmp_path)
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     served: list[LLM] = []
     monkeypatch.setattr(run, "log_json", lambda: None)
     monkeypatch.setattr(run, "serve", lambda llm, *_: served.append(llm))

@@ -506,3 +506,22 @@ def test_metrics_have_vllms_names(served: Served) -> None:
         'outrider:phase_seconds_total{model_name="outrider",phase="draft"}',
     ):
         assert name in page, name
+
+
+@pytest.mark.parametrize(
+    ("stop", "says"),
+    [
+        ([1], "stop: Input should be a valid string; stop.0: Input should be a valid string"),
+        ("", "stop: String should have at least 1 character; stop: Input should be a valid list"),
+        (["x" * 300], "stop: Input should be a valid string; stop.0: String should have at most 256 characters"),
+        (["x"] * 40, "stop: Input should be a valid string; stop: List should have at most 16 items after validation, not 40"),
+    ],
+)
+def test_a_stop_string_that_is_none_is_told_without_python_s_words(small: Served, stop: Any, says: str) -> None:
+    answer = httpx.post(f"{small.url}/v1/completions", json={"prompt": PROMPT, "stop": stop})
+    assert answer.status_code == 400 and answer.json()["error"]["message"] == says
+
+
+def test_a_field_that_is_not_known_is_named_as_it_was_written(small: Served) -> None:
+    answer = httpx.post(f"{small.url}/v1/completions", json={"prompt": PROMPT, "function-after[x]": 1})
+    assert answer.json()["error"]["message"] == "function-after[x]: Extra inputs are not permitted"

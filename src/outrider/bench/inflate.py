@@ -30,7 +30,7 @@ from torch import Tensor
 
 from outrider.bench.shapes import Shape, count_params, num_params, shape_for
 from outrider.bench.widening import Inflater, Noise
-from outrider.disk_cache import cache_dir
+from outrider.disk_cache import lasting_dir
 from outrider.types import OutriderError
 
 FORMAT = 2  # part of the cache key: raise it when the same source and size give other weights
@@ -182,7 +182,7 @@ def inflated(source: str | Path, size: str = "1b", *, progress: bool = True) -> 
         if not file.is_file():
             raise OutriderError(f"{source} is not a model folder: it has no {file.name}")
         digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
-    folder = cache_dir("inflated") / f"{source.resolve().name}-{size.lower()}-{digest.hexdigest()[:12]}"
+    folder = lasting_dir("inflated") / f"{source.resolve().name}-{size.lower()}-{digest.hexdigest()[:12]}"
     return folder if folder.is_dir() else inflate(source, folder, size, progress=progress)
 
 

@@ -23,7 +23,7 @@ from transformers import LlamaConfig
 from outrider.bench.inflate import new_folder
 from outrider.bench.shapes import Shape, head_dim, source_shape
 from outrider.bench.widening import Inflater, Noise
-from outrider.disk_cache import cache_dir
+from outrider.disk_cache import lasting_dir
 from outrider.heads import eagle_formats, medusa
 from outrider.heads.checkpoint import MEDUSA, find_folder, kind_of
 from outrider.heads.eagle import EagleHead
@@ -198,5 +198,5 @@ def inflated_head(source: str | Path, target: Path) -> Path:
     digest = hashlib.sha256(f"{FORMAT}/".encode() + (target / "config.json").read_bytes())
     for file in sorted(file for file in folder.iterdir() if file.is_file()):
         digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
-    out = cache_dir("inflated") / f"{folder.resolve().name}-{target.name[:40]}-{digest.hexdigest()[:12]}"
+    out = lasting_dir("inflated") / f"{folder.resolve().name}-{target.name[:40]}-{digest.hexdigest()[:12]}"
     return out if out.is_dir() else inflate_head(folder, target, out)

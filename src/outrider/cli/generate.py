@@ -40,6 +40,7 @@ def command(
     sampling: SamplingOptions,
 ) -> None:
     """Continue a text, showing it as it comes and then what it cost."""
+    from outrider.cli.app import EXIT_INTERRUPTED
     from outrider.cli.session import load, prepare, read_prompt, start
 
     start()
@@ -47,7 +48,10 @@ def command(
     llm = load(models, methods, max_batch=1)
     prepare(llm, models)
     if as_json:
-        print(json.dumps(_document(llm, text, params), ensure_ascii=False))
+        document = _document(llm, text, params)
+        print(json.dumps(document, ensure_ascii=False))
+        if document["finish_reason"] == "abort":
+            raise typer.Exit(EXIT_INTERRUPTED)
     else:
         stream_to_screen(llm, text, params, show)
 

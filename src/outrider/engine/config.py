@@ -124,6 +124,16 @@ def build_verifiers(speculation: Speculation) -> tuple[Verifier, Verifier]:
     return sampled, deterministic if sampled.lossless else sampled
 
 
+def warn_of_limits(speculation: Speculation, config: RunnerConfig, runner: ModelRunner, proposer: Proposer) -> None:
+    """Says which numbers that were asked for are more than the models can do: they run with what they can."""
+    if config.max_len is not None and config.max_len > runner.max_len:
+        what = "the model's window and the memory for its cache hold"
+        logger.warning("max_len %d: %s %d tokens, which are used", config.max_len, what, runner.max_len)
+    k = speculation.num_draft_tokens
+    if isinstance(k, int) and 0 < proposer.max_drafts < k:  # 0: plain decoding
+        logger.warning("k %d: %s drafts at most %d tokens a round, which are used", k, proposer.name, proposer.max_drafts)
+
+
 def build_policy(speculation: Speculation, runner: ModelRunner, proposer: Proposer) -> LengthPolicy:
     """A fixed K, or the policy of that name, which chooses from 0 to what the proposer says is the most."""
     k = speculation.num_draft_tokens

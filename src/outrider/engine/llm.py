@@ -20,6 +20,7 @@ from outrider.engine.config import (
     eos_token_ids,
     load_tokenizer,
     split_options,
+    warn_of_limits,
 )
 from outrider.engine.detokenizer import DetokenizerFactory
 from outrider.engine.engine import Emission, Engine
@@ -67,6 +68,7 @@ class LLM:
         self.tokenizer = tokenizer or load_tokenizer(target, runner_config.trust_remote_code)
         self.runner = ModelRunner.load(target, runner_config)
         self.proposer = build_proposer(self.speculation, self.runner, self.tokenizer)
+        warn_of_limits(self.speculation, runner_config, self.runner, self.proposer)
         self.policy = build_policy(self.speculation, self.runner, self.proposer)
         scheduler = Scheduler(
             self.runner.max_batch,

@@ -49,6 +49,8 @@ class Plan:
     @classmethod
     def read(cls, file: Path) -> Plan:
         """Raises ``OutriderError`` for a file that is none, an unknown key and a value of the wrong type."""
+        if file.is_char_device() or file.is_block_device():  # /dev/null would be a plan of nothing but defaults
+            raise OutriderError(f"{file} is a device: give a plan file")
         try:
             values = tomllib.loads(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:

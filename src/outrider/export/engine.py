@@ -98,11 +98,15 @@ def write(engine: Engine, wanted: Wanted, folder: Path, own_code: bool = False) 
     return export
 
 
+def _comment(text: str) -> str:
+    """A line of a script. A line break in it, as in the name of a folder, would begin a command."""
+    return "# " + "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 def _script(engine: Engine, wanted: Wanted, export: Export) -> str:
-    lines = ["#!/bin/sh", f"# {engine.name} for {wanted.name}: method {wanted.method}, {wanted.k} drafts a round."]
-    lines += ["# Written by outrider export; arguments are added to the command."]
-    lines += [f"# {note}" for note in export.notes]
-    lines += ["set -e", 'cd "$(dirname "$0")"']
+    remarks = [f"{engine.name} for {wanted.name}: method {wanted.method}, {wanted.k} drafts a round."]
+    remarks += ["Written by outrider export; arguments are added to the command.", *export.notes]
+    lines = ["#!/bin/sh", *map(_comment, remarks), "set -e", 'cd "$(dirname "$0")"']
     lines += [f"export {name}={shlex.quote(value)}" for name, value in export.environment.items()]
     if export.needs_outrider:
         lines.append("# What drafts is Outrider's: pip install --no-deps outrider, into the environment of this command.")

@@ -19,7 +19,8 @@ from transformers import LlamaConfig
 
 from outrider.heads.checkpoint import fill, find_folder, read_folder, write_folder
 from outrider.heads.eagle import EagleHead, EagleShape, default_hidden_states
-from outrider.types import OutriderError
+from outrider.runner.loading import check_sizes
+from outrider.types import OutriderError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ def load(source: str | Path, num_layers: int, vocab_size: int, target_hidden_siz
         raise OutriderError(f"{source} has no fc.weight: not an EAGLE head")
     if layer.get("model_type", "llama") not in LLAMA_LIKE:
         raise OutriderError(f"{source} is built from {layer['model_type']} layers: only heads with Llama layers can be loaded")
+    check_sizes(f"{source}/config.json", layer)
     llama = _llama(layer, tensors, vocab_size)
     if "layers.0.hidden_norm.weight" in tensors:
         shape = _shape_of_generation_3(config, tensors, llama, num_layers, target_hidden_size, str(source))
@@ -73,6 +75,8 @@ def load(source: str | Path, num_layers: int, vocab_size: int, target_hidden_siz
         head = EagleHead(shape)
     except KeyError as error:  # of transformers' tables
         raise OutriderError(f"{source}: its config names {error}, an activation or rotation that is not known") from error
+    except Exception as error:  # wrong values fail in more ways than can be listed
+        raise OutriderError(f"{source}: no head can be made of its config: {first_line(error)}") from error
     offsets = tensors.pop("d2t", None)
     if offsets is not None:
         tensors["draft_ids"] = offsets.long() + torch.arange(len(offsets))

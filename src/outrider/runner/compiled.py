@@ -12,8 +12,11 @@ import hashlib
 import json
 import logging
 import os
+import shlex
+import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +26,21 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from transformers import PreTrainedModel
 
-from outrider import progress
-from outrider.cpp_library import cpu_flags
-from outrider.disk_cache import cache_dir
+from outrider import disk_cache, progress
+from outrider.cpp_library import cpu_flags, find_compiler
 from outrider.runner.forward import Pass
 from outrider.runner.gates import fuse_gates
 from outrider.runner.linear import is_packed
 from outrider.runner.loading import num_layers, text_config
 from outrider.runner.state_cache import store_shapes
+from outrider.types import first_line
 
 logger = logging.getLogger(__name__)
 
 Run = Callable[[list[Tensor]], list[Tensor]]
 
 SECONDS, SECONDS_PER_LAYER = 8.0, 1.5  # that compiling a pass takes, roughly, on one core
+FOLDER, SUFFIX = "passes", ".pt2"  # of the disk cache
 
 # what a package is made from, beside the model
 TRACED = (
@@ -59,26 +63,23 @@ def is_supported(model: PreTrainedModel) -> bool:
 
 def load(module: Pass, build: bool) -> Run | None:
     """The compiled form of a ``Pass``: from disk, else built if ``build``. None where there is none or it cannot be built."""
-    path = _package_path(module)
-    found = path.exists()
-    if not found:
-        if not build:
-            return None
+    key = _key(module)
+    path = disk_cache.find(FOLDER, key, SUFFIX)
+    if path is not None:
         try:
-            _build(module, path)
-        except Exception as error:
-            # Compilers fail in more ways than can be listed, and the eager pass computes the same.
-            logger.warning("this model does not compile, its passes stay eager: %s", str(error).strip().splitlines()[:1])
-            logger.debug("compilation failed", exc_info=True)
-            return None
+            return _load(module, path)
+        except Exception as error:  # as for a library of torch's that has changed under its version
+            outcome = "it is compiled anew" if build else "passes stay eager"
+            logger.warning("the compiled pass at %s does not load (%s): %s", path, first_line(error), outcome)
+            path.unlink(missing_ok=True)
+    if not build:
+        return None
     try:
-        return _load(module, path)
+        return _load(module, _build(module, key))
     except Exception as error:
-        path.unlink(missing_ok=True)
-        if found and build:
-            logger.warning("the compiled pass at %s does not load (%s): it is compiled anew", path, error)
-            return load(module, build)
-        logger.warning("the compiled pass at %s does not load (%s): removed, passes stay eager", path, error)
+        # Compilers fail in more ways than can be listed, and the eager pass computes the same.
+        logger.warning("this model does not compile, its passes stay eager: %s", first_line(error))
+        logger.debug("compilation failed", exc_info=True)
         return None
 
 
@@ -126,25 +127,57 @@ def export(module: Pass) -> ExportedProgram:
         return torch.export.export(module, inputs, strict=False, dynamic_shapes=shapes)
 
 
-def _build(module: Pass, path: Path) -> None:
+def _build(module: Pass, key: str) -> Path:
+    """Compiles the pass and puts it into the cache."""
     expected = SECONDS + SECONDS_PER_LAYER * num_layers(text_config(module.model))
-    part = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
-    # What is left beside Outrider's operators is small: waking threads for it would take longer than doing it.
-    options = {"aot_inductor.package_constants_in_so": False, "cpp.threads": 1}
-    with progress.logged(logger, f"compiling the pass of {_name(module)}, once per machine", expected):
+    with (
+        progress.logged(logger, f"compiling the pass of {_name(module)}, once per machine", expected),
+        _private_inductor() as folder,
+        tempfile.TemporaryDirectory() as built,
+    ):
         exported = export(module)
         fuse_gates(exported)
+        # What is left beside Outrider's operators is small: waking threads for it would take longer than doing it.
+        options = {"aot_inductor.package_constants_in_so": False, "cpp.threads": 1, **_compiler_option(folder)}
+        package = Path(built) / f"{key}{SUFFIX}"
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=options)
-    part.replace(path)  # atomic: two processes may build at once
+            torch._inductor.aoti_compile_and_package(exported, package_path=str(package), inductor_configs=options)
+        return disk_cache.store(package, FOLDER, key, SUFFIX)
+
+
+@contextmanager
+def _private_inductor() -> Iterator[Path]:
+    """Inductor's own cache in a private folder: its default is one in /tmp whose name anyone can take first."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before, folder = os.environ.get(name), disk_cache.cache_dir("inductor")
+    os.environ[name] = str(folder)
+    try:
+        yield folder
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+def _compiler_option(folder: Path) -> dict[str, Any]:
+    """Inductor wants a program where ``$CXX`` is a command line: ``ccache g++ -pipe`` becomes one."""
+    command = find_compiler() or []
+    if len(command) < 2:
+        return {}
+    script = f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n'
+    names = [Path(word).name for word in command if not word.startswith("-")]  # among them what it looks for: g++ or clang++
+    program = folder / "-".join([hashlib.sha256(script.encode()).hexdigest()[:8], *names])
+    program.write_text(script)
+    program.chmod(0o700)
+    return {"cpp.cxx": str(program)}
 
 
 def _name(module: Pass) -> str:
     return Path(str(module.model.name_or_path or type(module.model).__name__)).name
 
 
-def _package_path(module: Pass) -> Path:
+def _key(module: Pass) -> str:
     """One package per computation: the config without names and dates, the kinds of weights, the versions and the CPU."""
     model = module.model
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
@@ -160,5 +193,4 @@ def _package_path(module: Pass) -> Path:
         cpu_flags(),
         hashlib.sha256(b"".join(sources)).hexdigest(),
     ]
-    digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:20]
-    return cache_dir("passes") / f"{digest}.pt2"
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:20]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -25,10 +26,14 @@ from transformers.utils import logging as transformers_logging
 from outrider.runner import attention, recurrence
 from outrider.types import OutriderError, first_line
 
-SIZES = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    "max_position_embeddings",
-)
+# Sizes in a config, and the largest that is not a mistake: a model of 10^20 layers is made until the memory ends.
+MOST = dict.fromkeys(
+    (
+        *("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"),
+        *("num_attention_heads", "num_key_value_heads", "head_dim"),
+    ),
+    2**31 - 1,
+) | {"num_hidden_layers": 10_000}
 
 
 def load_model(
@@ -46,7 +51,7 @@ def load_model(
             )
         model, info = loaded
     except Exception as error:  # broken files fail in more ways than can be listed
-        raise OutriderError(f"cannot load {source}: {first_line(error)}") from error
+        raise OutriderError(f"cannot load {source}: {_reason(error)}") from error
     # What follows transformers would fill with random numbers, or drop.
     for name, found, wanted in sorted(info["mismatched_keys"]):
         raise OutriderError(f"the weights in {source} are not its config's: {name} is {list(found)}, expected {list(wanted)}")
@@ -141,7 +146,7 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
         config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:  # a config may be wrong in more ways than can be listed
         hint = "" if looks_local else " (neither a local folder nor a hub id that can be reached)"
-        raise OutriderError(f"cannot read the config of {source}{hint}: {first_line(error)}") from error
+        raise OutriderError(f"cannot read the config of {source}{hint}: {_reason(error)}") from error
     if not trust_remote_code and model_class(config) is None:
         raise OutriderError(f"{source} is a {config.model_type} model, not a causal language model")
     check_sizes(str(source), vars(text_config(config)))
@@ -166,10 +171,10 @@ def check_file(path: Path) -> None:
 
 def check_sizes(source: str, config: Mapping[str, Any]) -> None:
     """Raises ``OutriderError`` for sizes in a config that no model has."""
-    for name in SIZES:
+    for name, most in MOST.items():
         value = config.get(name)
-        if isinstance(value, (int, float)) and (not isinstance(value, int) or value < 1):
-            raise OutriderError(f"the config of {source} says {name}={value}: expected a whole number of at least 1")
+        if isinstance(value, (int, float)) and not (isinstance(value, int) and 1 <= value <= most):
+            raise OutriderError(f"the config of {source} says {name}={value}: expected a whole number from 1 to {most}")
 
 
 @contextmanager
@@ -209,6 +214,14 @@ def cache_arguments(model: PreTrainedModel, past: Cache) -> dict[str, Any]:
 def keeps_logits(model: PreTrainedModel) -> bool:
     """Whether the model can be asked for the logits of some tokens alone."""
     return "logits_to_keep" in inspect.signature(type(model).forward).parameters
+
+
+def _reason(error: Exception) -> str:
+    """What a loader says, in one line, without the names of Python's exceptions."""
+    if isinstance(error, StrictDataclassError) and isinstance(error.__cause__, Exception):  # what checked the field says why
+        return first_line(error.__cause__)
+    is_key = isinstance(error, KeyError) and " " not in str(error)
+    return f"unknown value {error}" if is_key else first_line(error)
 
 
 def text_config(model_or_config: Any) -> PreTrainedConfig:

@@ -19,7 +19,7 @@ class StateKey(NamedTuple):
     """One recurrent state of a model: which layer, and which of its states; a convolution's are its last inputs."""
 
     layer: int
-    index: int
+    number: int
     is_conv: bool
 
 

@@ -115,17 +115,14 @@ class Rows:
 @cache
 def load() -> Rows | None:
     """Builds ``rows.cpp`` (some two seconds, once a machine) and loads it. None where that is not possible."""
-    compiler = cpp_library.find_compiler()
-    if compiler is None:
-        return None
-    source = Path(__file__).with_name("rows.cpp")
     try:
-        library = cpp_library.library_path(source, compiler)
-        if not library.exists():
-            cpp_library.compile_library(compiler, source, library, ["-std=c++17", "-fno-trapping-math"])
-        return Rows(ctypes.CDLL(str(library)))
+        compiler = cpp_library.find_compiler()
+        if compiler is None:
+            return None
+        source = Path(__file__).with_name("rows.cpp")
+        return Rows(ctypes.CDLL(str(cpp_library.library(compiler, source, ["-std=c++17", "-fno-trapping-math"]))))
     except cpp_library.FAILURES as error:
-        logger.warning("the sampler's C++ did not compile, torch does its work: %s", cpp_library.first_line(error))
+        logger.warning("the sampler's C++ cannot be built or loaded, torch does its work: %s", cpp_library.first_line(error))
         return None
 
 

@@ -32,7 +32,7 @@ def _few(biases: Any) -> Any:
 
 
 Text = Annotated[str, AfterValidator(_unicode)]
-Stop = Annotated[Text, Field(min_length=1, max_length=256)]
+Stop = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_unicode)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # one mistake is told, not a million of them
 Bias = Annotated[float, Field(ge=-100, le=100)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from outrider.engine import LLM
 
 Result = TypeVar("Result")
+# What pydantic puts into the place of an error for each of several types: function-after[_unicode(), constrained-str].
+PYDANTIC_TYPE = re.compile(r"^(constrained|function|nullable|tagged|lax|json)-|^[a-z-]+\[.*\]$")
 DONE = b"data: [DONE]\n\n"
 COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -255,7 +258,9 @@ def _invalid(errors: Sequence[Any]) -> str:
     """What pydantic found wrong with a body, in one line."""
     found = []
     for error in errors[:3]:
-        place = ".".join(str(part) for part in error["loc"] if part != "body")
+        is_unknown = error["type"] == "extra_forbidden"  # then the place holds what the client wrote
+        parts = [str(part) for part in error["loc"] if part != "body"]
+        place = ".".join(part for part in parts if is_unknown or not PYDANTIC_TYPE.search(part))
         found.append(f"{place}: {error['msg']}" if place else str(error["msg"]))
     return "; ".join(found)
 

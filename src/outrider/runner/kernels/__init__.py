@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider import cpp_library, progress
+from outrider import cpp_library
 from outrider.runner import huge_pages
 
 logger = logging.getLogger(__name__)
 
-SECONDS = 25.0  # that compiling the kernels takes, roughly
+SOURCES = ("cpu.cpp", "recurrence.cpp")
 PANEL = 32  # outputs whose weights stand side by side in a packed weight
 DEEP, DEEP_BYTES = 32, 64  # inputs that are taken at once where they are multiplied in bfloat16 or in 8 bits
 
@@ -300,29 +300,24 @@ for _name, _fake in _FAKES.items():
 @cache
 def load_cpu_kernels() -> bool:
     """Builds the C++ operators for this CPU (some 20 s, once a machine) and loads them. False where they cannot be built."""
-    compiler = cpp_library.find_compiler()
-    if compiler is None:
-        logger.warning("no C++ compiler found: passes run on torch's own kernels, several times slower; install g++")
-        return False
-    source = Path(__file__).with_name("cpu.cpp")
-    library = cpp_library.library_path(source, compiler, torch.__version__, sys.abiflags)
-    if not library.exists():
-        try:
-            with progress.logged(logger, "compiling Outrider's CPU kernels, once per machine", SECONDS):
-                _compile(compiler, source, library)
-        except cpp_library.FAILURES as error:
-            logger.warning("the CPU kernels did not compile, torch's own are used: %s", cpp_library.first_line(error))
+    try:
+        compiler = cpp_library.find_compiler()
+        if compiler is None:
+            logger.warning("no C++ compiler found: passes run on torch's own kernels, several times slower; install g++")
             return False
-    torch.ops.load_library(library)
+        for source in SOURCES:
+            torch.ops.load_library(_library_file(compiler, source))
+    except cpp_library.FAILURES as error:
+        logger.warning("the CPU kernels cannot be built or loaded, torch's own are used: %s", cpp_library.first_line(error))
+        return False
     return True
 
 
-def _compile(compiler: str, source: Path, library: Path) -> None:
-    from torch.utils.cpp_extension import include_paths, library_paths
-
+def _library_file(compiler: Sequence[str], source: str) -> Path:
+    torch_folder = Path(torch.__file__).parent  # torch.utils.cpp_extension knows it too, but takes a second to import
     flags = ["-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
     if sys.platform == "linux":
         flags += ["-fopenmp", "-DAT_PARALLEL_OPENMP=1"]
-    flags += [f"-I{path}" for path in include_paths()]
-    libraries = [*(f"-L{path}" for path in library_paths()), "-ltorch_cpu", "-lc10"]
-    cpp_library.compile_library(compiler, source, library, flags, libraries)
+    flags += [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
+    libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
+    return cpp_library.library(compiler, Path(__file__).with_name(source), flags, libraries, [torch.__version__, sys.abiflags])

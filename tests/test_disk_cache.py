@@ -1,0 +1,187 @@
+"""Code is loaded from the cache folder: nothing that others could have written, nothing damaged, and no folder is no error."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider import disk_cache
+from outrider.disk_cache import cache_dir, find, lasting_dir, store
+from outrider.types import OutriderError
+
+is_root = hasattr(os, "getuid") and os.getuid() == 0
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has rights of another kind")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache folder, and nothing remembered of earlier warnings."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(disk_cache, "_temporary_root", disk_cache.cache(disk_cache._temporary_root.__wrapped__))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Path:
+    file = tmp_path / "built"
+    file.write_bytes(b"code" * 1000)
+    return file
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_folders_are_private_and_files_are_named_by_their_content(cache: Path, built: Path) -> None:
+    before = os.umask(0)
+    try:
+        path = store(built, "kernels", "cpu-1", ".so")
+    finally:
+        os.umask(before)
+    assert path.parent == cache / "kernels" and path.read_bytes() == built.read_bytes()
+    assert [folder.stat().st_mode & 0o777 for folder in (cache, cache / "kernels")] == [0o700, 0o700]
+    assert path.stat().st_mode & 0o077 == 0
+    assert find("kernels", "cpu-1", ".so") == path
+    assert find("kernels", "cpu-2", ".so") is None and find("passes", "cpu-1", ".so") is None
+    assert [file.name for file in path.parent.iterdir()] == [path.name]  # nothing is left of writing it
+
+
+@pytest.mark.parametrize("content", [b"", b"code" * 500, b"kode" + b"code" * 999])
+def test_a_file_that_is_not_what_was_stored_is_removed_and_not_given(
+    content: bytes, built: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = store(built, "kernels", "cpu-1", ".so")
+    path.write_bytes(content)
+    assert find("kernels", "cpu-1", ".so") is None and not path.exists()
+    assert len(warnings(caplog)) == 1 and "is damaged" in caplog.text
+    assert find("kernels", "cpu-1", ".so") is None and len(warnings(caplog)) == 1
+    assert store(built, "kernels", "cpu-1", ".so") == path == find("kernels", "cpu-1", ".so")
+
+
+def test_what_another_process_has_stored_since_is_kept(built: Path) -> None:
+    first = store(built, "kernels", "cpu-1", ".so")
+    built.write_bytes(b"the same, built at another time")
+    assert store(built, "kernels", "cpu-1", ".so") == first
+
+
+WRITABLE = [("kernels", 0o777), ("kernels", 0o770), ("kernels", 0o1777), (".", 0o777), (".", 0o770)]
+
+
+@pytest.mark.parametrize(("which", "mode"), WRITABLE)
+def test_a_folder_that_others_may_write_is_not_used(
+    which: str, mode: int, cache: Path, built: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    planted = store(built, "kernels", "cpu-1", ".so")
+    (cache / which).chmod(mode)
+    assert find("kernels", "cpu-1", ".so") is None and planted.exists()
+    instead = store(built, "kernels", "cpu-1", ".so")
+    assert cache not in instead.parents and find("kernels", "cpu-1", ".so") == instead
+    assert len(warnings(caplog)) == 1 and f"chmod go-w {(cache / which).resolve()}" in caplog.text
+    with pytest.raises(OutriderError, match="others may write to"):
+        lasting_dir("kernels")
+
+
+def test_a_folder_is_no_safer_for_a_link_to_it(cache: Path, tmp_path: Path, built: Path) -> None:
+    (tmp_path / "open").mkdir(mode=0o700)
+    (tmp_path / "open" / "real").mkdir(mode=0o700)
+    cache.symlink_to(tmp_path / "open" / "real")
+    assert cache in store(built, "kernels", "cpu-1", ".so").parents
+    (tmp_path / "open").chmod(0o777)  # the folder that the link leads to could be exchanged
+    assert find("kernels", "cpu-1", ".so") is None
+
+
+def test_a_file_that_others_may_write_or_a_link_is_not_given(built: Path, tmp_path: Path) -> None:
+    path = store(built, "kernels", "cpu-1", ".so")
+    path.chmod(0o666)
+    assert find("kernels", "cpu-1", ".so") is None and not path.exists()
+    path.symlink_to(built)
+    assert find("kernels", "cpu-1", ".so") is None and built.exists()
+
+
+@pytest.mark.skipif(not is_root, reason="only root gives files away")
+@pytest.mark.parametrize("which", ["kernels", "kernels/file"])
+def test_what_belongs_to_another_user_is_not_used(
+    which: str, cache: Path, built: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = store(built, "kernels", "cpu-1", ".so")
+    os.chown(path if which.endswith("file") else cache / which, 12345, -1)
+    assert find("kernels", "cpu-1", ".so") is None
+    assert ("uid 12345" if which == "kernels" else "written by others") in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["a file", "no folder", "unwritable"])
+def test_without_a_folder_it_goes_on_with_a_private_one_and_one_warning(
+    kind: str, cache: Path, tmp_path: Path, built: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if kind == "a file":
+        cache.write_text("")
+    elif kind == "no folder":
+        monkeypatch.setenv("OUTRIDER_CACHE", "/proc/nowhere")
+    else:  # root may write wherever the mode says otherwise
+        monkeypatch.setattr(disk_cache.tempfile, "TemporaryFile", refusing(OSError(30, "Read-only file system")))
+    assert find("kernels", "cpu-1", ".so") is None
+    path = store(built, "kernels", "cpu-1", ".so")
+    assert find("kernels", "cpu-1", ".so") == path and path.read_bytes() == built.read_bytes()
+    exports = cache_dir("exports", "one")
+    assert exports.parent.parent == path.parent.parent and exports.stat().st_mode & 0o777 == 0o700
+    assert len(warnings(caplog)) == 1 and "OUTRIDER_CACHE" in caplog.text and "\n" not in warnings(caplog)[0]
+    with pytest.raises(OutriderError, match="the cache folder cannot be used"):  # where gigabytes are to be kept
+        lasting_dir("inflated")
+
+
+def refusing(error: OSError) -> object:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    return refuse
+
+
+def test_a_disk_that_is_full_is_no_error_either(
+    built: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored = disk_cache._stored
+
+    def full(source: Path, folder: Path, *name: str) -> Path:
+        if cache in folder.parents:
+            raise OSError(28, "No space left on device")
+        return stored(source, folder, *name)
+
+    monkeypatch.setattr(disk_cache, "_stored", full)
+    assert cache not in store(built, "kernels", "cpu-1", ".so").parents
+    assert len(warnings(caplog)) == 1 and "No space left" in caplog.text
+
+
+def test_what_an_image_holds_is_read_where_nothing_can_be_written(
+    built: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = store(built, "kernels", "cpu-1", ".so")
+    monkeypatch.setattr(disk_cache.tempfile, "TemporaryFile", refusing(OSError(30, "Read-only file system")))
+    assert find("kernels", "cpu-1", ".so") == path and not warnings(caplog)
+
+
+def test_a_write_that_is_cut_off_leaves_nothing_that_is_found(built: Path, cache: Path) -> None:
+    """Killed at each system call on the way, by turns."""
+    program = (
+        "import os, sys; from pathlib import Path; from outrider import disk_cache\n"
+        "def die(*_, **__): os._exit(9)\n"
+        "setattr(os, sys.argv[2], die)\n"
+        "disk_cache.store(Path(sys.argv[1]), 'kernels', 'cpu-1', '.so')"
+    )
+    for call in ("fsync", "replace"):
+        assert subprocess.run([sys.executable, "-c", program, str(built), call], check=False).returncode == 9
+        assert list((cache / "kernels").iterdir()) and find("kernels", "cpu-1", ".so") is None
+    assert find("kernels", "cpu-1", ".so") is None
+    assert store(built, "kernels", "cpu-1", ".so").read_bytes() == built.read_bytes()
+
+
+def test_a_private_folder_goes_with_its_process(cache: Path) -> None:
+    cache.write_text("")
+    program = "from outrider.disk_cache import cache_dir; print(cache_dir('kernels'))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() and not Path(done.stdout.strip()).exists()
+    assert done.stderr.count("\n") == 1
