@@ -376,7 +376,7 @@ def test_what_nobody_thought_of_is_an_error_in_openais_form_with_a_request_id(
 ) -> None:
     llm = load()
     with serving(llm) as server, caplog.at_level(logging.INFO, "outrider.server"):
-        monkeypatch.setattr(llm, "encode", lambda prompt: 1 / 0)
+        monkeypatch.setattr(server.service._prompts, "encode", lambda *_: 1 / 0)
         answer = server.post("/v1/completions", prompt=PROMPT)
         assert answer.status_code == 500 and answer.json()["error"]["message"] == "the server failed"
         until(lambda: [record for record in caplog.records if record.getMessage() == "request"])
@@ -389,7 +389,7 @@ def test_what_can_be_refused_early_is_refused_before_the_prompt_is_read(
 ) -> None:
     llm = load(max_batch=1)
     with serving(llm, max_queue=2) as server:
-        monkeypatch.setattr(llm, "encode", lambda prompt: pytest.fail("it was read"))
+        monkeypatch.setattr(server.service._prompts, "encode", lambda *_: pytest.fail("it was read"))
         assert server.post("/v1/completions", prompt=PROMPT, model="gpt-9").status_code == 404
         never = server.post("/v1/completions", prompt=PROMPT, n=4)
         assert never.status_code == 400 and "at most 3 sequences" in never.json()["error"]["message"]
@@ -460,7 +460,7 @@ def test_the_bridge_hears_nothing_of_a_request_after_its_end(load: Callable[...,
         bridge = EngineBridge(llm)
         bridge.start()
         requests = llm.requests_for(llm.encode(PROMPT), SamplingParams(max_tokens=100, ignore_eos=True))
-        stream, count = bridge.submit([requests], 60.0), 0
+        stream, count = bridge.submit([requests], monotonic() + 60.0), 0
         async for _ in stream:
             count += 1
             stream.close()

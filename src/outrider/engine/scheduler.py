@@ -48,7 +48,7 @@ class Scheduler:
         self.max_len = max_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.running: list[Entry] = []
-        self.waiting = FairQueue()
+        self.waiting: FairQueue[Entry] = FairQueue()
         self._make_detokenizer = make_detokenizer
         self._batch: tuple[Entry, ...] = ()
         self._requests: tuple[Request, ...] = ()
@@ -56,15 +56,19 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raises ``OutriderError`` if the request can never run."""
-        if request.num_prompt_tokens < 1:
-            raise OutriderError("the prompt is empty: give at least one token")
-        if request.num_prompt_tokens >= self.max_len:
-            raise OutriderError(
-                f"the prompt has {request.num_prompt_tokens} tokens, which leaves no room in the context of {self.max_len}: "
-                "shorten the prompt or raise max_len"
-            )
+        self.check_prompt_len(request.num_prompt_tokens)
         if request.params.stop and self._make_detokenizer is None:
             raise OutriderError("stop strings need a tokenizer: pass one, or use stop_token_ids")
+
+    def check_prompt_len(self, num_tokens: int) -> None:
+        """Raises ``OutriderError`` if no prompt of this length can run."""
+        if num_tokens < 1:
+            raise OutriderError("the prompt is empty: give at least one token")
+        if num_tokens >= self.max_len:
+            raise OutriderError(
+                f"the prompt has {num_tokens} tokens, which leaves no room in the context of {self.max_len}: "
+                "shorten the prompt or raise max_len"
+            )
 
     def add(self, request: Request, fork_of: str | None = None, client: str = "", priority: int = 0) -> Entry:
         """Queues a request that ``check`` has let pass."""
@@ -77,7 +81,7 @@ class Scheduler:
             scanner=StopScanner(params.stop) if params.stop else None,
             fork_of=fork_of,
         )
-        self.waiting.push(entry, client, priority)
+        self.waiting.push(entry, request.num_prompt_tokens + entry.max_tokens, client, priority)
         return entry
 
     def admit(self, fits: Callable[[Entry], bool]) -> list[Entry]:
@@ -125,7 +129,7 @@ class Scheduler:
 
     def remove(self, request_id: str) -> Entry | None:
         """Takes a request out, wherever it is."""
-        places: tuple[list[Entry] | FairQueue, ...] = (self.running, self.waiting)
+        places: tuple[list[Entry] | FairQueue[Entry], ...] = (self.running, self.waiting)
         for entries in places:
             for entry in entries:
                 if entry.request.request_id == request_id:

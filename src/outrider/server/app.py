@@ -44,10 +44,9 @@ def create_app(llm: LLM, config: ServerConfig | None = None, keys: KeyRing | Non
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.bridge.start()
+        service.start()
         yield
-        await service.bridge.stop()
-        service.close()
+        await service.stop()
 
     app = FastAPI(
         title="Outrider",

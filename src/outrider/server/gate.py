@@ -31,6 +31,7 @@ class Call:
     """What is known of a call; what it cost is filled in on the way and written to the log at its end."""
 
     request_id: str
+    arrived: float = field(default_factory=monotonic)  # when its first byte did, by the monotonic clock
     client: Client = ANYONE
     facts: dict[str, Any] = field(default_factory=dict)
 
