@@ -26,7 +26,9 @@ class ServerConfig:
     max_queue: int = 256  # sequences that may wait for a place; beyond them the answer is 429
     max_choices: int = 64  # sequences of one call: prompts times n
     max_body: int = 4 << 20  # bytes
+    header_timeout: float = 10.0  # seconds for a call's headers to arrive
     body_timeout: float = 30.0  # seconds for a body to arrive
+    idle_timeout: float = 30.0  # seconds that a connection may lie still between two calls, or with an answer that is not read
     request_timeout: float = 600.0  # seconds from a call's first byte to its last token
     stream_interval: float = 0.02  # seconds between two chunks of a stream, at least; 0: what a round gives goes out at once
     shutdown_grace: float = 60.0  # seconds that running streams get to finish
@@ -37,6 +39,7 @@ class ServerConfig:
     max_schema_values: int = 5000  # objects, lists, strings and numbers in a JSON schema
     max_schema_depth: int = 64  # levels of them
     max_schema_choices: int = 256  # alternatives in one anyOf, oneOf or allOf of it
+    stall_timeout: float = 60.0  # seconds without a step of the engine, or of the workers, after which /ready is 503
     record: Path | None = None  # file that what clients ask for is appended to, text included
 
     def __post_init__(self) -> None:
