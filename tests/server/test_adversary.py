@@ -20,7 +20,7 @@ import pytest
 
 from outrider import LLM, SamplingParams
 
-from .served import TLS
+from .served import TLS, until
 
 PROMPT = "def add(first, second):"
 SOON = 5.0  # seconds: an honest answer takes a hundredth of that on an idle machine
@@ -37,6 +37,9 @@ class ServedProcess:
 
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process, self.url = process, url
+        self.log: list[str] = []
+        self.reader = threading.Thread(target=lambda: self.log.extend(process.stderr or ()), daemon=True)
+        self.reader.start()
 
     def post(self, timeout: float = SOON, **body: Any) -> httpx.Response:
         asked = {"temperature": 0, "max_tokens": 24} | body
@@ -54,7 +57,6 @@ def serving_process(target: Path, *options: str) -> Iterator[ServedProcess]:
         try:
             assert process.stderr is not None
             url = next(json.loads(line)["url"] for line in process.stderr if '"ready"' in line)
-            threading.Thread(target=process.stderr.read, daemon=True).start()  # or the pipe would be full one day
             yield ServedProcess(process, url)
         finally:
             process.kill()
@@ -118,16 +120,48 @@ def test_a_text_beyond_the_context_is_refused_before_it_is_tokenised(attacked: S
         assert "context of 256" in told
 
 
-def test_a_signal_ends_a_server_under_attack(target: Path, answer: str) -> None:
-    form = {"type": "json_schema", "json_schema": {"schema": HOSTILE_SCHEMAS["a shorter one"]}}
-    with serving_process(target, "--shutdown-grace", "5") as server:
+def attack(server: ServedProcess, count: int) -> None:
+    """Has workers busy for as long as they may be."""
 
-        def ask() -> None:
-            with suppress(httpx.HTTPError):
-                server.post(60.0, prompt=PROMPT, response_format=form)
+    def ask(number: int) -> None:
+        schema = HOSTILE_SCHEMAS["a shorter one"] | {"description": str(number)}
+        with suppress(httpx.HTTPError):
+            server.post(60.0, prompt=PROMPT, response_format={"type": "json_schema", "json_schema": {"schema": schema}})
 
-        for _ in range(3):
-            threading.Thread(target=ask, daemon=True).start()
-        sleep(0.5)
+    for number in range(count):
+        threading.Thread(target=ask, args=(number,), daemon=True).start()
+    sleep(1.0)
+
+
+def test_a_signal_ends_a_server_under_attack(target: Path) -> None:
+    with serving_process(target, "--shutdown-grace", "4") as server:
+        attack(server, 20)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(8.0) == 0
+        assert server.process.wait(6.0) == 0
+
+
+def test_a_second_signal_ends_it_at_once_with_one_line(target: Path) -> None:
+    with serving_process(target) as server:
+        attack(server, 3)
+        server.process.send_signal(signal.SIGTERM)
+        sleep(0.3)
+        server.log.clear()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(2.0) == 128 + signal.SIGTERM
+        until(lambda: not server.reader.is_alive())
+        assert [json.loads(line)["event"] for line in server.log] == ["a second signal: the process ends at once"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes as Linux shows them")
+def test_no_worker_outlives_its_server(target: Path) -> None:
+    with serving_process(target) as server:
+        attack(server, 3)
+        tasks = Path(f"/proc/{server.process.pid}/task")
+        until(lambda: len(workers_of(tasks)) == 4)
+        workers = workers_of(tasks)
+        server.process.kill()
+        until(lambda: not any(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in workers if Path(f"/proc/{pid}").exists()), 8)
+
+
+def workers_of(tasks: Path) -> list[str]:
+    return [pid for task in tasks.iterdir() for pid in (task / "children").read_text().split()]

@@ -415,10 +415,12 @@ def test_a_malformed_body_costs_no_more_than_a_mistake() -> None:
 
 
 def test_a_signal_lets_streams_finish_and_says_so_to_everyone_else(
-    load: Callable[..., LLM], plain: LLM, monkeypatch: pytest.MonkeyPatch
+    load: Callable[..., LLM], plain: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with serving(load()) as server:
-        graceful = GracefulServer(uvicorn.Config(server.service, log_config=None), server.service.bridge, {}, grace=30.0)
+        ends: list[int] = []
+        settings = uvicorn.Config(server.service, log_config=None)
+        graceful = GracefulServer(settings, server.service.bridge, {}, grace=30.0, end=ends.append)
         monkeypatch.setattr(server.server, "on_tick", graceful.on_tick)
         slow = Slow(server, monkeypatch)
         slow.rounds(1)
@@ -438,19 +440,25 @@ def test_a_signal_lets_streams_finish_and_says_so_to_everyone_else(
         text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
         assert text == wanted(plain, max_tokens=200, ignore_eos=True)
         until(lambda: graceful.should_exit and not graceful.force_exit)
+        caplog.clear()
         graceful.handle_exit(signal.SIGTERM, None)
-        assert graceful.force_exit
+        graceful.last_resort.cancel()
+        assert ends == [128 + signal.SIGTERM] and ["second signal" in record.message for record in caplog.records] == [True]
 
 
 def test_a_signal_waits_no_longer_than_it_may(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(load()) as server:
         bridge = server.service.bridge
         monkeypatch.setattr(type(bridge), "num_open", 1)
-        graceful = GracefulServer(uvicorn.Config(server.service, log_config=None), bridge, {}, grace=0.05)
+        ends: list[int] = []
+        settings = uvicorn.Config(server.service, log_config=None)
+        graceful = GracefulServer(settings, bridge, {}, grace=0.4, end=ends.append)
         assert not asyncio.run(graceful.on_tick(1))
         graceful.handle_exit(signal.SIGTERM, None)
-        sleep(0.06)
+        sleep(0.25)
         assert asyncio.run(graceful.on_tick(1)) and graceful.config.timeout_graceful_shutdown == 1
+        assert not ends
+        until(lambda: ends == [1])  # whatever still hangs
 
 
 def test_the_bridge_hears_nothing_of_a_request_after_its_end(load: Callable[..., LLM]) -> None:

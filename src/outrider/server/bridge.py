@@ -132,6 +132,7 @@ class EngineBridge:
         self._streams: dict[str, Stream] = {}  # of requests that have not ended
         self._inside: set[str] = set()  # ids that the engine has taken and not ended; the engine's thread's own
         self._has_broken = False
+        self._last_move = monotonic()  # when the engine's thread last began something
         self._num_reserved = 0  # places of calls that are being prepared
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
@@ -156,6 +157,11 @@ class EngineBridge:
     @property
     def is_healthy(self) -> bool:
         return self._thread.is_alive() and not self._has_broken
+
+    @property
+    def stalled_seconds(self) -> float:
+        """How long the engine has been at one step; 0 while it has nothing to do."""
+        return monotonic() - self._last_move if self.llm.engine.has_work else 0.0
 
     @property
     def num_open(self) -> int:
@@ -239,9 +245,11 @@ class EngineBridge:
     def _work(self) -> None:
         engine = self.llm.engine
         while not self._should_stop.is_set():
+            self._last_move = monotonic()
             self._obey(wait=not engine.has_work)
             if not engine.has_work:
                 continue
+            self._last_move = monotonic()
             try:
                 emissions = engine.step()
             except BaseException as error:  # not one request's, a library's panic too: caches were dropped and fill again

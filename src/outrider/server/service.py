@@ -90,6 +90,22 @@ class Service:
         if not 1 <= num_sequences <= self.config.max_choices:
             raise OutriderError(f"give 1 to {self.config.max_choices} prompts times samples, not {num_sequences}")
 
+    def unready(self) -> str | None:
+        """Why requests should be sent elsewhere, in one line; None where they should come."""
+        bridge, most = self.bridge, self.config.stall_timeout
+        if not bridge.is_healthy:
+            return "the engine's thread has ended"
+        if bridge.is_draining:
+            return "the server is shutting down"
+        if bridge.stalled_seconds > most:
+            return f"the engine has not moved for {bridge.stalled_seconds:.0f} s"
+        for pool in self.pools:
+            if pool.trouble is not None:
+                return pool.trouble
+            if pool.stalled_seconds > most:
+                return f"the workers have not moved for {pool.stalled_seconds:.0f} s"
+        return None
+
     async def _aside(self, work: Callable[[], Result]) -> Result:
         """Does what takes some time, and what tokenizers are needed for, away from the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._aside_thread, work)
