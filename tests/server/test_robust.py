@@ -24,6 +24,7 @@ from outrider import LLM, SamplingParams
 from outrider.engine import Emission
 from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.stats import GenerationStats
+from outrider.runner import compiled, kernels, passes
 from outrider.server.bridge import EngineBridge, Stream, load_aside
 from outrider.server.config import Client, KeyRing
 from outrider.server.gate import CLOSED, JsonLines
@@ -500,6 +501,20 @@ def test_an_error_while_loading_is_the_callers() -> None:
 
     with pytest.raises(OutriderError, match="no such model"):
         load_aside(fail)
+
+
+@pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
+@pytest.mark.parametrize("compile", ["auto", "always"])
+def test_nothing_is_compiled_while_clients_wait(
+    compile: str, load: Callable[..., LLM], plain: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[Path] = []
+    monkeypatch.setattr(compiled, "cache_dir", lambda *_: tmp_path)
+    monkeypatch.setattr(compiled, "_build", lambda module, path: built.append(path))
+    monkeypatch.setattr(passes, "PATIENCE", 0.0)
+    with serving(load(compile=compile)) as server:
+        assert [server.text(PROMPT) for _ in range(3)] == [wanted(plain)] * 3
+    assert not built
 
 
 def test_metrics_have_vllms_names(served: Served) -> None:

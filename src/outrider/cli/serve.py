@@ -114,7 +114,8 @@ def command(
 ) -> None:
     """Serve a model to OpenAI's clients: completions and chat, streamed or whole, drafted for and unchanged by it."""
     from outrider.cli.bench_documents import check_writable
-    from outrider.cli.session import compile_if_asked, load
+    from outrider.cli.console import waiting
+    from outrider.cli.session import load
     from outrider.engine.plan import Plan, served_name
     from outrider.types import OutriderError
 
@@ -150,9 +151,11 @@ def command(
     }
 
     def prepared() -> LLM:
-        """With all compiled, where that was asked for: no client waits for it."""
+        """With all compiled, unless that is not wanted: no client waits for it, and no answer changes because of it."""
         llm = load(models, methods, **more)
-        compile_if_asked(llm, models)
+        if models.compile != "never":
+            with waiting("compiling"):
+                llm.warmup(k=1)
         return llm
 
     with listen(config.host, config.port) as listener:  # a port that is taken is found before the model is loaded

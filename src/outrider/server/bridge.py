@@ -16,6 +16,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
 from outrider.engine.engine import lost
+from outrider.runner.compiled import without_building
 from outrider.server.config import ANYONE, Client
 from outrider.types import OutriderError, Request
 
@@ -237,7 +238,8 @@ class EngineBridge:
 
     def _run(self) -> None:
         try:
-            self._work()
+            with without_building():
+                self._work()
         except BaseException as error:
             logger.exception("the engine's thread has ended")
             self._call(self._break, error)
