@@ -20,10 +20,10 @@ from outcome import check_out, count, told
 
 from outrider import LLM, SamplingParams
 from outrider.bench.provenance import origin
-from outrider.engine.config import eos_token_ids
 from outrider.registry import PROPOSERS
 from outrider.sampling.grammar_masks import path_to
 from outrider.server.grammar import GrammarCompiler
+from outrider.server.prompts import tools
 from outrider.types import Context, OutriderError, Proposal, Scores
 
 NAME = {"type": "string", "maxLength": 12}
@@ -84,7 +84,7 @@ class Watch:
 def check(method: str, args: argparse.Namespace) -> dict[str, Any]:
     """One method. Raises ``OutriderError`` where the target cannot have it."""
     llm = LLM(args.target, draft=args.draft, method=method, num_draft_tokens=args.k, max_batch=16, max_len=512)
-    compiler = GrammarCompiler(llm.tokenizer, llm.runner.vocab_size, sorted(eos_token_ids(llm.runner, llm.tokenizer)))
+    compiler = GrammarCompiler(tools(llm))
     watch, invalid, count = Watch(llm), [], 0
     while count < args.answers:
         schema, temperature = SCHEMAS[count % len(SCHEMAS)], TEMPERATURES[count % len(TEMPERATURES)]

@@ -1,6 +1,10 @@
 """A server under everything at once: many clients, cancelled streams, malformed bodies, huge prompts, a failing proposer.
 
     python bench/soak.py --minutes 30 --clients 32 --out results/soak.json
+    python bench/soak.py --minutes 30 --clients 32 --hostile 0.1 --against results/soak.json --out results/soak-hostile.json
+
+With ``--hostile`` a part of the calls is made to stall the server (``hostile.py``): they must be refused, or their connections
+closed, and the others' first tokens may come at most 1.5 times as late as in the run ``--against`` which this one is held.
 
 The server is a process of its own whose proposer fails every few seconds. Every greedy answer is compared with what the same
 engine says offline, streams must end, nothing may be stuck, and memory may not grow by more than 5% after the first fifth.
@@ -23,6 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import hostile
 import httpx
 from outcome import check_out, count, told
 
@@ -42,6 +47,7 @@ MAX_TOKENS = (8, 24, 60)
 FAULT_SECONDS = 3.0
 STUCK_SECONDS = 300.0
 MAX_GROWTH = 0.05
+MAX_DELAY = 1.5  # of honest first tokens, 95th percentile, under hostile calls
 
 
 def arguments() -> argparse.Namespace:
@@ -53,9 +59,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--method")
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hostile", type=share, default=0.0, help="part of the calls that are made to stall the server")
+    parser.add_argument("--against", type=Path, help="result of a run without hostile calls, on the same machine")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def share(text: str) -> float:
+    """An option's number, 0 to 1."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1")
+    return value
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
@@ -99,6 +115,7 @@ class Soak:
         self.counts: dict[str, int] = {}
         self.wrong: list[str] = []
         self.rss: list[tuple[float, int]] = []
+        self.first_tokens: list[float] = []  # seconds, of honest streams
 
     def count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
@@ -121,9 +138,10 @@ class Soak:
         choose = random.Random(f"{self._args.seed}-{index}")
         async with httpx.AsyncClient(base_url=self._url, timeout=STUCK_SECONDS) as http:
             while time.monotonic() < self._end:
-                (kind,) = choose.choices(
-                    (self._whole, self._stream, self._cancel, self._malformed, self._huge), (4, 4, 2, 1, 1)
-                )
+                kinds = (self._whole, self._stream, self._cancel, self._malformed, self._huge)
+                (kind,) = choose.choices(kinds, (4, 4, 2, 1, 1))
+                if choose.random() < self._args.hostile:
+                    kind = self._hostile
                 try:
                     await kind(http, choose)
                 except (httpx.HTTPError, ValueError, LookupError) as error:  # a lost connection, an answer of another form
@@ -146,7 +164,7 @@ class Soak:
 
     async def _stream(self, http: httpx.AsyncClient, choose: random.Random) -> None:
         key, body = self._asked(choose)
-        text, is_done = "", False
+        text, is_done, started = "", False, time.monotonic()
         async with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
             if answer.status_code == 429:
                 self.count("busy")
@@ -156,6 +174,8 @@ class Soak:
                 return
             async for line in answer.aiter_lines():
                 is_done |= line == "data: [DONE]"
+                if not text and line.startswith("data: {"):
+                    self.first_tokens.append(time.monotonic() - started)
                 if line.startswith("data: {"):
                     text += "".join(choice["text"] for choice in json.loads(line[6:]).get("choices", ()))
         if not is_done:
@@ -183,6 +203,17 @@ class Soak:
     async def _huge(self, http: httpx.AsyncClient, choose: random.Random) -> None:
         answer = await http.post("/v1/completions", json={"prompt": "word " * choose.choice((20_000, 2_000_000))})
         self._refused(answer, "huge")
+
+    async def _hostile(self, http: httpx.AsyncClient, choose: random.Random) -> None:
+        """Is refused, or answered like any other, or finds the connection closed; a server that fails is wrong."""
+        if choose.random() < 0.25:
+            self.count(await hostile.hold(self._args.port, choose))
+            return
+        kind, body = choose.choice((hostile.schema, hostile.text))(choose)
+        answer = await http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        self.count(f"{kind}: {answer.status_code}")
+        if answer.status_code >= 500:
+            self.wrong.append(f"{kind}: {answer.status_code} {answer.text[:200]}")
 
     def _refused(self, answer: httpx.Response, kind: str) -> None:
         self.count(kind)
@@ -266,6 +297,16 @@ def growth(rss: list[tuple[float, int]], minutes: float) -> float:
     return max(sizes) / sizes[0] - 1 if sizes else 0.0
 
 
+def percentile(values: list[float], part: float) -> float:
+    """The value that this part of the values does not exceed; 0 where there are none."""
+    return sorted(values)[int(part * (len(values) - 1))] if values else 0.0
+
+
+def delay(late: float, against: Path | None) -> float | None:
+    """How many times later honest first tokens come than in another run; None where there is none."""
+    return None if against is None else late / float(json.loads(against.read_text())["first_token_p95"])
+
+
 def main() -> int:
     args = arguments()
     if args.serve:
@@ -287,11 +328,17 @@ def main() -> int:
         raise
     wrong = [*soak.wrong, *left, *ended(server)]
     grown, faults = growth(soak.rss, args.minutes), metric(page, "outrider:proposer_faults_total")
-    holds = not wrong and grown < MAX_GROWTH and faults > 0
+    late = percentile(soak.first_tokens, 0.95)
+    delayed = delay(late, args.against)
+    holds = not wrong and grown < MAX_GROWTH and faults > 0 and (delayed is None or delayed <= MAX_DELAY)
     result = {
         **origin(),
         "minutes": args.minutes,
         "clients": args.clients,
+        "hostile": args.hostile,
+        "first_token_p50": round(percentile(soak.first_tokens, 0.5), 4),
+        "first_token_p95": round(late, 4),
+        "first_token_p95_against": None if delayed is None else round(delayed, 2),
         "seconds_to_ready": round(seconds, 2),
         "counts": soak.counts,
         "wrong": wrong[:20],

@@ -19,7 +19,7 @@ from tiny_folder import make_folder
 from outrider import LLM
 from outrider.server.app import create_app
 from outrider.server.config import KeyRing, ServerConfig
-from outrider.server.run import listen
+from outrider.server.run import connections, listen
 from outrider.server.service import Service
 
 TLS = httpx.create_ssl_context()  # not used, but httpx would make one for each call, which takes longer than the call
@@ -34,7 +34,8 @@ class Served:
         self.service: Service = app.state.service
         self._listener = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        settings = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=20)
+        settings = connections(app, config)
+        settings.timeout_graceful_shutdown = 20
         self.server = uvicorn.Server(settings)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()

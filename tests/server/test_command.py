@@ -119,17 +119,24 @@ def test_no_chunk_waits_for_the_last_one_to_be_acknowledged() -> None:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where compiled passes are kept."""
+    return tmp_path_factory.mktemp("packages")
+
+
 @pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+@pytest.mark.parametrize("options", [[], ["--compile", "auto"], ["--compile", "always"]])
 def test_target_and_draft_are_compiled_before_the_first_client(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Path, packages: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setenv("OUTRIDER_CACHE", str(packages))
     served: list[LLM] = []
     monkeypatch.setattr(run, "log_json", lambda: None)
     monkeypatch.setattr(run, "serve", lambda llm, *_: served.append(llm))
     drafted = ["--target", str(target), "--draft", str(target), "--method", "draft"]
-    assert main(["serve", *drafted, "--port", "0", "--compile", "always"]) == 0
+    assert main(["serve", *drafted, "--port", "0", *options]) == 0
     (llm,) = served
     assert llm.runner.passes.is_compiled and llm.proposer.draft.passes.is_compiled  # type: ignore[attr-defined]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams
-from outrider.engine.config import eos_token_ids
 from outrider.proposers.base import ScriptedProposer
 from outrider.sampling.grammar_masks import path_to
+from outrider.server import grammar, schemas
 from outrider.server.grammar import GrammarCompiler
+from outrider.server.prompts import tools
 from outrider.types import OutriderError, Proposal
 
-from .served import Served
+from .served import Served, serving
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -35,7 +37,7 @@ SMALL: dict[str, Any] = {"type": "array", "items": {"enum": ["ab", "a", 17]}, "m
 
 
 def compiler(llm: LLM) -> GrammarCompiler:
-    return GrammarCompiler(llm.tokenizer, llm.runner.vocab_size, sorted(eos_token_ids(llm.runner, llm.tokenizer)))
+    return GrammarCompiler(tools(llm))
 
 
 def tree_of(context: Any, k: int) -> Proposal:
@@ -90,8 +92,7 @@ def test_every_answer_is_of_its_schema(method: str, same_text: bool, load: Calla
         return score(context, proposal, hidden)
 
     llm.runner.score = watched  # type: ignore[method-assign]
-    grammar = compiler(llm).json(SCHEMA)
-    params = SamplingParams(max_tokens=120, temperature=0.9, seed=1, n=8, grammar=grammar)
+    params = SamplingParams(max_tokens=120, temperature=0.9, seed=1, n=8, grammar=compiler(llm).json(SCHEMA))
     prompts = ['{"name": "Ada", "born": 1815}\n', "The ship left the harbour"]
     for completion in llm.generate(prompts, params):
         assert completion.finish_reason == "stop"
@@ -137,3 +138,24 @@ def test_over_http_schemas_hold_and_bad_ones_are_refused(served: Served) -> None
     assert refused.status_code == 400 and "schema" in refused.json()["error"]["message"]
     refused = served.post("/v1/completions", prompt="a", ignore_eos=True, response_format={"type": "json_object"})
     assert refused.status_code == 400 and "ignore_eos" in refused.json()["error"]["message"]
+
+
+def test_a_grammar_that_runs_into_a_limit_ends_its_answer_with_an_error_and_no_other(
+    load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llguidance's masks allow only the end of the text then: half of a value would have passed for the whole."""
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "a.{100}b"}}}
+    with serving(load()) as server:
+        for limit, value in ((schemas, "MAX_LEXER_STATES"), (grammar, "MASKS_SECONDS")):
+            monkeypatch.setattr(limit, value, 30 if limit is schemas else 0.0)
+            monkeypatch.setattr(grammar, "SECONDS_A_MASK", 0.01 if limit is schemas else 0.0)
+            answers: list[Any] = []
+            honest = threading.Thread(target=lambda: answers.append(server.text("The ship", max_tokens=100)))  # noqa: B023
+            honest.start()
+            form["json_schema"]["schema"]["description"] = value  # type: ignore[index]
+            for _ in range(2):  # the second time before it begins
+                refused = server.post("/v1/completions", prompt="x", max_tokens=200, response_format=form)
+                assert refused.status_code == 400 and "cannot be followed" in refused.json()["error"]["message"], refused.text
+            honest.join()
+            monkeypatch.undo()
+            assert answers == [server.text("The ship", max_tokens=100)]

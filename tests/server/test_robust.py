@@ -24,6 +24,7 @@ from outrider import LLM, SamplingParams
 from outrider.engine import Emission
 from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.stats import GenerationStats
+from outrider.runner import compiled, kernels, passes
 from outrider.server.bridge import EngineBridge, Stream, load_aside
 from outrider.server.config import Client, KeyRing
 from outrider.server.gate import CLOSED, JsonLines
@@ -376,7 +377,7 @@ def test_what_nobody_thought_of_is_an_error_in_openais_form_with_a_request_id(
 ) -> None:
     llm = load()
     with serving(llm) as server, caplog.at_level(logging.INFO, "outrider.server"):
-        monkeypatch.setattr(llm, "encode", lambda prompt: 1 / 0)
+        monkeypatch.setattr(server.service._prompts, "encode", lambda *_: 1 / 0)
         answer = server.post("/v1/completions", prompt=PROMPT)
         assert answer.status_code == 500 and answer.json()["error"]["message"] == "the server failed"
         until(lambda: [record for record in caplog.records if record.getMessage() == "request"])
@@ -389,7 +390,7 @@ def test_what_can_be_refused_early_is_refused_before_the_prompt_is_read(
 ) -> None:
     llm = load(max_batch=1)
     with serving(llm, max_queue=2) as server:
-        monkeypatch.setattr(llm, "encode", lambda prompt: pytest.fail("it was read"))
+        monkeypatch.setattr(server.service._prompts, "encode", lambda *_: pytest.fail("it was read"))
         assert server.post("/v1/completions", prompt=PROMPT, model="gpt-9").status_code == 404
         never = server.post("/v1/completions", prompt=PROMPT, n=4)
         assert never.status_code == 400 and "at most 3 sequences" in never.json()["error"]["message"]
@@ -415,10 +416,12 @@ def test_a_malformed_body_costs_no_more_than_a_mistake() -> None:
 
 
 def test_a_signal_lets_streams_finish_and_says_so_to_everyone_else(
-    load: Callable[..., LLM], plain: LLM, monkeypatch: pytest.MonkeyPatch
+    load: Callable[..., LLM], plain: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with serving(load()) as server:
-        graceful = GracefulServer(uvicorn.Config(server.service, log_config=None), server.service.bridge, {}, grace=30.0)
+        ends: list[int] = []
+        settings = uvicorn.Config(server.service, log_config=None)
+        graceful = GracefulServer(settings, server.service.bridge, {}, grace=30.0, end=ends.append)
         monkeypatch.setattr(server.server, "on_tick", graceful.on_tick)
         slow = Slow(server, monkeypatch)
         slow.rounds(1)
@@ -438,19 +441,25 @@ def test_a_signal_lets_streams_finish_and_says_so_to_everyone_else(
         text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
         assert text == wanted(plain, max_tokens=200, ignore_eos=True)
         until(lambda: graceful.should_exit and not graceful.force_exit)
+        caplog.clear()
         graceful.handle_exit(signal.SIGTERM, None)
-        assert graceful.force_exit
+        graceful.last_resort.cancel()
+        assert ends == [128 + signal.SIGTERM] and ["second signal" in record.message for record in caplog.records] == [True]
 
 
 def test_a_signal_waits_no_longer_than_it_may(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(load()) as server:
         bridge = server.service.bridge
         monkeypatch.setattr(type(bridge), "num_open", 1)
-        graceful = GracefulServer(uvicorn.Config(server.service, log_config=None), bridge, {}, grace=0.05)
+        ends: list[int] = []
+        settings = uvicorn.Config(server.service, log_config=None)
+        graceful = GracefulServer(settings, bridge, {}, grace=0.4, end=ends.append)
         assert not asyncio.run(graceful.on_tick(1))
         graceful.handle_exit(signal.SIGTERM, None)
-        sleep(0.06)
+        sleep(0.25)
         assert asyncio.run(graceful.on_tick(1)) and graceful.config.timeout_graceful_shutdown == 1
+        assert not ends
+        until(lambda: ends == [1])  # whatever still hangs
 
 
 def test_the_bridge_hears_nothing_of_a_request_after_its_end(load: Callable[..., LLM]) -> None:
@@ -460,7 +469,7 @@ def test_the_bridge_hears_nothing_of_a_request_after_its_end(load: Callable[...,
         bridge = EngineBridge(llm)
         bridge.start()
         requests = llm.requests_for(llm.encode(PROMPT), SamplingParams(max_tokens=100, ignore_eos=True))
-        stream, count = bridge.submit([requests], 60.0), 0
+        stream, count = bridge.submit([requests], monotonic() + 60.0), 0
         async for _ in stream:
             count += 1
             stream.close()
@@ -492,6 +501,20 @@ def test_an_error_while_loading_is_the_callers() -> None:
 
     with pytest.raises(OutriderError, match="no such model"):
         load_aside(fail)
+
+
+@pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
+@pytest.mark.parametrize("compile", ["auto", "always"])
+def test_nothing_is_compiled_while_clients_wait(
+    compile: str, load: Callable[..., LLM], plain: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[Path] = []
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiled, "_build", lambda module, path: built.append(path))
+    monkeypatch.setattr(passes, "PATIENCE", 0.0)
+    with serving(load(compile=compile)) as server:
+        assert [server.text(PROMPT) for _ in range(3)] == [wanted(plain)] * 3
+    assert not built
 
 
 def test_metrics_have_vllms_names(served: Served) -> None:

@@ -70,14 +70,54 @@ class LimitOptions:
     ] = None
     max_body: Annotated[int | None, typer.Option(help="Bytes of one call (default: 4 MiB).", rich_help_panel=LIMITS)] = None
     request_timeout: Annotated[
-        float | None, typer.Option(help="Seconds for one answer (default: 600).", rich_help_panel=LIMITS)
+        float | None,
+        typer.Option(help="Seconds from a call's first byte to the end of its answer (default: 600).", rich_help_panel=LIMITS),
     ] = None
     stream_interval: Annotated[
         float | None,
         typer.Option(help="Seconds between two chunks of a stream, at least (default: 0.02).", rich_help_panel=LIMITS),
     ] = None
     shutdown_grace: Annotated[
-        float | None, typer.Option(help="Seconds for running answers at the end (default: 60).", rich_help_panel=LIMITS)
+        float | None,
+        typer.Option(help="Seconds from a signal to the end of the process, at most (default: 60).", rich_help_panel=LIMITS),
+    ] = None
+    header_timeout: Annotated[
+        float | None, typer.Option(help="Seconds for a call's headers (default: 10).", rich_help_panel=LIMITS)
+    ] = None
+    body_timeout: Annotated[
+        float | None, typer.Option(help="Seconds for a call's body (default: 30).", rich_help_panel=LIMITS)
+    ] = None
+    idle_timeout: Annotated[
+        float | None,
+        typer.Option(help="Seconds between two calls, or with an answer left unread (default: 30).", rich_help_panel=LIMITS),
+    ] = None
+    stall_timeout: Annotated[
+        float | None,
+        typer.Option(help="Seconds without a step after which /ready is 503 (default: 60).", rich_help_panel=LIMITS),
+    ] = None
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Processes that tokenise, and as many that try schemas out (default: 2).", rich_help_panel=LIMITS),
+    ] = None
+    worker_memory: Annotated[
+        float | None, typer.Option(help="GiB that each of them may take (default: 1).", rich_help_panel=LIMITS)
+    ] = None
+    text_timeout: Annotated[
+        float | None, typer.Option(help="Seconds to tokenise the prompts of one call (default: 10).", rich_help_panel=LIMITS)
+    ] = None
+    schema_timeout: Annotated[
+        float | None, typer.Option(help="Seconds to compile a JSON schema (default: 2).", rich_help_panel=LIMITS)
+    ] = None
+    max_schema_values: Annotated[
+        int | None,
+        typer.Option(help="Objects, lists, strings and numbers in a JSON schema (default: 5000).", rich_help_panel=LIMITS),
+    ] = None
+    max_schema_depth: Annotated[
+        int | None, typer.Option(help="Levels of a JSON schema (default: 64).", rich_help_panel=LIMITS)
+    ] = None
+    max_schema_choices: Annotated[
+        int | None,
+        typer.Option(help="Alternatives in one anyOf, oneOf or allOf of it (default: 256).", rich_help_panel=LIMITS),
     ] = None
 
 
@@ -114,7 +154,8 @@ def command(
 ) -> None:
     """Serve a model to OpenAI's clients: completions and chat, streamed or whole, drafted for and unchanged by it."""
     from outrider.cli.bench_documents import check_writable
-    from outrider.cli.session import compile_if_asked, load
+    from outrider.cli.console import waiting
+    from outrider.cli.session import load
     from outrider.engine.plan import Plan, served_name
     from outrider.types import OutriderError
 
@@ -150,9 +191,11 @@ def command(
     }
 
     def prepared() -> LLM:
-        """With all compiled, where that was asked for: no client waits for it."""
+        """With all compiled, unless that is not wanted: no client waits for it, and no answer changes because of it."""
         llm = load(models, methods, **more)
-        compile_if_asked(llm, models)
+        if models.compile != "never":
+            with waiting("compiling"):
+                llm.warmup(k=1)
         return llm
 
     with listen(config.host, config.port) as listener:  # a port that is taken is found before the model is loaded
@@ -177,18 +220,9 @@ def serve_elsewhere(
     from outrider.export.wanted import wanted
     from outrider.types import OutriderError
 
-    own = {
-        "api_keys",
-        "record",
-        "trust_remote_code",
-        "max_queue",
-        "max_body",
-        "request_timeout",
-        "stream_interval",
-        "shutdown_grace",
-    }
+    shared = {"host", "port", "name", "max_batch", "kv_memory"}
     for name, value in {**asdict(listening), **asdict(limits)}.items():
-        if name in own and is_given(value):
+        if name not in shared and is_given(value):
             raise OutriderError(
                 f"--{name.replace('_', '-')} is of Outrider's own server: give the engine's own options behind --"
             )

@@ -139,11 +139,16 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise OutriderError("a text prompt needs a tokenizer: pass one, or give token ids")
-            token_ids = list(self.tokenizer.encode(prompt))
-            if not token_ids and self.tokenizer.bos_token_id is not None:
-                token_ids = [self.tokenizer.bos_token_id]
-        else:
-            token_ids = list(prompt)
+            return self.accepted(self.tokenizer.encode(prompt))
+        return self._in_vocabulary(list(prompt))
+
+    def accepted(self, token_ids: Sequence[int]) -> list[int]:
+        """What a text was tokenised to -> a prompt: where that is nothing, the token with which texts begin."""
+        if not token_ids and self.tokenizer is not None and self.tokenizer.bos_token_id is not None:
+            token_ids = [self.tokenizer.bos_token_id]
+        return self._in_vocabulary(list(token_ids))
+
+    def _in_vocabulary(self, token_ids: list[int]) -> list[int]:
         if any(not isinstance(token, int) or not 0 <= token < self.runner.vocab_size for token in token_ids):
             raise OutriderError(f"a prompt holds token ids outside the vocabulary of {self.runner.vocab_size}")
         return token_ids

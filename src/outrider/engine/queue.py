@@ -1,6 +1,6 @@
-"""Who is next: higher priorities first and, within one, clients in turn, weighted by the tokens that they ask for.
+"""Who is next: higher priorities first and, within one, clients in turn, weighted by the work that they ask for.
 
-Start-time fair queueing (Goyal, Vin, Cheng 1996): a client that asks for many tokens waits longer than one that asks for few,
+Start-time fair queueing (Goyal, Vin, Cheng 1996): a client that asks for much waits longer than one that asks for little,
 and an idle client saves nothing up. With one client it is first come, first served.
 """
 
@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 
 
 class FairQueue(Generic[Item]):
-    """Requests that wait, in the order in which they will be served."""
+    """Waiting items in the order in which they will be served: requests for the batch, texts and schemas for a worker."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[int, float, int, Item]] = []  # -priority, start tag, number: in order
@@ -29,20 +29,20 @@ class FairQueue(Generic[Item]):
         """Iterate in order: the next one first."""
         return (item for *_, item in self._waiting)
 
-    def push(self, item: Item, client: str, priority: int, cost: int) -> None:
-        """Queue a request of ``cost`` tokens after the earlier requests of its client."""
+    def push(self, item: Item, client: str, priority: int, cost: float) -> None:
+        """Queue an item after the earlier ones of its client. ``cost``: in any unit that all items share."""
         start = max(self._time, self._ends.get(client, 0.0))
         self._ends[client] = start + cost
         self._count += 1  # breaks ties by arrival, so that items are never compared
         insort(self._waiting, (-priority, start, self._count, item))
 
     def serve(self, item: Item) -> None:
-        """Remove a request whose turn it is."""
+        """Remove an item whose turn it is."""
         self._time = next(start for _, start, _, each in self._waiting if each is item)
         self.remove(item)
         if not self._waiting:
             self._ends.clear()
 
     def remove(self, item: Item) -> None:
-        """Remove a request that need not wait any longer."""
+        """Remove an item that need not wait any longer."""
         self._waiting = [place for place in self._waiting if place[3] is not item]

@@ -79,15 +79,19 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raises ``OutriderError`` if the request can never run."""
-        if request.num_prompt_tokens < 1:
-            raise OutriderError("the prompt is empty: give at least one token")
-        if request.num_prompt_tokens >= self.max_len:
-            raise OutriderError(
-                f"the prompt has {request.num_prompt_tokens} tokens, which leaves no room in the context of {self.max_len}: "
-                "shorten the prompt, or raise max_len where it is below the model's own window"
-            )
+        self.check_prompt_len(request.num_prompt_tokens)
         if request.params.stop and self._make_detokenizer is None:
             raise OutriderError("stop strings need a tokenizer: pass one, or use stop_token_ids")
+
+    def check_prompt_len(self, num_tokens: int) -> None:
+        """Raise ``OutriderError`` if no prompt of this length can run."""
+        if num_tokens < 1:
+            raise OutriderError("the prompt is empty: give at least one token")
+        if num_tokens >= self.max_len:
+            raise OutriderError(
+                f"the prompt has {num_tokens} tokens, which leaves no room in the context of {self.max_len}: "
+                "shorten the prompt, or raise max_len where it is below the model's own window"
+            )
 
     def add(self, request: Request, fork_of: str | None = None, client: str = "", priority: int = 0) -> Entry:
         """Queue a request that passed ``check``."""

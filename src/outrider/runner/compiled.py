@@ -14,6 +14,7 @@ import logging
 import os
 import shlex
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,8 +62,32 @@ def is_supported(model: PreTrainedModel) -> bool:
     return model.device.type == "cpu" and is_packed(model)
 
 
+class _Thread(threading.local):
+    """What is so for one thread."""
+
+    may_build = True
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def without_building() -> Iterator[None]:
+    """Within, this thread builds no pass: it would hold up everyone whom the thread serves, and change the bits of answers."""
+    before, _thread.may_build = _thread.may_build, False
+    try:
+        yield
+    finally:
+        _thread.may_build = before
+
+
+def may_build() -> bool:
+    return _thread.may_build
+
+
 def load(module: Pass, build: bool) -> Run | None:
     """The compiled form of a ``Pass``: from disk, else built if ``build``. None where there is none or it cannot be built."""
+    build &= may_build()
     key = _key(module)
     path = disk_cache.find(FOLDER, key, SUFFIX)
     if path is not None:

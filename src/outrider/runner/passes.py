@@ -53,7 +53,7 @@ class PassRunner:
         out = run([tokens, *where, logits_at, *layout.stores])
         if started:
             self._eager[kind] += time.perf_counter() - started
-            if self._eager[kind] > PATIENCE:
+            if self._eager[kind] > PATIENCE and compiled.may_build():
                 self._take_over(kind)
         logits, hidden = (out[0][0], out[1:]) if span.head else (tokens.new_empty(0), out)
         return logits, {layer: states[0] for layer, states in zip(layers, hidden, strict=True)}

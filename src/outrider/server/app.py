@@ -44,10 +44,9 @@ def create_app(llm: LLM, config: ServerConfig | None = None, keys: KeyRing | Non
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.bridge.start()
+        service.start()
         yield
-        await service.bridge.stop()
-        service.close()
+        await service.stop()
 
     app = FastAPI(
         title="Outrider",
@@ -83,8 +82,8 @@ def _add_states(app: FastAPI, service: Service) -> None:
 
     async def ready() -> Response:
         """Whether requests should be sent here."""
-        is_ready = service.bridge.is_healthy and not service.bridge.is_draining
-        return PlainTextResponse("ready" if is_ready else "not ready", 200 if is_ready else 503)
+        why = service.unready()
+        return PlainTextResponse("ready") if why is None else PlainTextResponse(f"not ready: {why}", 503)
 
     async def metrics() -> Response:
         """For Prometheus."""

@@ -9,12 +9,14 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
 from outrider.engine.engine import lost
+from outrider.runner.compiled import without_building
 from outrider.server.config import ANYONE, Client
 from outrider.types import OutriderError, Request
 
@@ -131,6 +133,8 @@ class EngineBridge:
         self._streams: dict[str, Stream] = {}  # of requests that have not ended
         self._inside: set[str] = set()  # ids that the engine has taken and not ended; the engine's thread's own
         self._has_broken = False
+        self._last_move = monotonic()  # when the engine's thread last began something
+        self._num_reserved = 0  # places of calls that are being prepared
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
         self._should_stop = threading.Event()
@@ -156,35 +160,52 @@ class EngineBridge:
         return self._thread.is_alive() and not self._has_broken
 
     @property
-    def num_open(self) -> int:
-        """Requests running or waiting."""
-        return len(self._streams)
+    def stalled_seconds(self) -> float:
+        """How long the engine has been at one step; 0 while it has nothing to do."""
+        return monotonic() - self._last_move if self.llm.engine.has_work else 0.0
 
-    def check_room(self, count: int) -> None:
-        """Raises ``Stopping``, ``Busy`` where the queue has no room for so many, ``OutriderError`` where it never will."""
+    @property
+    def num_open(self) -> int:
+        """Requests running or waiting, and those that are being prepared."""
+        return len(self._streams) + self._num_reserved
+
+    @contextmanager
+    def room(self, count: int) -> Iterator[None]:
+        """Keeps places for so many requests while they are prepared; ``submit`` them within, if all goes well.
+
+        Raises ``Stopping``, ``Busy`` where the queue has no room for them, ``OutriderError`` where it never will.
+        """
         if self.is_draining:
             raise Stopping
-        if not self.is_healthy:
-            raise Stopping("the engine has broken down")
+        self._check_health()
         most = self.llm.engine.scheduler.max_batch + self.max_queue
         if count > most:
             raise OutriderError(f"this server takes at most {most} sequences at once, not {count}")
         lacking = count - (most - self.num_open)
         if lacking > 0:
             raise Busy(self._retry_after(lacking))
+        self._num_reserved += count
+        try:
+            yield
+        finally:
+            self._num_reserved -= count
 
-    def submit(self, samples: Sequence[Sequence[Request]], timeout: float, client: Client = ANYONE) -> Stream:
+    def submit(self, samples: Sequence[Sequence[Request]], deadline: float, client: Client = ANYONE) -> Stream:
         """Queues the samples of each prompt; requests are those that ``Engine.check`` has let pass.
 
-        Raises what ``check_room`` raises.
+        ``deadline``: by the monotonic clock. Raises ``Stopping`` where there is no engine any more.
         """
+        self._check_health()
         requests = [request for group in samples for request in group]
-        self.check_room(len(requests))
-        stream = Stream(self, [request.request_id for request in requests], monotonic() + timeout, self.interval)
+        stream = Stream(self, [request.request_id for request in requests], deadline, self.interval)
         for request in requests:
             self._streams[request.request_id] = stream
         self._commands.put(lambda: self._add(samples, client))
         return stream
+
+    def _check_health(self) -> None:
+        if not self.is_healthy:
+            raise Stopping("the engine has broken down")
 
     def cancel(self, request_ids: set[str]) -> None:
         """Ends requests; nothing more is heard of them."""
@@ -217,7 +238,8 @@ class EngineBridge:
 
     def _run(self) -> None:
         try:
-            self._work()
+            with without_building():
+                self._work()
         except BaseException as error:
             logger.exception("the engine's thread has ended")
             self._call(self._break, error)
@@ -225,9 +247,11 @@ class EngineBridge:
     def _work(self) -> None:
         engine = self.llm.engine
         while not self._should_stop.is_set():
+            self._last_move = monotonic()
             self._obey(wait=not engine.has_work)
             if not engine.has_work:
                 continue
+            self._last_move = monotonic()
             try:
                 emissions = engine.step()
             except BaseException as error:  # not one request's, a library's panic too: caches were dropped and fill again

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from outrider.types import OutriderError
@@ -25,17 +26,29 @@ class ServerConfig:
     max_queue: int = 256  # sequences that may wait for a place; beyond them the answer is 429
     max_choices: int = 64  # sequences of one call: prompts times n
     max_body: int = 4 << 20  # bytes
+    header_timeout: float = 10.0  # seconds for a call's headers to arrive
     body_timeout: float = 30.0  # seconds for a body to arrive
-    request_timeout: float = 600.0  # seconds from arrival to the last token
+    idle_timeout: float = 30.0  # seconds that a connection may lie still between two calls, or with an answer that is not read
+    request_timeout: float = 600.0  # seconds from a call's first byte to its last token
     stream_interval: float = 0.02  # seconds between two chunks of a stream, at least; 0: what a round gives goes out at once
     shutdown_grace: float = 60.0  # seconds that running streams get to finish
+    workers: int = 2  # processes that tokenise, and as many that try schemas out once there are some
+    worker_memory: float = 1.0  # GiB that each of them may take beside what it starts with
+    text_timeout: float = 10.0  # seconds in which the prompts of one call must be tokenised
+    schema_timeout: float = 2.0  # seconds in which a JSON schema must be compiled
+    max_schema_values: int = 5000  # objects, lists, strings and numbers in a JSON schema
+    max_schema_depth: int = 64  # levels of them
+    max_schema_choices: int = 256  # alternatives in one anyOf, oneOf or allOf of it
+    stall_timeout: float = 60.0  # seconds without a step of the engine, or of the workers, after which /ready is 503
     record: Path | None = None  # file that what clients ask for is appended to, text included
 
     def __post_init__(self) -> None:
-        if min(self.max_queue, self.max_choices, self.max_body) < 1:
-            raise OutriderError("max_queue, max_choices and max_body must be at least 1")
-        if min(self.body_timeout, self.request_timeout, self.shutdown_grace) <= 0:
-            raise OutriderError("body_timeout, request_timeout and shutdown_grace must be above 0")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.type == "int" and each.name != "port" and value < 1:
+                raise OutriderError(f"invalid {each.name} {value}: expected at least 1")
+            if each.type == "float" and each.name != "stream_interval" and not 0 < value < math.inf:
+                raise OutriderError(f"invalid {each.name} {value}: expected a number above 0")
         if not 0 <= self.stream_interval < float("inf"):
             raise OutriderError("stream_interval is in seconds: 0 or more")
         if not 0 <= self.port < 1 << 16:

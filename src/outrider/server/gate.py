@@ -21,7 +21,7 @@ from outrider.server.config import ANYONE, Client, KeyRing, ServerConfig
 
 logger = logging.getLogger("outrider.server")
 
-GUARDED = "/v1/"  # paths that need a key
+GUARDED = ("/v1/", "/openapi.json")  # paths that need a key
 LINGER = 4  # times the largest body are taken in of one that is refused
 CLOSED = 499  # the client went away, as nginx writes it
 
@@ -31,6 +31,7 @@ class Call:
     """What is known of a call; what it cost is filled in on the way and written to the log at its end."""
 
     request_id: str
+    arrived: float  # when its first byte did, by the monotonic clock
     client: Client = ANYONE
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -53,9 +54,9 @@ class Gate:
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         given = headers.get("x-request-id", "")
-        call = Call(given if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII) else secrets.token_hex(12))
-        scope.setdefault("state", {})["call"] = call
-        started, status = monotonic(), 0
+        state, status = scope.setdefault("state", {}), 0
+        request_id = given if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII) else secrets.token_hex(12)
+        call = state["call"] = Call(request_id, state.get("arrived") or monotonic())
 
         async def answer(message: Message) -> None:
             nonlocal status
@@ -84,7 +85,7 @@ class Gate:
                 "path": scope["path"],
                 "status": status or CLOSED,
             }
-            facts |= {"client": call.client.name, "seconds": round(monotonic() - started, 4), **call.facts}
+            facts |= {"client": call.client.name, "seconds": round(monotonic() - call.arrived, 4), **call.facts}
             level = logging.INFO if scope["path"].startswith(GUARDED) else logging.DEBUG
             logger.log(level, "request", extra={"facts": facts})
 

@@ -2,62 +2,136 @@
 
 The grammar says which tokens may follow a text. The sampler masks the others, for drafts and target alike, so whatever is
 drafted the answer is of that form, and drawn from what the target says of such answers.
+
+A schema is a program that a client has the server run. Its size is limited before anything is done with it; a worker tries it
+out, limited in time and memory, before the server compiles it; the time that the masks of one answer may take is limited too.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from time import thread_time
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from outrider.server import schemas
+from outrider.server.bridge import Stopping
+from outrider.server.pool import WorkerPool
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
-    from transformers import PreTrainedTokenizerBase
 
-# A blank, or a new line and how far it is indented: endless blanks would be JSON too.
-JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": r"(\n {0,16}| )?"}
-NUM_CACHED = 64  # grammars kept compiled
+    from outrider.server.config import Client, ServerConfig
+    from outrider.server.prompts import Aside
+
+ANY_OBJECT = '{"type": "object"}'
+MAX_KEPT = 1 << 19  # characters of schemas whose grammars, or refusals, are kept; one comes to some hundred bytes of grammar
+CHOICES = ("anyOf", "oneOf", "allOf")
+# Seconds of the engine's thread that the masks of one answer may take: a mask takes 0.1 ms, the first ones some milliseconds.
+MASKS_SECONDS, SECONDS_A_MASK = 1.0, 0.01
+
+
+def schema_text(schema: dict[str, Any], config: ServerConfig) -> str:
+    """The schema as JSON. Raises ``OutriderError`` for one that is larger than the server's limits."""
+    num_values = 0
+    level: list[Any] = [schema]
+    for _ in range(config.max_schema_depth + 1):
+        inner: list[Any] = []
+        for value in level:
+            for key, choices in value.items() if isinstance(value, dict) else ():
+                if key in CHOICES and isinstance(choices, list) and len(choices) > config.max_schema_choices:
+                    most = config.max_schema_choices
+                    raise OutriderError(f"the JSON schema has {len(choices)} alternatives in one {key}: give at most {most}")
+            inner += value.values() if isinstance(value, dict) else value
+        num_values += len(inner)
+        if num_values > config.max_schema_values:
+            raise OutriderError(f"the JSON schema has more than {config.max_schema_values} values: give a smaller one")
+        level = [value for value in inner if isinstance(value, (dict, list))]
+        if not level:
+            return json.dumps(schema)
+    raise OutriderError(f"the JSON schema is nested more than {config.max_schema_depth} levels deep: give a flatter one")
 
 
 class GrammarCompiler:
-    """Makes grammars for one tokenizer."""
+    """Makes grammars for one tokenizer. Bounds neither time nor memory: ``Grammars`` does, for schemas of strangers."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
-        self._known: LLTokenizer | None = None
-        self._cached = lru_cache(NUM_CACHED)(self._compiled)
+    def __init__(self, tools: Mapping[str, Any] | None) -> None:
+        """``tools``: what ``server.prompts.tools`` found."""
+        self._tools = tools
+        self._table: LLTokenizer | None = None
 
     def json(self, schema: dict[str, Any] | None = None) -> TokenGrammar:
         """Objects, or what a JSON schema allows. Raises ``OutriderError`` for a schema that cannot be followed."""
-        return self._cached(json.dumps({"type": "object"} if schema is None else schema))
+        return self.compiled(ANY_OBJECT if schema is None else json.dumps(schema))
 
-    def _compiled(self, schema: str) -> TokenGrammar:
-        from llguidance import LLMatcher
+    def compiled(self, schema: str) -> TokenGrammar:
+        """The grammar of a schema, given as JSON. Raises ``OutriderError``."""
+        tools = self.checked()
+        if self._table is None:
+            self._table = schemas.token_table(tools["tokenizer"], tools["vocab_size"], tools["eos_token_ids"])
+        try:
+            matcher = schemas.compiled(self._table, schema)
+        except schemas.SchemaError as error:
+            raise OutriderError(f"the JSON schema cannot be followed: {error}") from None
+        return TokenGrammar(matcher, tools["mask_size"], frozenset(tools["eos_token_ids"]))
 
-        grammar = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
-        matcher = LLMatcher(self._tokens(), grammar, log_level=0)
-        if matcher.is_error():
-            raise OutriderError(f"the JSON schema cannot be followed: {matcher.get_error().strip().splitlines()[0]}")
-        return TokenGrammar(matcher, self._vocab_size, frozenset(self._eos_token_ids))
+    def checked(self) -> Mapping[str, Any]:
+        """The tools. Raises ``OutriderError`` where there are none to make a grammar with."""
+        if self._tools is None or not self._tools["eos_token_ids"]:
+            raise OutriderError("answers of a given form need a fast tokenizer with an end-of-text token")
+        return self._tools
 
-    def _tokens(self) -> LLTokenizer:
-        """The tokenizer as llguidance has it, which takes a second to make."""
-        if self._known is None:
-            from llguidance.hf import from_tokenizer
-            from transformers import PreTrainedTokenizerFast
 
-            if not isinstance(self._tokenizer, PreTrainedTokenizerFast) or not self._eos_token_ids:
-                raise OutriderError("answers of a given form need a fast tokenizer with an end-of-text token")
-            size = max(self._vocab_size, len(self._tokenizer))
-            self._known = from_tokenizer(self._tokenizer, n_vocab=size, eos_token=list(self._eos_token_ids))
-        return self._known
+class Grammars:
+    """Grammars of what clients ask for: each schema is tried out in a worker first, once. For one event loop's thread."""
+
+    def __init__(self, tools: Mapping[str, Any] | None, config: ServerConfig, aside: Aside) -> None:
+        """``aside`` does something in a thread of the server's own."""
+        self._compiler, self._config, self._aside = GrammarCompiler(tools), config, aside
+        self._kept: OrderedDict[str, TokenGrammar] = OrderedDict()
+        self._refused: OrderedDict[str, str] = OrderedDict()  # schema -> why
+        self._under_way: dict[str, asyncio.Task[TokenGrammar]] = {}
+        limits = {"seconds": config.schema_timeout, "memory": int(config.worker_memory * 2**30), "for_texts": False}
+        self.pool = WorkerPool("compile a JSON schema", {**(tools or {}), **limits}, config.workers, eager=False)
+
+    async def get(self, schema: dict[str, Any] | None, client: Client) -> TokenGrammar:
+        """Objects, or what a JSON schema allows. Raises ``OutriderError`` for a schema that is refused."""
+        self._compiler.checked()
+        text = ANY_OBJECT if schema is None else schema_text(schema, self._config)
+        known = self._kept.get(text)
+        refusal = self._refused.get(text) if known is None else known.refusal
+        if refusal is not None:
+            raise OutriderError(refusal)
+        if known is not None:
+            self._kept.move_to_end(text)
+            return known
+        if text not in self._under_way:
+            making = self._under_way[text] = asyncio.create_task(self._made(text, client))
+            making.add_done_callback(lambda _: self._under_way.pop(text))
+            making.add_done_callback(lambda _: making.cancelled() or making.exception())  # perhaps nobody waits any longer
+        return await asyncio.shield(self._under_way[text])  # others wait for it too
+
+    async def _made(self, text: str, client: Client) -> TokenGrammar:
+        try:
+            await self.pool.do({"schema": text}, len(text), client)
+            grammar: TokenGrammar = await self._aside(lambda: self._compiler.compiled(text))
+        except Stopping:
+            raise
+        except OutriderError as error:
+            self._refused[text] = str(error)
+            while sum(map(len, self._refused)) > MAX_KEPT:
+                self._refused.popitem(last=False)
+            raise
+        self._kept[text] = grammar
+        while len(self._kept) > 1 and sum(map(len, self._kept)) > MAX_KEPT:
+            self._kept.popitem(last=False)
+        return grammar
 
 
 class TokenGrammar:
@@ -65,30 +139,38 @@ class TokenGrammar:
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._matcher, self._vocab_size, self._eos_token_ids = matcher, vocab_size, eos_token_ids
+        self.refusal: str | None = None  # why an answer of this form could not go on: the next one need not begin
 
     def matcher(self) -> TokenMatcher:
         """For one more answer."""
-        return TokenMatcher(self._matcher.deep_copy(), self._vocab_size, self._eos_token_ids)
+        return TokenMatcher(self, self._matcher.deep_copy(), self._vocab_size, self._eos_token_ids)
 
 
 class TokenMatcher:
     """How far one answer has come."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        self._matcher, self._vocab_size, self._eos_token_ids = matcher, vocab_size, eos_token_ids
+    def __init__(self, grammar: TokenGrammar, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._grammar, self._matcher = grammar, matcher
+        self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
         self._num_consumed = 0
         self._masks: dict[tuple[int, ...], Tensor | None] = {}  # of this round: draft and target ask for the same ones
+        self._seconds_left = MASKS_SECONDS
 
     def allowed(self, output: Sequence[int], path: Sequence[int]) -> Tensor | None:
-        """See ``types.Matcher``."""
+        """See ``types.Matcher``. Raises ``OutriderError`` where the schema proves too expensive to go on with."""
+        started = thread_time()
         if len(output) != self._num_consumed:
-            if not self._matcher.consume_tokens(list(output[self._num_consumed :])):
-                raise OutriderError(f"the grammar cannot go on: {self._matcher.get_error()}")
+            self._matcher.consume_tokens(list(output[self._num_consumed :]))
+            self._check()
             self._num_consumed = len(output)
             self._masks.clear()
         key = tuple(path)
         if key not in self._masks:
             self._masks[key] = self._after(key)
+            self._check()
+            self._seconds_left += SECONDS_A_MASK - (thread_time() - started)
+        if self._seconds_left < 0:
+            self._refuse("it takes too long to say which tokens may follow")
         return self._masks[key]
 
     def _after(self, path: tuple[int, ...]) -> Tensor | None:
@@ -103,3 +185,13 @@ class TokenMatcher:
         finally:
             if num_taken:
                 self._matcher.rollback(num_taken)
+
+    def _check(self) -> None:
+        try:
+            schemas.check(self._matcher)
+        except schemas.SchemaError as error:
+            self._refuse(str(error))
+
+    def _refuse(self, why: str) -> NoReturn:
+        self._grammar.refusal = f"the JSON schema cannot be followed: {why}"
+        raise OutriderError(self._grammar.refusal)

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from outrider.server.grammar import GrammarCompiler
 from outrider.types import Grammar, OutriderError, SamplingParams
 
 MAX_LOGPROBS = 20
@@ -131,12 +130,16 @@ class SamplingFields(Body):
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
 
-    def grammar(self, compiler: GrammarCompiler) -> Grammar | None:
-        """The form of the answer. Raises ``OutriderError`` for a schema that cannot be followed."""
+    @property
+    def is_json(self) -> bool:
+        """Whether the answer must be JSON."""
+        return isinstance(self.response_format, (JsonFormat, JsonSchemaFormat))
+
+    @property
+    def schema_asked(self) -> dict[str, Any] | None:
+        """The JSON schema that the answer must have; None where none is given."""
         wanted = self.response_format
-        if isinstance(wanted, JsonSchemaFormat):
-            return compiler.json(wanted.json_schema.schema_)
-        return compiler.json() if isinstance(wanted, JsonFormat) else None
+        return wanted.json_schema.schema_ if isinstance(wanted, JsonSchemaFormat) else None
 
     def params(self, max_tokens: int, logprobs: int | None, grammar: Grammar | None) -> SamplingParams:
         """The engine's sampling parameters. Raises ``OutriderError`` for values that it refuses."""

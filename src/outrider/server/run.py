@@ -2,50 +2,79 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 import socket
 import sys
+import threading
+from collections.abc import Callable
+from functools import partial
 from ipaddress import ip_address
 from math import ceil
 from time import monotonic
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 
 from outrider.server.app import create_app
 from outrider.server.bridge import EngineBridge
 from outrider.server.config import KeyRing, ServerConfig
+from outrider.server.connection import QuietAccepting, TimedProtocol
 from outrider.server.gate import JsonLines
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from outrider.engine import LLM
 
 logger = logging.getLogger("outrider.server")
 
+CLOSING = 3.0  # seconds of the grace that are kept for closing connections and ending threads and processes
+
 
 class GracefulServer(uvicorn.Server):
-    """At the first signal it takes nothing new, and says so, until its answers are finished; at the second it ends at once."""
+    """At the first signal it takes nothing new, and says so, until its answers are finished; at the second it ends at once.
 
-    def __init__(self, config: uvicorn.Config, bridge: EngineBridge, facts: dict[str, Any], grace: float) -> None:
-        """``grace``: seconds that running answers get."""
+    Whatever hangs, the process ends within the grace of the first signal.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        bridge: EngineBridge,
+        facts: dict[str, Any],
+        grace: float,
+        end: Callable[[int], None] = os._exit,
+    ) -> None:
+        """``grace``: seconds from the first signal to the end; ``end`` ends the process at once, with an exit code."""
         super().__init__(config)
-        self._bridge, self._facts, self._grace = bridge, facts, grace
-        self._deadline: float | None = None  # from the first signal on
+        self._bridge, self._facts, self._grace, self._end = bridge, facts, grace, end
+        self._deadline: float | None = None  # for answers, from the first signal on
+        self.last_resort = threading.Timer(grace, self._end_late)
+        self.last_resort.daemon = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Says where it listens once it does."""
+        asyncio.get_running_loop().set_exception_handler(QuietAccepting())
         await super().startup(sockets)
         logger.info("ready", extra={"facts": self._facts})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal that was obeyed is not raised again: an end that was asked for is no error."""
         if self._deadline is not None:
-            self.force_exit = self.should_exit = True
+            logger.warning("a second signal: the process ends at once")
+            self._end(128 + sig)
         else:
             self._bridge.is_draining = True
-            self._deadline = monotonic() + self._grace
+            self._deadline = monotonic() + self._grace - min(CLOSING, self._grace / 2)
+            self.last_resort.start()
+
+    def _end_late(self) -> None:
+        logger.error("the end took longer than the grace of %g s: the process ends at once", self._grace)
+        self._end(1)
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to stop listening: uvicorn asks ten times a second, and then waits until what is answered has been sent."""
@@ -83,19 +112,25 @@ def listen(host: str, port: int) -> socket.socket:
         raise OutriderError(f"cannot listen on {host} port {port} ({why}): choose another --port or --host") from None
 
 
-def serve(llm: LLM, config: ServerConfig, keys: KeyRing, listener: socket.socket) -> None:
-    """Serves until a signal ends it."""
-    app = create_app(llm, config, keys)
-    host, port = listener.getsockname()[:2]
-    if not ip_address(host).is_loopback and not len(keys):
-        logger.warning("everyone who reaches this machine can use the server: give it API keys")
-    settings = uvicorn.Config(
+def connections(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    """How uvicorn runs an application: quietly, and with limits on what a connection may send and how long it may take."""
+    return uvicorn.Config(
         app,
+        http=cast("Any", partial(TimedProtocol, header_timeout=config.header_timeout, idle_timeout=config.idle_timeout)),
+        ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
         h11_max_incomplete_event_size=64 << 10,
     )
+
+
+def serve(llm: LLM, config: ServerConfig, keys: KeyRing, listener: socket.socket) -> None:
+    """Serves until a signal ends it. The process is to end then: it is ended, if it must be, at the end of the grace."""
+    app = create_app(llm, config, keys)
+    host, port = listener.getsockname()[:2]
+    if not ip_address(host).is_loopback and not len(keys):
+        logger.warning("everyone who reaches this machine can use the server: give it API keys")
     name = f"[{host}]" if ":" in host else host
     facts = {"url": f"http://{name}:{port}", "model": config.name, "method": llm.proposer.name, "max_len": llm.runner.max_len}
-    GracefulServer(settings, app.state.service.bridge, facts, config.shutdown_grace).run(sockets=[listener])
+    GracefulServer(connections(app, config), app.state.service.bridge, facts, config.shutdown_grace).run(sockets=[listener])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,13 +18,13 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from outrider.engine import Chunk, Completion
-from outrider.engine.config import eos_token_ids
 from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
 from outrider.server.bridge import Busy, EngineBridge, Stopping, Stream
 from outrider.server.config import KeyRing, ServerConfig
 from outrider.server.gate import CLOSED, Call, error_body
-from outrider.server.grammar import GrammarCompiler
+from outrider.server.grammar import Grammars, TokenGrammar
 from outrider.server.metrics import Metrics
+from outrider.server.prompts import Prompts, tools
 from outrider.server.protocol import ChatBody, CompletionBody, SamplingFields, StreamOptions
 from outrider.server.record import Record
 from outrider.types import Grammar, OutriderError, SamplingParams
@@ -49,59 +50,101 @@ class Service:
         self._tokens = TokenTexts(llm.tokenizer)
         self._aside_thread = ThreadPoolExecutor(1, "outrider-aside")  # tokenizers are not made for two threads
         self._record = None if config.record is None else Record(config.record, config.name, llm.tokenizer)
-        self._grammars = GrammarCompiler(llm.tokenizer, llm.runner.vocab_size, sorted(eos_token_ids(llm.runner, llm.tokenizer)))
+        given = tools(llm)
+        self._prompts = Prompts(llm, config, given, self._aside)
+        self._grammars = Grammars(given, config, self._aside)
+        self.pools = [pool for pool in (self._prompts.pool, self._grammars.pool) if pool is not None]
 
     async def completions(self, body: CompletionBody, http: Request) -> Response:
         """``POST /v1/completions``."""
-        given = body.prompts()
-        self._check(body, len(given) * body.n)
-        prompts = await self._aside(lambda: [self.llm.encode(prompt) for prompt in given])
-        params = body.params(body.max_tokens, body.logprobs, await self._grammar(body))
-        answer = CompletionAnswer("cmpl-" + _call(http).request_id, self.config.name, self._tokens, [])
-        return await self._answer(body, http, prompts, params, answer)
+        given, call = body.prompts(), _call(http)
+        answer = CompletionAnswer("cmpl-" + call.request_id, self.config.name, self._tokens, [])
+        asked = _Asked(body.max_tokens, body.logprobs, len(given) * body.n, lambda: self._prompts.encode(given, call.client))
+        return await self._answer(body, http, asked, answer)
 
     async def chat(self, body: ChatBody, http: Request) -> Response:
         """``POST /v1/chat/completions``."""
-        self._check(body, body.n)
+        call = _call(http)
+        answer = ChatAnswer("chatcmpl-" + call.request_id, self.config.name, self._tokens, [])
+        max_tokens = body.max_completion_tokens or body.max_tokens or self.llm.runner.max_len
         messages = [message.plain() for message in body.messages]
-        prompt = await self._aside(lambda: self._chat_prompt(messages))
-        wanted = body.max_completion_tokens or body.max_tokens or self.llm.runner.max_len
-        params = body.params(wanted, body.num_logprobs(), await self._grammar(body))
-        answer = ChatAnswer("chatcmpl-" + _call(http).request_id, self.config.name, self._tokens, [])
-        return await self._answer(body, http, [prompt], params, answer)
+        asked = _Asked(max_tokens, body.num_logprobs(), body.n, lambda: self._prompts.chat(messages, call.client))
+        return await self._answer(body, http, asked, answer)
 
-    def close(self) -> None:
+    def start(self) -> None:
+        """Begins to work, for the running event loop."""
+        self.bridge.start()
+        for pool in self.pools:
+            pool.start()
+
+    async def stop(self) -> None:
+        """Ends threads and processes; requests that still run end with them."""
+        await self.bridge.stop()
+        for pool in self.pools:
+            await pool.stop()
         self._aside_thread.shutdown(wait=self._record is not None)
         if self._record is not None:
             self._record.close()
 
     def _check(self, body: SamplingFields, num_sequences: int) -> None:
-        """Raises ``OutriderError`` for what can be refused before the seconds that a long prompt takes to be understood."""
+        """Raises ``OutriderError`` for what can be refused without looking at the prompts."""
         if body.model not in (None, self.config.name):
             raise UnknownModel(f"there is no model {body.model!r} here, but {self.config.name!r}")
         if not 1 <= num_sequences <= self.config.max_choices:
             raise OutriderError(f"give 1 to {self.config.max_choices} prompts times samples, not {num_sequences}")
-        self.bridge.check_room(num_sequences)
 
-    async def _grammar(self, body: SamplingFields) -> Grammar | None:
-        return None if body.response_format is None else await self._aside(lambda: body.grammar(self._grammars))
+    def unready(self) -> str | None:
+        """Why requests should be sent elsewhere, in one line; None where they should come."""
+        bridge, most = self.bridge, self.config.stall_timeout
+        if not bridge.is_healthy:
+            return "the engine's thread has ended"
+        if bridge.is_draining:
+            return "the server is shutting down"
+        if bridge.stalled_seconds > most:
+            return f"the engine has not moved for {bridge.stalled_seconds:.0f} s"
+        for pool in self.pools:
+            if pool.trouble is not None:
+                return pool.trouble
+            if pool.stalled_seconds > most:
+                return f"the workers have not moved for {pool.stalled_seconds:.0f} s"
+        return None
 
     async def _aside(self, work: Callable[[], Result]) -> Result:
-        """Does what takes long, and what tokenizers are needed for, away from the event loop."""
+        """Does what takes some time, and what tokenizers are needed for, away from the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._aside_thread, work)
 
-    def _chat_prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        try:
-            return self.llm.chat_prompt(messages)
-        except OutriderError:
-            raise
-        except Exception as error:  # a template's own objection, in whatever form it raises it
-            raise OutriderError(f"the chat template does not take these messages: {error}") from error
+    async def _answer(self, body: SamplingFields, http: Request, asked: _Asked, answer: Answer) -> Response:
+        """Prepares the prompts, queues them and answers, whole or as a stream."""
+        self._check(body, asked.num_sequences)
+        call = _call(http)
+        deadline = call.arrived + self.config.request_timeout
+        with self.bridge.room(asked.num_sequences):
+            prepared = await _while_wanted(http, deadline, self._prepared(body, asked, call))
+            if prepared is None:
+                return Response(status_code=CLOSED)
+            prompts, params = prepared
+            samples = self._samples(body, prompts, params, answer)
+            stream = self.bridge.submit(samples, deadline, call.client)
+        self.metrics.asked(sum(map(len, prompts)))
+        if self._record is not None:
+            self._aside_thread.submit(self._record.add, body)
+        watched = Watched(stream, answer, call, self.metrics, params.grammar)
+        if body.stream:
+            return EventStream(watched, body.stream_options or StreamOptions())
+        return await _whole(watched, http)
 
-    async def _answer(
-        self, body: SamplingFields, http: Request, prompts: list[list[int]], params: SamplingParams, answer: Answer
-    ) -> Response:
-        """Queues the prompts and answers, whole or as a stream."""
+    async def _prepared(self, body: SamplingFields, asked: _Asked, call: Call) -> tuple[list[list[int]], SamplingParams]:
+        """What takes a worker's time: token ids, and the grammar among the sampling parameters."""
+        prompts = await asked.encode()
+        grammar = await self._grammars.get(body.schema_asked, call.client) if body.is_json else None
+        if asked.logprobs is not None:
+            await self._aside(self._tokens.load)
+        return prompts, body.params(asked.max_tokens, asked.logprobs, grammar)
+
+    def _samples(
+        self, body: SamplingFields, prompts: list[list[int]], params: SamplingParams, answer: Answer
+    ) -> list[list[EngineRequest]]:
+        """The requests of each prompt, as choices of the answer. Raises ``OutriderError`` for what can never run."""
         num_drafts = body.num_drafts(self.llm.proposer.name)
         samples: list[list[EngineRequest]] = []
         for index, prompt in enumerate(prompts):
@@ -111,27 +154,26 @@ class Service:
                 answer.choices.append(Completion(request.request_id, index, sample, len(prompt)))
             self.llm.engine.check(group[0])
             samples.append(group)
-        if params.logprobs is not None:
-            await self._aside(self._tokens.load)
-        call = _call(http)
-        stream = self.bridge.submit(samples, self.config.request_timeout, call.client)
-        self.metrics.asked(sum(map(len, prompts)))
-        if self._record is not None:
-            self._aside_thread.submit(self._record.add, body)
-        watched = Watched(stream, answer, call, self.metrics)
-        if body.stream:
-            return EventStream(watched, body.stream_options or StreamOptions())
-        return await _whole(watched, http)
+        return samples
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What both kinds of call come to before their prompts are tokenised."""
+
+    max_tokens: int
+    logprobs: int | None
+    num_sequences: int
+    encode: Callable[[], Awaitable[list[list[int]]]]  # the prompts
 
 
 class Watched:
     """A stream on its way into an answer, with the clock running."""
 
-    def __init__(self, stream: Stream, answer: Answer, call: Call, metrics: Metrics) -> None:
-        self.answer = answer
+    def __init__(self, stream: Stream, answer: Answer, call: Call, metrics: Metrics, grammar: Grammar | None) -> None:
+        self.answer, self._grammar = answer, grammar
         self._stream, self._call, self._metrics = stream, call, metrics
         self._index = {completion.request_id: index for index, completion in enumerate(answer.choices)}
-        self._started = monotonic()
         self._last: dict[int, float] = {}
 
     async def chunks(self) -> AsyncIterator[tuple[int, Chunk]]:
@@ -142,6 +184,8 @@ class Watched:
                 chunk = self.answer.choices[index].add(emission)
                 self._clock(index, chunk)
                 if chunk.finish_reason == "error":
+                    if isinstance(self._grammar, TokenGrammar) and self._grammar.refusal is not None:
+                        raise OutriderError(self._grammar.refusal)
                     raise TargetFailed(chunk.error or "the target failed")
                 yield index, chunk
         finally:
@@ -164,11 +208,11 @@ class Watched:
             for _ in range(num_tokens):
                 self._metrics.between_tokens.observe((now - self._last[index]) / num_tokens)
         elif num_tokens:
-            self._metrics.first_token.observe(now - self._started)
-            self._call.facts.setdefault("first_token_seconds", round(now - self._started, 4))
+            self._metrics.first_token.observe(now - self._call.arrived)
+            self._call.facts.setdefault("first_token_seconds", round(now - self._call.arrived, 4))
         self._last[index] = now
         if chunk.finish_reason is not None:
-            self._metrics.whole.observe(now - self._started)
+            self._metrics.whole.observe(now - self._call.arrived)
             self._metrics.ended(chunk.finish_reason)
 
 
@@ -180,6 +224,28 @@ class UnknownModel(OutriderError):
     """Another one is served here."""
 
 
+async def _while_wanted(http: Request, deadline: float, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """What the work gives; None if the client goes away before. Raises ``asyncio.TimeoutError`` at the deadline."""
+    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work), asyncio.ensure_future(_gone(http))]
+    try:
+        await asyncio.wait(tasks, timeout=max(deadline - monotonic(), 0.0), return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            result: Result = tasks[0].result()
+            return result
+        if not tasks[1].done():
+            raise asyncio.TimeoutError
+        return None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _gone(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
 async def _whole(watched: Watched, http: Request) -> Response:
     """The whole answer; if the client goes away, its requests end."""
 
@@ -187,11 +253,7 @@ async def _whole(watched: Watched, http: Request) -> Response:
         async for _ in watched.chunks():
             pass
 
-    async def gone() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.ensure_future(collect()), asyncio.ensure_future(gone())]
+    tasks = [asyncio.ensure_future(collect()), asyncio.ensure_future(_gone(http))]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():

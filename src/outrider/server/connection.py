@@ -1,0 +1,96 @@
+"""One HTTP/1.1 connection, which nobody holds open for nothing: times for headers, for the next call and for unread answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from time import monotonic
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+logger = logging.getLogger(__name__)
+
+LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+QUIET = 60.0  # seconds between two messages about connections that cannot be accepted
+
+
+class TimedProtocol(H11Protocol):
+    """uvicorn's connection with limits on time. Each call's ``state`` says when its first byte came, as ``arrived``."""
+
+    def __init__(self, *args: Any, header_timeout: float, idle_timeout: float, **options: Any) -> None:
+        """``header_timeout``: seconds from a connection, or a call's first byte, to the end of the call's headers.
+
+        ``idle_timeout``: seconds that a connection may lie still between two calls, or with an answer that is not read.
+        """
+        super().__init__(*args, **options)
+        self.app_state = dict(self.app_state)  # of this connection
+        self.timeout_keep_alive: float = idle_timeout  # type: ignore[assignment]
+        self._header_timeout, self._idle_timeout = header_timeout, idle_timeout
+        self._arrived: float | None = None  # when the first byte came of a call whose headers are not complete
+        self._headers_due: asyncio.TimerHandle | None = None
+        self._reading_due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_headers()
+
+    def data_received(self, data: bytes) -> None:
+        if self._arrived is None:
+            self._arrived = monotonic()
+            if self._headers_due is None and (self.cycle is None or self.cycle.response_complete):
+                self._expect_headers()
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._arrived = None  # what came was of a call that is under way
+
+    def handle_events(self) -> None:
+        """Also called after an answer, for calls that came before its end."""
+        before = self.cycle
+        self.app_state["arrived"] = self._arrived or monotonic()
+        super().handle_events()
+        if self.cycle is not before and self._headers_due is not None:
+            self._headers_due.cancel()
+            self._headers_due = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._reading_due is None:
+            self._reading_due = self.loop.call_later(self._idle_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._reading_due is not None:
+            self._reading_due.cancel()
+            self._reading_due = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._headers_due, self._reading_due):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def _expect_headers(self) -> None:
+        self._headers_due = self.loop.call_later(self._header_timeout, self._refuse)
+
+    def _refuse(self) -> None:
+        if self._arrived is not None:
+            self.transport.write(LATE)
+        self.transport.close()
+
+
+class QuietAccepting:
+    """An event loop's exception handler: connections that cannot be accepted, thousands a second, are one message a minute."""
+
+    def __init__(self) -> None:
+        self._last = -QUIET
+        self._count = 0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "socket.accept()" not in str(context.get("message")):
+            loop.default_exception_handler(context)
+            return
+        self._count += 1
+        if monotonic() - self._last >= QUIET:
+            logger.error("connections cannot be accepted: %s (tried %d times)", context.get("exception"), self._count)
+            self._last, self._count = monotonic(), 0

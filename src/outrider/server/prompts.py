@@ -1,0 +1,113 @@
+"""From texts and messages to token ids: in workers, within limits, for one client after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import copy
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from outrider.engine.config import eos_token_ids
+from outrider.server.pool import WorkerPool
+from outrider.types import OutriderError
+
+if TYPE_CHECKING:
+    from outrider.engine import LLM
+    from outrider.server.config import Client, ServerConfig
+
+Aside = Callable[[Callable[[], Any]], Awaitable[Any]]  # does something in a thread of the server's own
+
+OWN_METHODS = ("encode", "_encode_plus", "apply_chat_template")  # what workers do in the place of transformers
+
+
+def tools(llm: LLM) -> dict[str, Any] | None:
+    """What a worker needs of a tokenizer; None for one that does not run on ``tokenizers`` alone."""
+    from transformers import PreTrainedTokenizerFast
+
+    found, plain = llm.tokenizer, PreTrainedTokenizerFast
+    if not isinstance(found, plain) or any(getattr(type(found), name) is not getattr(plain, name) for name in OWN_METHODS):
+        return None
+    backend = copy(found.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    return {
+        "tokenizer": backend.to_str(),
+        "split_special_tokens": found.split_special_tokens,
+        "template": found.get_chat_template() if found.chat_template else None,
+        "special_tokens": {name: str(token) for name, token in found.special_tokens_map.items()},
+        "vocab_size": max(llm.runner.vocab_size, len(found)),
+        "mask_size": llm.runner.vocab_size,
+        "eos_token_ids": sorted(eos_token_ids(llm.runner, found)),
+    }
+
+
+class Prompts:
+    """Token ids of what clients ask with. Texts that cannot fit into the context are refused before they are looked at.
+
+    Tokenizers that workers cannot run (written in Python, or with methods of their own) run in the server's thread for such
+    work: limited in size, but not in time.
+    """
+
+    def __init__(self, llm: LLM, config: ServerConfig, given: Mapping[str, Any] | None, aside: Aside) -> None:
+        """``given``: what ``tools`` found."""
+        self._llm, self._aside = llm, aside
+        self.pool: WorkerPool | None = None
+        if given is not None:
+            limits = {"seconds": config.text_timeout, "memory": int(config.worker_memory * 2**30), "for_texts": True}
+            self.pool = WorkerPool("tokenise a text", {**given, **limits}, config.workers, eager=True)
+
+    async def encode(self, prompts: Sequence[str] | Sequence[list[int]], client: Client) -> list[list[int]]:
+        """Prompts, all texts or all token ids -> token ids. Raises ``OutriderError`` for what cannot be run."""
+        for prompt in prompts:
+            self._check_size(prompt)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if not texts or self.pool is None:
+            found: list[list[int]] = await self._aside(lambda: [self._llm.encode(prompt) for prompt in prompts])
+            return found
+        return await self._tokenised({"texts": texts}, sum(map(len, texts)), client)
+
+    async def chat(self, messages: list[dict[str, str]], client: Client) -> list[list[int]]:
+        """Messages -> one prompt, as the tokenizer's chat template writes it. Raises ``OutriderError``."""
+        most = self._llm.runner.max_len
+        if len(messages) > most:  # none is written with less than a token
+            raise OutriderError(f"{len(messages)} messages do not fit the context of {most}: send fewer")
+        num_characters = self._check_size("".join(message["content"] for message in messages))
+        tokenizer = self._llm.tokenizer
+        if self.pool is None or tokenizer is None or not tokenizer.chat_template:
+            return [await self._aside(lambda: self._rendered(messages))]
+        return await self._tokenised({"messages": messages}, num_characters, client)
+
+    async def _tokenised(self, job: dict[str, Any], num_characters: int, client: Client) -> list[list[int]]:
+        assert self.pool is not None
+        scheduler = self._llm.engine.scheduler
+        answer = await self.pool.do({**job, "max_tokens": scheduler.max_len - 1}, num_characters, client)
+        if "too_long" in answer:
+            scheduler.check_prompt_len(answer["too_long"])
+        return [self._llm.accepted(token_ids) for token_ids in answer["ids"]]
+
+    def _rendered(self, messages: list[dict[str, str]]) -> list[int]:
+        try:
+            return self._llm.chat_prompt(messages)
+        except OutriderError:
+            raise
+        except Exception as error:  # a template's own objection, in whatever form it raises it
+            raise OutriderError(f"the chat template does not take these messages: {error}") from error
+
+    def _check_size(self, prompt: str | Sequence[int]) -> int:
+        """Its length. Raises ``OutriderError`` where no tokenization of it could fit into the context."""
+        if not isinstance(prompt, str):
+            self._llm.engine.scheduler.check_prompt_len(len(prompt))
+            return len(prompt)
+        max_len = self._llm.runner.max_len
+        if len(prompt) > max_len * self._longest_token:
+            raise OutriderError(
+                f"the prompt has {len(prompt)} characters; the context of {max_len} tokens takes at most "
+                f"{max_len * self._longest_token}: shorten the prompt"
+            )
+        return len(prompt)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters of the vocabulary's longest token; byte-level ones have one for each byte."""
+        tokenizer = self._llm.tokenizer
+        return max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1

@@ -1,0 +1,167 @@
+"""One caller's text or schema, however it was made to be expensive, holds up nobody else."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import httpx
+import pytest
+
+from outrider import LLM, SamplingParams
+
+from .served import TLS, until
+
+PROMPT = "def add(first, second):"
+SOON = 5.0  # seconds: an honest answer takes a hundredth of that on an idle machine
+PATTERNS = [f".*{chr(0x4E00 + number)}.*" for number in range(300)]
+HOSTILE_SCHEMAS: dict[str, Any] = {
+    "an intersection of patterns": {"type": "string", "allOf": [{"pattern": pattern} for pattern in PATTERNS]},
+    "a shorter one": {"type": "string", "allOf": [{"pattern": pattern} for pattern in PATTERNS[:40]]},
+    "many properties": {"type": "object", "properties": {f"field_{i}": {"type": "string"} for i in range(10_000)}},
+}
+
+
+class ServedProcess:
+    """``outrider serve`` as a process of its own, which a test may leave in any state."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process, self.url = process, url
+        self.log: list[str] = []
+        self.reader = threading.Thread(target=lambda: self.log.extend(process.stderr or ()), daemon=True)
+        self.reader.start()
+
+    def post(self, timeout: float = SOON, **body: Any) -> httpx.Response:
+        asked = {"temperature": 0, "max_tokens": 24} | body
+        return httpx.post(f"{self.url}/v1/completions", json=asked, timeout=timeout, verify=TLS)
+
+    def memory(self) -> int:
+        """Bytes that the server's own process holds."""
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def serving_process(target: Path, *options: str) -> Iterator[ServedProcess]:
+    command = [sys.executable, "-m", "outrider", "serve", "--target", str(target), "--port", "0", "--compile", "never"]
+    with subprocess.Popen([*command, "--same-text", *options], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            url = next(json.loads(line)["url"] for line in process.stderr if '"ready"' in line)
+            yield ServedProcess(process, url)
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def attacked(target: Path) -> Iterator[ServedProcess]:
+    with serving_process(target) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def answer(plain: LLM) -> str:
+    return plain.generate(PROMPT, SamplingParams(max_tokens=24))[0].text
+
+
+def check_honest(server: ServedProcess, answer: str) -> None:
+    """An honest client is answered, soon, and rightly."""
+    started = monotonic()
+    found = server.post(prompt=PROMPT)
+    assert found.status_code == 200 and found.json()["choices"][0]["text"] == answer
+    assert monotonic() - started < SOON
+
+
+def check_held_up(server: ServedProcess, answer: str, attack: Callable[[], httpx.Response], seconds: float) -> str:
+    """While ``attack`` runs honest clients are answered; it is refused within ``seconds``. Returns what it was told."""
+    refused: list[httpx.Response] = []
+
+    def ask() -> None:
+        with suppress(httpx.HTTPError):
+            refused.append(attack())
+
+    attacker = threading.Thread(target=ask, daemon=True)
+    started, memory = monotonic(), server.memory()
+    attacker.start()
+    while attacker.is_alive():
+        sleep(0.2)  # in which the attack reaches what it is meant for
+        check_honest(server, answer)
+        assert httpx.get(f"{server.url}/ready", timeout=SOON, verify=TLS).status_code == 200
+        assert monotonic() - started < seconds
+        assert server.memory() - memory < 300 << 20
+    check_honest(server, answer)
+    assert refused and refused[0].status_code == 400, refused
+    return str(refused[0].json()["error"]["message"])
+
+
+@pytest.mark.parametrize("name", HOSTILE_SCHEMAS)
+def test_a_schema_that_is_dear_to_compile_is_refused_and_holds_up_nobody(
+    attacked: ServedProcess, answer: str, name: str
+) -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": HOSTILE_SCHEMAS[name]}}
+    told = check_held_up(attacked, answer, lambda: attacked.post(60.0, prompt=PROMPT, response_format=form), seconds=15.0)
+    assert "schema" in told and len(told) < 300 and "Regex" not in told and "\n" not in told
+
+
+def test_a_text_beyond_the_context_is_refused_before_it_is_tokenised(attacked: ServedProcess, answer: str) -> None:
+    choose = random.Random(0)
+    text = "".join(chr(choose.randrange(0x4E00, 0x9000)) for _ in range(1_300_000))  # 3.9 MB
+    for body in ({"prompt": text}, {"prompt": "ab" * 1_950_000}, {"prompt": [text[:1000], text]}):
+        told = check_held_up(attacked, answer, lambda body=body: attacked.post(60.0, **body), seconds=SOON)
+        assert "context of 256" in told
+
+
+def attack(server: ServedProcess, count: int) -> None:
+    """Has workers busy for as long as they may be."""
+
+    def ask(number: int) -> None:
+        schema = HOSTILE_SCHEMAS["a shorter one"] | {"description": str(number)}
+        with suppress(httpx.HTTPError):
+            server.post(60.0, prompt=PROMPT, response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+
+    for number in range(count):
+        threading.Thread(target=ask, args=(number,), daemon=True).start()
+    sleep(1.0)
+
+
+def test_a_signal_ends_a_server_under_attack(target: Path) -> None:
+    with serving_process(target, "--shutdown-grace", "4") as server:
+        attack(server, 20)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(6.0) == 0
+
+
+def test_a_second_signal_ends_it_at_once_with_one_line(target: Path) -> None:
+    with serving_process(target) as server:
+        attack(server, 3)
+        server.process.send_signal(signal.SIGTERM)
+        sleep(0.3)
+        server.log.clear()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(2.0) == 128 + signal.SIGTERM
+        until(lambda: not server.reader.is_alive())
+        assert [json.loads(line)["event"] for line in server.log] == ["a second signal: the process ends at once"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes as Linux shows them")
+def test_no_worker_outlives_its_server(target: Path) -> None:
+    with serving_process(target) as server:
+        attack(server, 3)
+        tasks = Path(f"/proc/{server.process.pid}/task")
+        until(lambda: len(workers_of(tasks)) == 4)
+        workers = workers_of(tasks)
+        server.process.kill()
+        until(lambda: not any(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in workers if Path(f"/proc/{pid}").exists()), 8)
+
+
+def workers_of(tasks: Path) -> list[str]:
+    return [pid for task in tasks.iterdir() for pid in (task / "children").read_text().split()]

@@ -1,0 +1,161 @@
+"""Nobody holds a connection open for nothing, and what is slow counts as a call's own time."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from time import monotonic, sleep
+from typing import Any
+
+import httpx
+import pytest
+
+from outrider import LLM
+from outrider.server.config import Client, KeyRing
+from outrider.server.connection import QuietAccepting
+
+from .served import Served, serving, until
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: "
+BODY = json.dumps({"prompt": "def add(", "max_tokens": 3}).encode()
+GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def strict(load: Callable[..., LLM]) -> Iterator[Served]:
+    with serving(load(), header_timeout=0.5, idle_timeout=1.0, request_timeout=1.5) as server:
+        yield server
+
+
+def connect(server: Served) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+    connection.settimeout(10)
+    return connection
+
+
+def closed_after(connection: socket.socket) -> tuple[float, bytes]:
+    """Seconds until the server closes a connection, and what it said before."""
+    started, said = monotonic(), b""
+    while data := connection.recv(4096):
+        said += data
+    return monotonic() - started, said
+
+
+def test_who_says_nothing_is_not_waited_for(strict: Served) -> None:
+    with connect(strict) as connection:
+        seconds, said = closed_after(connection)
+    assert 0.3 < seconds < 3 and said == b""
+
+
+def test_headers_that_do_not_end_are_refused_however_they_come(strict: Served) -> None:
+    with connect(strict) as connection:
+
+        def drip() -> None:
+            for byte in HEAD * 5:
+                try:
+                    connection.sendall(bytes([byte]))
+                except OSError:
+                    return
+                sleep(0.05)
+
+        threading.Thread(target=drip, daemon=True).start()
+        seconds, said = closed_after(connection)
+    assert 0.3 < seconds < 3 and said.startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_second_call_has_as_long_as_the_first_and_is_not_waited_for_longer(strict: Served) -> None:
+    with connect(strict) as connection:
+        for _ in range(3):
+            connection.sendall(GET)
+            said = b""
+            while not said.endswith(b"ok"):
+                said += connection.recv(4096)
+            assert b" 200 OK" in said
+            sleep(0.7)  # longer than headers may take, shorter than a connection may lie still
+        connection.sendall(GET[:20])
+        seconds, said = closed_after(connection)
+        assert 0.3 < seconds < 0.9 and b" 408 " in said
+    with connect(strict) as connection:
+        connection.sendall(GET + GET)  # the second before the first is answered
+        seconds, said = closed_after(connection)
+        assert 0.8 < seconds < 3 and said.count(b"200 OK") == 2 and b" 408 " not in said
+
+
+def test_a_body_on_its_way_is_no_idle_connection_but_counts_as_the_calls_time(strict: Served) -> None:
+    for pause, status in ((0.7, b" 200 "), (1.7, b" 504 ")):
+        with connect(strict) as connection:
+            connection.sendall(HEAD + str(len(BODY)).encode() + b"\r\n\r\n" + BODY[:5])
+            sleep(pause)
+            connection.sendall(BODY[5:])
+            assert status in connection.recv(4096)
+
+
+def test_an_answer_that_nobody_reads_is_broken_off(load: Callable[..., LLM]) -> None:
+    with serving(load(), idle_timeout=0.5, stream_interval=0) as server:
+        server._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        connection = connect(server)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        body = {"prompt": "x", "stream": True, "max_tokens": 200, "logprobs": 20, "ignore_eos": True}
+        payload = json.dumps(body).encode()
+        connection.sendall(HEAD + str(len(payload)).encode() + b"\r\n\r\n" + payload)
+        until(lambda: server.service.bridge.num_open)
+        until(lambda: not server.service.bridge.num_open)
+        until(lambda: not server.server.server_state.connections, 5)
+        connection.close()
+
+
+def test_connections_that_cannot_be_accepted_are_one_message_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    quiet, loop = QuietAccepting(), asyncio.new_event_loop()
+    context = {"message": "socket.accept() out of system resource", "exception": OSError(errno.EMFILE, "too many open files")}
+    with caplog.at_level(logging.ERROR):
+        for _ in range(5000):
+            quiet(loop, context)
+        assert len(caplog.records) == 1 and "too many open files" in caplog.text
+        quiet._last -= 61
+        quiet(loop, context)
+        assert "tried 5000 times" in caplog.records[-1].getMessage()
+        quiet(loop, {"message": "another"})
+        assert caplog.records[-1].getMessage() == "another"
+    loop.close()
+
+
+def test_the_description_of_the_interface_is_for_those_with_a_key(load: Callable[..., LLM]) -> None:
+    with serving(load(), KeyRing([("secret", Client())])) as server:
+        assert httpx.get(server.url + "/openapi.json").status_code == 401
+        assert httpx.get(server.url + "/openapi.json", headers={"authorization": "Bearer secret"}).status_code == 200
+
+
+def test_ready_says_what_does_not_move(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(load(), stall_timeout=0.3) as server:
+
+        def ready() -> tuple[int, str]:
+            answer = httpx.get(server.url + "/ready")
+            return answer.status_code, answer.text
+
+        server.text("x")
+        assert ready() == (200, "ready")
+        go, step = threading.Event(), server.llm.engine.step
+
+        def held() -> Any:
+            go.wait(20)
+            return step()
+
+        monkeypatch.setattr(server.llm.engine, "step", held)
+        asking = threading.Thread(target=lambda: server.text("x"))
+        asking.start()
+        until(lambda: ready()[0] == 503)
+        assert "not ready: the engine has not moved for" in ready()[1]
+        go.set()
+        asking.join()
+        assert ready() == (200, "ready")
+        texts, schemas = server.service.pools
+        monkeypatch.setattr(type(texts), "stalled_seconds", 1.0)
+        assert ready()[0] == 503 and "the workers have not moved for 1 s" in ready()[1]
+        monkeypatch.undo()
+        schemas._trouble = "no memory"
+        assert ready() == (503, "not ready: no process to compile a JSON schema starts: no memory")

@@ -1,0 +1,209 @@
+"""Worker processes say what the tokenizer says, end what takes too long or too much, and are replaced when they are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+
+from outrider import LLM
+from outrider.server import pool as pools
+from outrider.server.bridge import Stopping
+from outrider.server.config import ANYONE, Client, ServerConfig
+from outrider.server.grammar import Grammars
+from outrider.server.pool import WorkerPool
+from outrider.server.prompts import Prompts, tools
+from outrider.types import OutriderError
+
+Result = TypeVar("Result")
+TEXTS = ["", " ", "def add(first, second):", "naïve café\n\n\t", "<|end|>", "a<|end|>b <|user|>", "\u200b🦀" * 20, "x" * 100]
+DEAR = {"schema": json.dumps({"type": "string", "allOf": [{"pattern": f".*{chr(97 + i)}.*"} for i in range(26)]})}
+CHEAP = {"schema": '{"type": "integer"}'}
+
+
+def run(work: Coroutine[Any, Any, Result]) -> Result:
+    """Runs a test's coroutine, but not for ever."""
+    return asyncio.run(asyncio.wait_for(work, 60.0))
+
+
+async def aside(work: Callable[[], Result]) -> Result:
+    return work()
+
+
+@asynccontextmanager
+async def started(pool: WorkerPool | None) -> AsyncIterator[WorkerPool]:
+    assert pool is not None
+    pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.stop()
+
+
+def schema_pool(plain: LLM, seconds: float = 20.0, memory: int = 1 << 30, size: int = 1) -> WorkerPool:
+    limits = {"seconds": seconds, "memory": memory, "for_texts": False}
+    return WorkerPool("compile a JSON schema", {**(tools(plain) or {}), **limits}, size, eager=True)
+
+
+def test_workers_say_what_the_tokenizer_says(plain: LLM) -> None:
+    messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "<|end|> naïve"}]
+
+    async def work() -> tuple[list[list[int]], list[list[int]]]:
+        prompts = Prompts(plain, ServerConfig(), tools(plain), aside)
+        async with started(prompts.pool):
+            return await prompts.encode(TEXTS, ANYONE), await prompts.chat(messages, ANYONE)
+
+    texts, chat = run(work())
+    assert texts == [plain.encode(text) for text in TEXTS] and chat == [plain.chat_prompt(messages)]
+
+
+def test_a_tokenizer_of_another_kind_is_run_by_the_server_itself(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(type(plain.tokenizer)):  # type: ignore[misc]
+        def encode(self, text: str, **options: Any) -> list[int]:
+            return [7, 8]
+
+    monkeypatch.setattr(plain.tokenizer, "__class__", Own)
+    prompts = Prompts(plain, ServerConfig(), tools(plain), aside)
+    assert prompts.pool is None
+    assert run(prompts.encode(["a", "b"], ANYONE)) == [[7, 8], [7, 8]]
+    with pytest.raises(OutriderError, match="characters"):
+        run(prompts.encode(["a" * 10_000], ANYONE))
+
+
+def test_what_cannot_fit_is_refused(plain: LLM) -> None:
+    async def work() -> None:
+        prompts = Prompts(plain, ServerConfig(), tools(plain), aside)
+        async with started(prompts.pool):
+            for given in (["fine", "x1 " * 400], [[1] * 256]):
+                with pytest.raises(OutriderError, match="leaves no room in the context of 256"):
+                    await prompts.encode(given, ANYONE)
+            with pytest.raises(OutriderError, match="300 messages do not fit"):
+                await prompts.chat([{"role": "user", "content": ""}] * 300, ANYONE)
+
+    run(work())
+
+
+def test_a_job_that_takes_too_long_is_ended_and_the_next_is_done(plain: LLM) -> None:
+    async def work() -> None:
+        async with started(schema_pool(plain, seconds=0.5)) as pool:
+            with pytest.raises(OutriderError, match=r"takes longer than 0.5 s: send less"):
+                await pool.do(DEAR, 1, ANYONE)
+            assert await pool.do(CHEAP, 1, ANYONE) == {}
+
+    run(work())
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is limited where the system says what is held")
+def test_a_job_that_takes_too_much_memory_is_ended_and_the_next_is_done(plain: LLM) -> None:
+    async def work() -> None:
+        async with started(schema_pool(plain, memory=64 << 20)) as pool:
+            with pytest.raises(OutriderError, match="takes more than 64 MiB of memory: send less"):
+                await pool.do(DEAR, 1, ANYONE)
+            assert await pool.do(CHEAP, 1, ANYONE) == {}
+
+    run(work())
+
+
+def children() -> list[int]:
+    tasks = Path("/proc/self/task").iterdir()
+    return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes as Linux shows them")
+def test_a_worker_that_is_killed_costs_no_answer(plain: LLM) -> None:
+    async def work() -> None:
+        others = set(children())
+        async with started(schema_pool(plain)) as pool:
+            assert await pool.do(CHEAP, 1, ANYONE) == {}
+            (worker,) = set(children()) - others
+            os.kill(worker, signal.SIGKILL)  # while it waits
+            assert await pool.do(CHEAP, 1, ANYONE) == {}
+            busy = asyncio.ensure_future(pool.do(DEAR, 1, ANYONE))
+            for _ in range(2):  # while it works, and again: then it is the job's fault
+                await asyncio.sleep(1.0)
+                for worker in set(children()) - others:
+                    os.kill(worker, signal.SIGKILL)
+            with pytest.raises(OutriderError, match="memory"):
+                await busy
+            assert await pool.do(CHEAP, 1, ANYONE) == {}
+
+    run(work())
+
+
+def test_where_no_process_starts_nobody_waits_and_it_is_tried_again(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "PAUSE", 0.05)
+    monkeypatch.setattr(pools, "COMMAND", "raise SystemExit(3)")
+
+    async def work() -> None:
+        async with started(schema_pool(plain)) as pool:
+            for _ in range(2):
+                with pytest.raises(Stopping, match="no process to compile a JSON schema starts"):
+                    await pool.do(CHEAP, 1, ANYONE)
+            monkeypatch.undo()
+            while pool.trouble:
+                await asyncio.sleep(0.05)
+            assert await pool.do(CHEAP, 1, ANYONE) == {}
+
+    run(work())
+
+
+class Slow:
+    """A worker that takes its time and says what it was asked."""
+
+    order: ClassVar[list[str]] = []
+
+    @classmethod
+    async def start(cls, setup: object) -> Slow:
+        return cls()
+
+    async def answer(self, job: dict[str, str]) -> dict[str, str]:
+        await asyncio.sleep(0.01)
+        self.order.append(job["of"])
+        return {}
+
+    async def kill(self) -> None: ...
+
+
+def test_clients_take_turns_and_none_waits_for_all_of_anothers(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "Worker", Slow)
+    monkeypatch.setattr(Slow, "order", [])
+
+    async def work() -> None:
+        async with started(schema_pool(plain)) as pool:
+            many = [asyncio.ensure_future(pool.do({"of": "ada"}, 100, Client("ada"))) for _ in range(20)]
+            await asyncio.sleep(0.015)
+            await asyncio.gather(pool.do({"of": "bob"}, 100, Client("bob")), pool.do({"of": "eve"}, 100, Client("eve", 1)))
+            assert Slow.order.index("eve") <= 3 and Slow.order.index("bob") <= 5
+            many[5].cancel()
+            await asyncio.gather(*many, return_exceptions=True)
+            assert Slow.order.count("ada") == 19
+
+    run(work())
+
+
+def test_a_schema_is_tried_out_once_and_its_refusal_is_remembered(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "Worker", Slow)
+    monkeypatch.setattr(Slow, "answer", lambda self, job: Slow.order.append(job["schema"]) or asyncio.sleep(0.01, {}))
+    monkeypatch.setattr(Slow, "order", [])
+
+    async def work() -> None:
+        grammars = Grammars(tools(plain), ServerConfig(), aside)
+        async with started(grammars.pool):
+            found = await asyncio.gather(*(grammars.get({"type": "integer"}, ANYONE) for _ in range(5)))
+            assert len(set(map(id, found))) == 1 and found[0] is await grammars.get({"type": "integer"}, ANYONE)
+            for _ in range(3):
+                with pytest.raises(OutriderError, match="cannot be followed"):
+                    await grammars.get({"type": "nonsense"}, ANYONE)
+            assert len(Slow.order) == 2
+            found[0].refusal = "too slow"
+            with pytest.raises(OutriderError, match="too slow"):
+                await grammars.get({"type": "integer"}, ANYONE)
+
+    run(work())
