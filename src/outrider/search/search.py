@@ -275,9 +275,9 @@ class Search:
 
 def why_dropped(found: Standing, label: str) -> str:
     """Why a contender did not go on to the next rung."""
-    speedup, best = found.speedups[label], next(iter(found.speedups))
-    behind = PLAIN if found.is_slower(label, 1.0) else best
-    return f"measured at {speedup:.2f} times plain decoding's speed, slower than {behind}"
+    best, fastest = next(iter(found.speedups.items()))
+    said = f"dropped at {found.speedups[label]:.2f} times plain decoding's speed"
+    return said if label == best else f"{said}, when {best} reached {fastest:.2f}"
 
 
 def _labels(contenders: Sequence[Contender]) -> list[str]:
