@@ -30,8 +30,8 @@ from outrider.bench.measure import generate
 from outrider.bench.provenance import provenance
 from outrider.engine.methods import ALL, chosen_methods, fitting_proposers
 from outrider.family import DRAFT
+from outrider.method_text import split_methods
 from outrider.proposers.base import Proposer
-from outrider.registry import split_methods
 from outrider.search import Question, Search
 from outrider.search.choice import Choice
 from outrider.search.journal import Journal

@@ -18,20 +18,32 @@ FILES = sorted(ROOT.rglob("*.py"))
 # What each room may import of the others. Rooms are folders of src/outrider, or single modules.
 BELOW = {
     "types": set(),
-    "registry": {"types"},
+    "method_text": {"types"},
     "disk_cache": {"types"},
     "progress": set(),
     "cpp_library": {"disk_cache", "progress"},
     "sampling": {"types", "cpp_library"},
     "verifiers": {"types", "sampling"},
-    "runner": {"types", "sampling", "registry", "disk_cache", "cpp_library", "progress"},
+    "runner": {"types", "disk_cache", "cpp_library", "progress"},
     "heads": {"types", "runner"},
-    "proposers": {"types", "sampling", "registry", "runner", "heads"},
+    "proposers": {"types", "method_text", "sampling", "runner", "heads"},
+    "registry": {"types", "verifiers", "proposers"},
+    "tune": {"types", "runner"},
     "family": set(),
-    "engine": {"types", "sampling", "registry", "verifiers", "runner", "proposers", "family"},
-    "tune": {"types", "sampling", "registry", "verifiers", "runner", "proposers", "engine"},
-    "export": {"types", "registry", "disk_cache", "sampling", "runner", "heads", "proposers", "family", "engine"},
-    "train": {"types", "sampling", "registry", "runner", "heads", "proposers", "family"},
+    "engine": {"types", "method_text", "sampling", "verifiers", "runner", "proposers", "registry", "tune", "family"},
+    "export": {
+        "types",
+        "method_text",
+        "disk_cache",
+        "sampling",
+        "runner",
+        "heads",
+        "proposers",
+        "registry",
+        "family",
+        "engine",
+    },
+    "train": {"types", "sampling", "runner", "heads", "proposers", "family"},
 }
 TOP = {
     "bench",
@@ -58,25 +70,47 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imported_rooms(path: Path) -> set[str]:
-    """Rooms imported anywhere in a file, type-checking blocks left out: they are read, not run."""
-    tree = tree_of(path)
-    skipped = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            skipped.update(id(child) for child in ast.walk(node))
-    rooms = set()
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
-        names = []
+def module_of(path: Path) -> str:
+    return ".".join(["outrider", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in FILES}
+
+
+@cache
+def imported_modules(path: Path) -> frozenset[str]:
+    """Modules of the package that a file names anywhere: imported at its top, in a function or for type checkers only, or as
+    the text ``"outrider.module:attribute"`` of a registry."""
+    found = set()
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            names = [f"{node.module}.{alias.name}" if node.module == "outrider" else str(node.module) for alias in node.names]
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in MODULES else str(node.module) for name in names}
         elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        rooms |= {name.split(".")[1] for name in names if name.startswith("outrider.")}
-    return rooms
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.update(re.findall(r"^(outrider(?:\.\w+)+)(?::\w+)?$", node.value))
+    return frozenset((found & MODULES.keys()) - {module_of(path)})
+
+
+def circle_through(module: str) -> list[str] | None:
+    """Modules that import each other from ``module`` back to it; None if there are none."""
+    ways, seen = [[module]], {module}
+    while ways:
+        way = ways.pop()
+        for other in imported_modules(MODULES[way[-1]]):
+            if other == module:
+                return [*way, module]
+            if other not in seen:
+                seen.add(other)
+                ways.append([*way, other])
+    return None
+
+
+def test_no_modules_import_each_other() -> None:
+    circles = [circle for module in MODULES if (circle := circle_through(module))]
+    assert not circles, " -> ".join(min(circles, key=len))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -85,7 +119,7 @@ def test_imports_go_one_way(path):
     if room in TOP:
         return
     assert room in BELOW, f"the room {room} is not in docs/structure.md's order of imports"
-    forbidden = imported_rooms(path) - BELOW[room] - {room}
+    forbidden = {room_of(MODULES[module]) for module in imported_modules(path)} - BELOW[room] - {room}
     assert not forbidden, f"{path.relative_to(ROOT)} imports {forbidden}"
 
 
@@ -117,7 +151,7 @@ def test_export_asks_what_a_method_is_and_never_what_it_is_called():
                 compared = {c.value for c in ast.walk(node) if isinstance(c, ast.Constant) and isinstance(c.value, str)}
                 assert not compared & names, f"{path.name}:{node.lineno} compares with a method's name"
             if isinstance(node, ast.ImportFrom):
-                assert not re.fullmatch(r"outrider\.proposers\.(?!base|portable)\w+", node.module or ""), path
+                assert not re.fullmatch(r"outrider\.proposers\.(?!base|method|portable)\w+", node.module or ""), path
 
 
 def test_verifiers_and_types_know_no_model_and_no_temperature():

@@ -9,8 +9,9 @@ import torch
 from runner.rounds import make_request, verdict_of
 from test_draft_model import Drafting
 
-from outrider.proposers.base import Proposer, ScriptedProposer, Setting, chain_proposal, merged
+from outrider.proposers.base import Proposer, ScriptedProposer, chain_proposal, merged
 from outrider.proposers.combined import CombinedConfig, CombinedProposer
+from outrider.proposers.method import Setting
 from outrider.registry import PROPOSERS
 from outrider.sampling import Sampler
 from outrider.types import Context, OutriderError, Proposal, SamplingParams
@@ -200,7 +201,7 @@ def test_two_names_joined_by_a_plus_make_one_method():
     proposer = joint.build(Setting(None, options={"suffix.min_match": "3", "min_first": "5"}))
     assert proposer.name == joint.name == "suffix+ngram"
     assert not joint.takes_draft and PROPOSERS.get("suffix+draft").takes_draft
-    assert proposer.auto_drafts == PROPOSERS.get("suffix").auto_drafts
+    assert proposer.auto_drafts == PROPOSERS.get("suffix").proposer.auto_drafts
     assert PROPOSERS.get("suffix+ngram+draft").name == "suffix+ngram+draft"
 
 

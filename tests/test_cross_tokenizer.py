@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from outrider import LLM, SamplingParams
-from outrider.proposers.base import Setting
-from outrider.proposers.cross_tokenizer import WINDOW, CrossTokenizerProposer, TokenizerPair, Translation
+from outrider.proposers.cross_tokenizer import METHOD, WINDOW, CrossTokenizerProposer, TokenizerPair, Translation
+from outrider.proposers.method import Setting
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.sampling import Sampler
 from outrider.types import Context, OutriderError
@@ -381,7 +381,7 @@ def test_a_pair_that_cannot_work_is_refused_in_one_line(tokenizer, draft_tokeniz
     model = make_model(small_config("llama", vocab_size=VOCAB))
     target = ModelRunner.load(copy.deepcopy(model), EAGER)
     with pytest.raises(OutriderError, match=message) as error:
-        CrossTokenizerProposer.build(Setting(target, tokenizer, model, draft_tokenizer))
+        METHOD.build(Setting(target, tokenizer, model, draft_tokenizer))
     assert "\n" not in str(error.value)
 
 

@@ -14,7 +14,8 @@ from tiny_folder import make_folder, make_tokenizer
 
 from outrider import LLM
 from outrider.doctor import Patient, check_up, checkup
-from outrider.proposers.base import Proposer, Setting, chain_proposal
+from outrider.proposers.base import Proposer, chain_proposal
+from outrider.proposers.method import MethodSpec, Setting
 from outrider.registry import PROPOSERS
 from outrider.types import Finding, SamplingParams
 
@@ -141,18 +142,6 @@ class Guessing(Proposer):
     def __init__(self, tenths):
         self.tenths = tenths
 
-    @classmethod
-    def build(cls, setting: Setting):
-        return cls(10 if setting.options.get("layer") == "3" else int(setting.options.get("tenths", 0)))
-
-    @classmethod
-    def examine(cls, setting: Setting):
-        yield Finding("note", "head", "looked at")
-
-    @classmethod
-    def alternatives(cls, setting: Setting):
-        return ["layer=1", "layer=3"]
-
     def propose(self, context, k):
         chains = []
         for request, limit in zip(context.requests, context.limits, strict=True):
@@ -162,12 +151,25 @@ class Guessing(Proposer):
         return chain_proposal(chains)
 
 
+class GuessingMethod(MethodSpec):
+    proposer = Guessing
+
+    def build(self, setting: Setting):
+        return Guessing(10 if setting.options.get("layer") == "3" else int(setting.options.get("tenths", 0)))
+
+    def examine(self, setting: Setting):
+        yield Finding("note", "head", "looked at")
+
+    def alternatives(self, setting: Setting):
+        return ["layer=1", "layer=3"]
+
+
 @pytest.fixture
 def guessing(target, monkeypatch):
     """The method, and what the target says to the doctor's prompts."""
     from outrider.bench.workloads import builtin, encode
 
-    monkeypatch.setitem(PROPOSERS._entries, "guessing", Guessing)
+    monkeypatch.setitem(PROPOSERS._entries, "guessing", GuessingMethod())
     llm = LLM(str(target), method="plain", **OPTIONS)
     prompts = [encode(llm.tokenizer, prompt)[-128:] for kind in checkup.WORKLOADS for prompt in builtin(kind, 1)]
     texts = llm.generate(prompts, LONG)

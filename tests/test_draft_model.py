@@ -8,8 +8,8 @@ from runner.rounds import make_model, make_request, make_text, plain_logits, unt
 from runner.test_architectures import small_config
 from tiny_folder import make_folder, make_tokenizer
 
-from outrider.proposers.base import Setting
-from outrider.proposers.draft_model import DraftModelProposer
+from outrider.proposers.draft_model import METHOD, DraftModelProposer
+from outrider.proposers.method import Setting
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.sampling import Sampler
 from outrider.types import Context, OutriderError, SamplingParams
@@ -161,7 +161,7 @@ def test_released_requests_leave_room_for_others():
 
 def build(tmp_path, draft, tokenizer=None, **setting):
     target = ModelRunner.load(make_folder(tmp_path / "target", seed=1), EAGER)
-    return DraftModelProposer.build(Setting(target, tokenizer, draft, **setting))
+    return METHOD.build(Setting(target, tokenizer, draft, **setting))
 
 
 def test_it_is_built_from_a_folder_with_the_targets_settings(tmp_path):

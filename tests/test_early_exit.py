@@ -23,8 +23,8 @@ from tiny_folder import make_folder, make_tokenizer
 from torch import nn
 
 from outrider import LLM, SamplingParams
-from outrider.proposers.base import Setting
-from outrider.proposers.early_exit import EarlyExitProposer, measure_exits, pick_exit
+from outrider.proposers.early_exit import METHOD, measure_exits, pick_exit
+from outrider.proposers.method import Setting
 from outrider.runner import ModelRunner, RunnerConfig, kernels
 from outrider.runner.cost_book import CostBook
 from outrider.runner.layer_span import WHOLE, LayerSpan
@@ -55,7 +55,7 @@ class Drafting:
         config = RunnerConfig(compile=compile, prefill_chunk=16)
         self.runner = ModelRunner.load(untouched(self.model), config)
         self.config = config
-        self.proposer = EarlyExitProposer.build(Setting(self.runner, options={"layers": depth}))
+        self.proposer = METHOD.build(Setting(self.runner, options={"layers": depth}))
         self.requests = [make_request(f"r{index}", make_text(length, index, 60)) for index, length in enumerate(lengths)]
         for request in self.requests:
             request.params = SamplingParams(temperature=temperature)

@@ -10,8 +10,8 @@ from runner.rounds import force_reference, make_model, make_request, make_text, 
 from runner.test_architectures import small_config
 
 from outrider import LLM, SamplingParams
-from outrider.proposers.base import Setting
-from outrider.proposers.low_bit import LowBitProposer
+from outrider.proposers.low_bit import METHOD
+from outrider.proposers.method import Setting
 from outrider.runner import ModelRunner, RunnerConfig, kernels
 from outrider.sampling import Sampler
 from outrider.types import Context, OutriderError
@@ -32,7 +32,7 @@ def even_model(model_type="llama"):
 def test_scores_and_the_cache_are_full_precision_after_every_commit(bits, temperature):
     model = even_model()
     runner, fresh = ModelRunner.load(untouched(model), EAGER), ModelRunner.load(untouched(model), EAGER)
-    proposer = LowBitProposer.build(Setting(runner, options={"bits": bits}))
+    proposer = METHOD.build(Setting(runner, options={"bits": bits}))
     requests = tuple(make_request(f"r{index}", make_text(length, index, 60)) for index, length in enumerate((3, 20, 37)))
     for request in requests:
         request.params = SamplingParams(temperature=temperature)

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from outrider.proposers.base import Setting
-from outrider.proposers.suffix import END, EarlierTexts, SuffixAutomaton, SuffixConfig, SuffixProposer
+from outrider.proposers.method import Setting
+from outrider.proposers.suffix import END, METHOD, EarlierTexts, SuffixAutomaton, SuffixConfig, SuffixProposer
 from outrider.types import Context, OutriderError, Request, SamplingParams
 
 TRUSTING = {"min_match": 1, "drafts_per_match": 99.0, "min_prob": 0.0}
@@ -317,5 +317,5 @@ def test_a_text_longer_than_the_memory_is_remembered_by_its_end():
 )
 def test_impossible_options_are_refused_in_one_line(options, message):
     with pytest.raises(OutriderError, match=message) as error:
-        SuffixProposer.build(Setting(None, options=options))
+        METHOD.build(Setting(None, options=options))
     assert "\n" not in str(error.value)

@@ -11,11 +11,11 @@ from tiny_folder import make_folder
 
 from outrider import LLM, SamplingParams, family
 from outrider.heads.checkpoint import EAGLE, MEDUSA, MODEL, kind_of
-from outrider.proposers.base import Setting, chosen_draft
-from outrider.proposers.draft_model import DraftModelProposer
-from outrider.proposers.eagle import EagleConfig, EagleProposer
-from outrider.proposers.medusa import MedusaConfig, MedusaProposer
-from outrider.registry import PROPOSERS, in_turn, join_method, options_by_part, split_method, split_methods
+from outrider.method_text import in_turn, join_method, options_by_part, split_method, split_methods
+from outrider.proposers.eagle import EagleConfig
+from outrider.proposers.medusa import MedusaConfig
+from outrider.proposers.method import Setting, chosen_draft
+from outrider.registry import PROPOSERS
 from outrider.types import OutriderError
 
 VOCAB, LAYERS = 320, 4
@@ -93,6 +93,7 @@ def test_two_methods_in_turn_come_apart_again():
 
 def test_a_folder_says_what_it_holds(home):
     held = {path.name: kind_of(path) for path in home.iterdir()}
+    assert {PROPOSERS.get(kind.name).drafts_with for kind in (MODEL, MEDUSA, EAGLE)} == {MODEL, MEDUSA, EAGLE}
     assert held == {"target": MODEL, "draft": MODEL, "medusa": MEDUSA, "eagle1": EAGLE, "eagle3": EAGLE}
     assert kind_of(home / "nowhere") is None
 
@@ -100,11 +101,11 @@ def test_a_folder_says_what_it_holds(home):
 def test_the_draft_named_for_a_method_comes_before_the_general_one_and_that_before_its_own(embedded):
     drafts = family.drafts()
     assert set(drafts) == {"draft", "medusa", "eagle1", "eagle3"}
-    assert chosen_draft(EagleProposer, None, None, drafts) == embedded / "eagle3"
-    assert chosen_draft(MedusaProposer, None, None, drafts) == embedded / "medusa"
-    assert chosen_draft(DraftModelProposer, None, None, drafts) == embedded / "draft"
-    assert chosen_draft(EagleProposer, "eagle1", str(embedded / "eagle3"), drafts) == embedded / "eagle1"
-    assert chosen_draft(EagleProposer, None, str(embedded / "eagle1"), drafts) == str(embedded / "eagle1")
+    assert chosen_draft(PROPOSERS.get("eagle"), None, None, drafts) == embedded / "eagle3"
+    assert chosen_draft(PROPOSERS.get("medusa"), None, None, drafts) == embedded / "medusa"
+    assert chosen_draft(PROPOSERS.get("draft"), None, None, drafts) == embedded / "draft"
+    assert chosen_draft(PROPOSERS.get("eagle"), "eagle1", str(embedded / "eagle3"), drafts) == embedded / "eagle1"
+    assert chosen_draft(PROPOSERS.get("eagle"), None, str(embedded / "eagle1"), drafts) == str(embedded / "eagle1")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_a_draft_of_another_kind_says_which_method_uses_it(method, name, said, h
 
 def test_a_target_that_comes_without_heads_says_so(home):
     with pytest.raises(OutriderError, match="'eagle3' is not among those that come with this target: give eagle:draft="):
-        chosen_draft(EagleProposer, None, None, {"draft": home / "draft"})
+        chosen_draft(PROPOSERS.get("eagle"), None, None, {"draft": home / "draft"})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from outrider.engine.outputs import Chunk, Completion, GenerationInterrupted
     from outrider.engine.shortcuts import from_transformers, generate, stream
     from outrider.engine.stats import GenerationStats
-    from outrider.proposers.base import PlainProposer, Proposer, ScriptedProposer
+    from outrider.proposers.base import Proposer, ScriptedProposer
+    from outrider.proposers.plain import PlainProposer
     from outrider.types import Context, OutriderError, Proposal, SamplingParams, Verdict
 
 __version__ = "0.1.0"
@@ -24,7 +25,7 @@ _HOMES = {
     "GenerationInterrupted": "outrider.engine.outputs",
     "GenerationStats": "outrider.engine.stats",
     "OutriderError": "outrider.types",
-    "PlainProposer": "outrider.proposers.base",
+    "PlainProposer": "outrider.proposers.plain",
     "Proposal": "outrider.types",
     "Proposer": "outrider.proposers.base",
     "SamplingParams": "outrider.types",

@@ -16,7 +16,8 @@ from outrider.audit.greedy import Difference, GreedyResult
 from outrider.audit.rig import Rig, Way
 from outrider.audit.sampling import AS_IS, STRESSED, Caught, Plan, Question, audit_samples, judge, make_plan
 from outrider.audit.watching import Stressed
-from outrider.proposers.base import PlainProposer, ScriptedProposer
+from outrider.proposers.base import ScriptedProposer
+from outrider.proposers.plain import PlainProposer
 from outrider.types import OutriderError, Proposal, SamplingParams
 from outrider.verifiers.base import Verifier
 from outrider.verifiers.block import BlockVerifier

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from outrider.bench.progress import Progress
 from outrider.bench.tables import tables
-from outrider.cli.bench import progress
 from outrider.cli.console import say_error, waiting
+from outrider.cli.progress import progress
 
 Run = Callable[..., "tuple[int, str, str]"]
 

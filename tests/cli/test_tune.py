@@ -16,7 +16,7 @@ from outrider.cli import app
 from outrider.cli.options import ModelOptions
 from outrider.cli.tune import plan_values
 from outrider.engine.plan import Plan
-from outrider.proposers.base import PlainProposer
+from outrider.proposers.plain import PlainProposer
 
 Run = Callable[..., "tuple[int, str, str]"]
 QUICK = ["--compile", "never", "--num-prompts", 3, "--max-tokens", 20, "--repeat", 1, "--k", "1,3"]

@@ -7,7 +7,8 @@ import torch
 from outrider.engine.engine import Emission, Engine
 from outrider.engine.policy import FixedLength
 from outrider.engine.scheduler import Scheduler
-from outrider.proposers.base import PlainProposer, ScriptedProposer
+from outrider.proposers.base import ScriptedProposer
+from outrider.proposers.plain import PlainProposer
 from outrider.runner.cost_book import CostBook
 from outrider.types import Context, Proposal, Request, SamplingParams, Scores, Verdict
 from outrider.verifiers.exact import ExactMatchVerifier

@@ -20,7 +20,8 @@ from tiny_folder import letter_tokenizer, make_folder
 
 from outrider.cli import main
 from outrider.engine.plan import Plan
-from outrider.export.engine import ENGINES, SCRIPT, Export, write
+from outrider.export.engine import SCRIPT, Export, write
+from outrider.export.engines import ENGINES
 from outrider.export.launch import working_folder
 from outrider.export.vllm_adapter import KEY, TextProposer
 from outrider.export.wanted import wanted
@@ -323,7 +324,7 @@ def test_own_code_is_refused_where_there_is_none_to_bring(export: Any) -> None:
 
 
 def test_every_method_says_what_it_is() -> None:
-    from outrider.proposers.base import Setting
+    from outrider.proposers.method import Setting
     from outrider.proposers.portable import Portable
 
     setting = Setting.without_target(draft="owner/name", drafts={"medusa": "owner/heads", "eagle3": "owner/head"})

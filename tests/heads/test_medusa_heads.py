@@ -11,8 +11,8 @@ from toy import make_request
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.heads import medusa
-from outrider.proposers.base import Setting
 from outrider.proposers.medusa import MedusaConfig, MedusaProposer
+from outrider.proposers.method import Setting
 from outrider.registry import PROPOSERS
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.sampling import Sampler

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from outrider.bench.contenders import Contender
-from outrider.proposers.base import PlainProposer, Proposer
+from outrider.proposers.base import Proposer
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.ngram import NgramProposer
+from outrider.proposers.plain import PlainProposer
 from outrider.proposers.suffix import SuffixProposer
 from outrider.search import choice
 from outrider.search.measurements import Group, Measurements

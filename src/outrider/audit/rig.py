@@ -12,7 +12,8 @@ from outrider.audit.evidence import Sample
 from outrider.audit.watching import Led, Watched
 from outrider.engine import Engine, FixedLength, Scheduler
 from outrider.engine.logprobs import TokenLogprobs
-from outrider.proposers.base import PlainProposer, Proposer
+from outrider.proposers.base import Proposer
+from outrider.proposers.plain import PlainProposer
 from outrider.runner import ModelRunner
 from outrider.sampling.randomness import key_of
 from outrider.types import OutriderError, Request, SamplingParams

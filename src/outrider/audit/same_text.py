@@ -14,7 +14,8 @@ from typing import Any
 from outrider.audit.rig import Rig, Way
 from outrider.engine import LLM
 from outrider.engine.config import build_verifiers
-from outrider.proposers.base import PlainProposer, Proposer
+from outrider.proposers.base import Proposer
+from outrider.proposers.plain import PlainProposer
 from outrider.types import SamplingParams
 
 PLAIN = PlainProposer.name

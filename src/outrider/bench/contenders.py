@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 from outrider.engine import Engine, FixedLength, LengthPolicy
 from outrider.engine.config import Speculation, build_policy, build_proposer, build_verifiers
-from outrider.proposers.base import PlainProposer, Proposer
-from outrider.registry import PROPOSERS, split_method
+from outrider.method_text import split_method
+from outrider.proposers.base import Proposer
+from outrider.proposers.plain import PlainProposer
+from outrider.registry import PROPOSERS
 from outrider.types import Context, Round
 
 if TYPE_CHECKING:

@@ -110,7 +110,7 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     from outrider.cli.session import load, resolve
     from outrider.engine.config import build_verifiers, default_method
     from outrider.engine.methods import ALL, chosen_methods, fitting_proposers
-    from outrider.registry import split_methods
+    from outrider.method_text import split_methods
     from outrider.types import OutriderError
 
     check_outputs({"--out": output.out, "--html": output.html})

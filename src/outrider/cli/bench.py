@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,14 +11,15 @@ import typer
 
 from outrider.cli import bench_documents, bench_serve
 from outrider.cli.bench_documents import check_outputs, write_or_say
+from outrider.cli.bench_target import inflate_target
 from outrider.cli.options import MethodOptions, ModelOptions, parse_k, parse_list, with_groups
+from outrider.cli.progress import progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from outrider.bench.contenders import Contender, Contenders
     from outrider.bench.grid import Group, Plan
-    from outrider.bench.progress import Progress as State
     from outrider.engine import LLM
 
 GRID, OUTPUT = "What is measured", "Output"
@@ -174,7 +173,8 @@ def parse_contenders(grid: GridOptions, draft: object, drafts: Mapping[str, obje
     """
     from outrider.bench.contenders import Contender
     from outrider.engine.config import default_method
-    from outrider.registry import DEFAULT_METHOD, PROPOSERS, split_method, split_methods
+    from outrider.method_text import split_method, split_methods
+    from outrider.registry import DEFAULT_METHOD, PROPOSERS
 
     default = dict.fromkeys([default_method(draft, drafts), DEFAULT_METHOD])
     methods = dict.fromkeys(method.strip() for method in (split_methods(grid.methods) if grid.methods else default))
@@ -234,25 +234,6 @@ def check_plan(plan: Plan, llm: LLM) -> None:
                 )
 
 
-def inflate_target(models: ModelOptions, size: str | None) -> tuple[ModelOptions, dict[str, Any]]:
-    """The target at another size's cost, and what the results must say about it."""
-    if size is None:
-        return models, {}
-    from outrider.bench.inflate import inflated
-    from outrider.types import OutriderError
-
-    source: str | Path | None = models.target
-    if source is None:
-        from outrider.family import TARGET
-
-        source = TARGET
-    if not Path(source).expanduser().is_dir():
-        raise OutriderError("--inflate needs a target in a local folder")
-    folder = inflated(Path(source).expanduser(), size)
-    note = json.loads((folder / "config.json").read_text())["outrider_inflated"]
-    return replace(models, target=str(folder)), {"inflated": {"size": size, **note}}
-
-
 def inflate_heads(
     chosen: Sequence[Contender], given: Mapping[str, Any], target: str | None, size: str | None
 ) -> dict[str, Any]:
@@ -261,7 +242,8 @@ def inflate_heads(
         return {}
     from outrider.bench.inflate_heads import inflated_head
     from outrider.heads.checkpoint import MODEL, kind_of
-    from outrider.registry import PROPOSERS, split_method
+    from outrider.method_text import split_method
+    from outrider.registry import PROPOSERS
 
     draft, drafts = given.get("draft"), dict(given.get("drafts", {}))
     used: list[object] = []
@@ -278,31 +260,3 @@ def inflate_heads(
 def name_of(target: str | None, inflated: str | None) -> str:
     """The target's name in results: as it was given; of an inflated one its folder's, not where the cache lies."""
     return Path(target).name if target and inflated else target or "embedded"
-
-
-@contextmanager
-def progress() -> Iterator[Callable[[State], None]]:
-    """A bar with the time left on a terminal; a line for each run elsewhere."""
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    from outrider.cli.console import err
-
-    text = TextColumn("{task.completed}/{task.total}  {task.fields[left]}  {task.description}", markup=False)
-    columns = (BarColumn(bar_width=24), text)
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task("", total=None, left="")
-
-        def report(state: State) -> None:
-            left = "" if state.seconds_left is None else f"{clock(state.seconds_left)} left"
-            bar.update(task, completed=state.done, total=state.total, left=left, description=state.what)
-            if not err.is_terminal:
-                err.print(f"{state.done}/{state.total} {left} {state.what}", markup=False, soft_wrap=True)
-
-        yield report
-
-
-def clock(seconds: float) -> str:
-    """Seconds as h:mm:ss or m:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

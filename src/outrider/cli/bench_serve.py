@@ -152,7 +152,7 @@ def read_loads(load: LoadOptions) -> list[Load]:
 def address(server: ServerOptions, plan: Path | None, models: ModelOptions, methods: MethodOptions) -> Iterator[str]:
     """Where requests go: the server named, or one that is started for as long as it is measured."""
     from outrider.bench.load.own_server import own_server
-    from outrider.cli.bench import inflate_target
+    from outrider.cli.bench_target import inflate_target
     from outrider.cli.console import waiting
     from outrider.cli.serve import joined
     from outrider.engine.plan import Plan
@@ -223,7 +223,7 @@ def measure(sweep: Sweep) -> bool:
     """Runs the sweep with its progress shown. Returns whether Ctrl-C ended it: what was measured by then stays."""
     import httpx
 
-    from outrider.cli.bench import progress
+    from outrider.cli.progress import progress
     from outrider.types import OutriderError
 
     try:

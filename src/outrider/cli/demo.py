@@ -72,7 +72,8 @@ def load_track(models: ModelOptions, methods: str | None) -> Track:
     from outrider.cli.console import waiting
     from outrider.cli.session import load, resolve
     from outrider.engine.config import default_method
-    from outrider.registry import DEFAULT_METHOD, PROPOSERS, split_methods
+    from outrider.method_text import split_methods
+    from outrider.registry import DEFAULT_METHOD, PROPOSERS
     from outrider.server.demo.track import Track
 
     wanted = [method.strip() for method in split_methods(methods)] if methods else []

@@ -37,7 +37,8 @@ def command(
     from outrider.cli.serve import joined
     from outrider.cli.session import check_source
     from outrider.engine.plan import Plan
-    from outrider.export.engine import ENGINES, SCRIPT, write
+    from outrider.export.engine import SCRIPT, write
+    from outrider.export.engines import ENGINES
     from outrider.export.wanted import wanted
 
     engine = ENGINES.get(to)()

@@ -215,7 +215,8 @@ def serve_elsewhere(
     """Becomes the other engine's server. Raises ``OutriderError`` where it is not there, or an option means nothing to it."""
     from outrider.cli.session import check_source
     from outrider.engine.plan import Plan
-    from outrider.export.engine import ENGINES, write
+    from outrider.export.engine import write
+    from outrider.export.engines import ENGINES
     from outrider.export.launch import become, find_command, working_folder
     from outrider.export.wanted import wanted
     from outrider.types import OutriderError

@@ -52,7 +52,8 @@ def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
 
     Raises ``OutriderError`` for a mistake that needs no model to be found, before the seconds that loading takes.
     """
-    from outrider.registry import PROPOSERS, VERIFIERS, split_method
+    from outrider.method_text import split_method
+    from outrider.registry import PROPOSERS, VERIFIERS
 
     k = parse_k(methods.k)
     if models.verifier is not None:
@@ -143,7 +144,7 @@ def _hub_reachable(seconds: float = 5.0) -> bool:
 
 def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
     """Loads target and draft. ``more`` goes to ``LLM`` as it is."""
-    from outrider.registry import split_method
+    from outrider.method_text import split_method
 
     show_notices()
     arguments = resolve(models, methods) | more

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.bench import progress
 from outrider.cli.bench_documents import check_outputs
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, parse_list, with_groups
+from outrider.cli.progress import progress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -130,7 +130,7 @@ def command(
     from outrider.cli.session import load
     from outrider.engine.config import build_verifiers
     from outrider.engine.methods import chosen_methods, fitting_proposers
-    from outrider.registry import split_methods
+    from outrider.method_text import split_methods
     from outrider.search import Search
     from outrider.search.journal import Journal
     from outrider.search.traffic import encoded
@@ -192,10 +192,11 @@ def finish(search: Search, chosen: Choice, models: ModelOptions, output: OutputO
 
 def plan_values(models: ModelOptions, chosen: Choice, search: Search) -> dict[str, Any]:
     """The plan's keys: what was chosen, and what was given to run the models."""
-    from outrider.registry import with_drafts
+    from outrider.method_text import split_method, with_drafts
+    from outrider.registry import PROPOSERS
 
     contender, known = chosen.chosen, search.llm.speculation.drafts
-    takes_draft = not contender.is_plain and search.proposers[contender.method].takes_draft
+    takes_draft = not contender.is_plain and PROPOSERS.get(split_method(contender.method)[0]).takes_draft
     given = asdict(models) | {
         "target": models.target and _findable(models.target),
         "draft": _findable(models.draft) if takes_draft and models.draft else None,
@@ -243,7 +244,7 @@ def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[Ask
 def check_drafts(models: ModelOptions, asked: SearchOptions) -> None:
     """Refuses a folder that is none before the seconds that loading takes."""
     from outrider.cli.session import check_source, resolve
-    from outrider.registry import split_method, split_methods
+    from outrider.method_text import split_method, split_methods
 
     resolve(models, MethodOptions())
     for method in split_methods(asked.methods):

@@ -15,8 +15,9 @@ from outrider.bench.measure import Run, generate
 from outrider.bench.workloads import builtin, encode
 from outrider.engine import LLM
 from outrider.engine.stats import expected_tau
-from outrider.proposers.base import Setting
-from outrider.registry import PROPOSERS, join_method, split_method
+from outrider.method_text import join_method, split_method
+from outrider.proposers.method import Setting
+from outrider.registry import PROPOSERS
 from outrider.types import Finding, OutriderError, SamplingParams
 
 if TYPE_CHECKING:

@@ -9,15 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.engine.policy import POLICIES, FixedLength, LengthPolicy
-from outrider.proposers.base import Proposer, Setting
-from outrider.registry import (
-    DEFAULT_METHOD,
-    DEFAULT_METHOD_WITH_DRAFT,
-    DEFAULT_METHOD_WITH_FOREIGN_DRAFT,
-    PROPOSERS,
-    VERIFIERS,
-    split_method,
-)
+from outrider.method_text import split_method
+from outrider.proposers.base import Proposer
+from outrider.proposers.method import Setting
+from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS, VERIFIERS
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.loading import load_config
 from outrider.runner.tokenizers import DifferentVocabulary
@@ -106,7 +101,8 @@ def build_proposer(speculation: Speculation, runner: ModelRunner, tokenizer: Pre
         proposer: Proposer = PROPOSERS.get(name).build(setting)
     except DifferentVocabulary as difference:
         if speculation.method is not None:
-            raise
+            advice = f"choose a draft made for this target's tokenizer, or the method {DEFAULT_METHOD_WITH_FOREIGN_DRAFT!r}"
+            raise OutriderError(f"{difference.what}; {advice}, which takes any") from difference
         logger.info("%s: drafting across tokenizers", difference.what)
         proposer = PROPOSERS.get(DEFAULT_METHOD_WITH_FOREIGN_DRAFT).build(setting)
     return proposer

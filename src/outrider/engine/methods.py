@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from outrider.engine.config import Speculation, build_proposer
+from outrider.method_text import split_method
 from outrider.proposers.base import Proposer
-from outrider.registry import PROPOSERS, split_method
+from outrider.registry import PROPOSERS
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outrider.registry import with_drafts
+from outrider.method_text import with_drafts
 from outrider.types import OutriderError
 
 if sys.version_info >= (3, 11):

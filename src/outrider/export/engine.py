@@ -1,4 +1,4 @@
-"""The interface of every engine that a plan can be written for, and the names under which they are found."""
+"""The interface of every engine that a plan can be written for."""
 
 from __future__ import annotations
 
@@ -12,19 +12,9 @@ from typing import ClassVar
 
 from outrider.export.wanted import Wanted
 from outrider.proposers.portable import Portable
-from outrider.registry import Registry
 from outrider.types import OutriderError
 
 SCRIPT = "run.sh"
-
-ENGINES = Registry(
-    "engine",
-    {
-        "vllm": "outrider.export.vllm:Vllm",
-        "sglang": "outrider.export.sglang:Sglang",
-        "transformers": "outrider.export.transformers:Transformers",
-    },
-)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import outrider
 from outrider.disk_cache import cache_dir
 from outrider.export.engine import Engine, Export
 from outrider.export.wanted import Wanted
@@ -83,7 +82,7 @@ def _alone(folder: Path) -> Path:
     """A folder in which this package lies and no other: the engine's environment has its own torch."""
     link = folder / "python" / "outrider"
     link.parent.mkdir(exist_ok=True)
-    package = Path(outrider.__file__).parent
+    package = Path(__file__).parent.parent
     if link.is_symlink() and link.resolve() == package.resolve():
         return link.parent
     link.unlink(missing_ok=True)

@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outrider.proposers.base import Proposer, Setting
-from outrider.registry import PROPOSERS, split_method
+from outrider.method_text import split_method
+from outrider.proposers.base import Proposer
+from outrider.proposers.method import Setting
+from outrider.registry import PROPOSERS
 from outrider.sampling import Sampler
 from outrider.types import Context, OutriderError, Request, SamplingParams
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from outrider.engine.config import default_method
 from outrider.engine.plan import Plan, served_name
-from outrider.proposers.base import Setting
+from outrider.method_text import split_method
+from outrider.proposers.method import Setting
 from outrider.proposers.portable import FeatureHead, NoDrafts, ParallelHeads, Portable, SmallModel
-from outrider.registry import DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS, VERIFIERS, split_method
+from outrider.registry import DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS, VERIFIERS
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:

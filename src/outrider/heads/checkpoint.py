@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,23 @@ logger = logging.getLogger(__name__)
 
 FILES = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-# What the folder of a draft may hold, in the words of messages.
-MODEL, MEDUSA, EAGLE = "a draft model", "Medusa heads", "an EAGLE head"
-MARKS = {  # names of tensors that nothing else has
-    MEDUSA: r"^(medusa_heads?\.)?(blocks\.0\.layers\.0\.|0\.0\.linear\.)",
-    EAGLE: r"^((model|eagle_module|draft_model)\.)?fc\.weight$",
-    MODEL: r"(embed_tokens|wte|embed_in|word_embeddings)\.weight$",
-}
+
+
+@dataclass(frozen=True)
+class DraftKind:
+    """What the folder of a draft may hold."""
+
+    name: str  # the method of this name drafts with it
+    what: str  # in messages
+    mark: str  # a regular expression that matches a tensor's name in such folders only
+
+    def __str__(self) -> str:
+        return self.what
+
+
+MODEL = DraftKind("draft", "a draft model", r"(embed_tokens|wte|embed_in|word_embeddings)\.weight$")
+MEDUSA = DraftKind("medusa", "Medusa heads", r"^(medusa_heads?\.)?(blocks\.0\.layers\.0\.|0\.0\.linear\.)")
+EAGLE = DraftKind("eagle", "an EAGLE head", r"^((model|eagle_module|draft_model)\.)?fc\.weight$")
 
 
 def find_folder(source: str | Path) -> Path:
@@ -51,8 +62,8 @@ def folder_of(source: object) -> Path:
     return find_folder(source)
 
 
-def kind_of(folder: Path) -> str | None:
-    """What a local folder holds by the names of its tensors: ``MODEL``, ``MEDUSA``, ``EAGLE``, or None if they do not tell."""
+def kind_of(folder: Path) -> DraftKind | None:
+    """What a local folder holds by the names of its tensors; None if they do not tell."""
     folder = folder.expanduser()
     if not folder.is_dir():
         return None
@@ -60,7 +71,8 @@ def kind_of(folder: Path) -> str | None:
         names = list(_tensor_names(folder))
     except Exception:  # broken files: whoever loads them says how
         return None
-    return next((kind for kind, mark in MARKS.items() if any(re.search(mark, name) for name in names)), None)
+    kinds = (MEDUSA, EAGLE, MODEL)  # heads may come with an embedding of their own
+    return next((kind for kind in kinds if any(re.search(kind.mark, name) for name in names)), None)
 
 
 def _tensor_names(folder: Path) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What stands around another proposer and changes its drafts: everything else is the inner one's."""
+"""The base of proposers that wrap another one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from outrider.types import Context, Request, Verdict
 
 
 class Around(Proposer):
-    """A proposer that hands on whatever it does not change."""
+    """A proposer that passes every call on to the inner one."""
 
     def __init__(self, inner: Proposer) -> None:
         self.inner = inner
         self.name, self.needs_hidden, self.drafts_trees = inner.name, inner.needs_hidden, inner.drafts_trees
-        self.max_drafts, self.auto_drafts, self.takes_draft = inner.max_drafts, inner.auto_drafts, inner.takes_draft
-        self.reads_text_only = inner.reads_text_only
+        self.max_drafts, self.auto_drafts, self.reads_text_only = inner.max_drafts, inner.auto_drafts, inner.reads_text_only
 
     @property
     def memory(self) -> object:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.proposers.base import Proposer, Setting, merged
+from outrider.method_text import options_by_part
+from outrider.proposers.base import Proposer, merged
+from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import Pair, Portable, TextDrafts
-from outrider.registry import options_by_part
 from outrider.types import Context, Finding, OutriderError, Proposal, Request, Verdict
 
 
@@ -83,7 +84,6 @@ class CombinedProposer(Proposer):
         self.drafts_trees = first.drafts_trees or second.drafts_trees
         self.max_drafts = max(first.max_drafts, second.max_drafts)
         self.auto_drafts = max(first.auto_drafts, second.auto_drafts)
-        self.takes_draft = first.takes_draft or second.takes_draft
         self.reads_text_only = first.reads_text_only and second.reads_text_only
         self._rows: dict[str, int] = {}  # of each request in the batch of this round
         self._owners: list[_Part] = []  # of each row's drafts
@@ -186,45 +186,40 @@ class CombinedProposer(Proposer):
         return Verdict(path, num_accepted, next_token)
 
 
-class Joint:
-    """Builds a ``CombinedProposer`` from two methods' factories; their options begin with their names: ``name.option``."""
+class CombinedMethod(MethodSpec):
+    """Two methods in turn, as one; their options begin with their names: ``name.option``."""
 
-    def __init__(self, first: Any, second: Any) -> None:
+    proposer = CombinedProposer
+    options = CombinedConfig
+
+    def __init__(self, first: MethodSpec, second: MethodSpec) -> None:
         self._parts = (first, second)
-        self.name = f"{first.name}+{second.name}"
-        self.drafts_trees = first.drafts_trees or second.drafts_trees
         self.takes_draft = first.takes_draft or second.takes_draft
-        self.reads_text_only = first.reads_text_only and second.reads_text_only
 
-    def portable(self, setting: Setting) -> Portable:
-        """Raises ``OutriderError`` for options that one of the two refuses."""
-        options = options_by_part(self.name, setting.options)
-        replace(setting, options=options[""]).config(CombinedConfig)
-        for part in self._parts:
-            part.portable(replace(setting, options=options[part.name]))
-        return TextDrafts() if self.reads_text_only else Pair()
+    @property
+    def name(self) -> str:
+        return "+".join(part.name for part in self._parts)
 
-    def examine(self, setting: Setting) -> Iterator[Finding]:
-        """Of both."""
-        options = options_by_part(self.name, setting.options)
-        for part in self._parts:
-            yield from part.examine(replace(setting, options=options[part.name]))
+    @property
+    def max_drafts(self) -> int:
+        return max(part.max_drafts for part in self._parts)
 
-    def alternatives(self, setting: Setting) -> list[str]:
-        """Those of both."""
-        options = options_by_part(self.name, setting.options)
-        found = [(part, part.alternatives(replace(setting, options=options[part.name]))) for part in self._parts]
-        return [_options_of(part.name, alternative) for part, alternatives in found for alternative in alternatives]
+    @property
+    def drafts_trees(self) -> bool:
+        return any(part.drafts_trees for part in self._parts)
+
+    @property
+    def reads_text_only(self) -> bool:
+        return all(part.reads_text_only for part in self._parts)
 
     def build(self, setting: Setting) -> CombinedProposer:
-        """Raises ``OutriderError`` where one of the two does not fit the target."""
-        options = options_by_part(self.name, setting.options)
-        config = replace(setting, options=options[""]).config(CombinedConfig)
-        first, second = [part.build(replace(setting, options=options[part.name])) for part in self._parts]
+        """Make both proposers. Raises ``OutriderError`` where one of the two does not fit the target."""
+        config = self._config(setting)
+        first, second = [part.build(own) for part, own in self._settings(setting)]
         return CombinedProposer(first, second, config)
 
     def join(self, first: Proposer, second: Proposer) -> CombinedProposer:
-        """Of two that are made already: their caches serve this one too, as long as no request runs in two of them."""
+        """Join two that are made already: their caches serve this one too, as long as no request runs in two of them."""
         return CombinedProposer(first, second)
 
     def drafts_in(self, options: Mapping[str, Any], general: object, drafts: Mapping[str, object]) -> list[object]:
@@ -232,7 +227,33 @@ class Joint:
         each = options_by_part(self.name, options)
         return [draft for part in self._parts for draft in part.drafts_in(each[part.name], general, drafts)]
 
+    def portable(self, setting: Setting) -> Portable:
+        """Raises ``OutriderError`` for options that one of the two refuses."""
+        self._config(setting)
+        for part, own in self._settings(setting):
+            part.portable(own)
+        return TextDrafts() if self.reads_text_only else Pair()
+
+    def examine(self, setting: Setting) -> Iterator[Finding]:
+        """Check both."""
+        for part, own in self._settings(setting):
+            yield from part.examine(own)
+
+    def alternatives(self, setting: Setting) -> list[str]:
+        """Those of both."""
+        found = [(part.name, part.alternatives(own)) for part, own in self._settings(setting)]
+        return [_options_of(name, alternative) for name, alternatives in found for alternative in alternatives]
+
+    def _settings(self, setting: Setting) -> list[tuple[MethodSpec, Setting]]:
+        """Each method with the setting that has its own options."""
+        options = options_by_part(self.name, setting.options)
+        return [(part, replace(setting, options=options[part.name])) for part in self._parts]
+
+    def _config(self, setting: Setting) -> CombinedConfig:
+        """The options of the two together."""
+        return replace(setting, options=options_by_part(self.name, setting.options)[""]).config(CombinedConfig)
+
 
 def _options_of(name: str, text: str) -> str:
-    """Options of a method as those of two in turn: each with the method's name before it."""
+    """Options of one method as those of two in turn: each after the method's name."""
     return ":".join([f"{name}.{option}" for option in text.split(":")])

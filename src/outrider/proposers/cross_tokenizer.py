@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from outrider.proposers.base import NoOptions, Setting, chain_proposal, merged
-from outrider.proposers.draft_model import DraftModelProposer, draft_tokenizer
+from outrider.proposers.base import chain_proposal, merged
+from outrider.proposers.draft_model import DraftModelMethod, DraftModelProposer, draft_tokenizer
+from outrider.proposers.method import NoOptions, Setting
 from outrider.proposers.portable import SmallModel
 from outrider.proposers.sample_text import TEXT
 from outrider.runner import ModelRunner
@@ -49,39 +50,6 @@ class CrossTokenizerProposer(DraftModelProposer):
         self._to_draft = torch.zeros(vocab_size, dtype=torch.long, device=draft.device)
         self._to_draft[self._target_ids] = self._draft_ids
         self._translations: dict[str, Translation] = {}
-
-    @classmethod
-    def build(cls, setting: Setting) -> CrossTokenizerProposer:
-        """Loads the draft beside the target. Raises ``OutriderError`` where it or one of the tokenizers is missing."""
-        setting = setting.of(cls)
-        setting.config(NoOptions)
-        tokenizer = draft_tokenizer(setting)
-        for whose, found in (("target", setting.tokenizer), ("draft", tokenizer)):
-            if found is None:
-                raise OutriderError(f"method {cls.name!r} needs the {whose}'s tokenizer: none was given and none found")
-        assert setting.tokenizer is not None and tokenizer is not None
-        draft = ModelRunner.load(setting.draft, setting.target.config)  # type: ignore[arg-type]
-        return cls(draft, setting.target.vocab_size, TokenizerPair(setting.tokenizer, tokenizer))
-
-    @classmethod
-    def portable(cls, setting: Setting) -> SmallModel:
-        setting = setting.of(cls)
-        setting.config(NoOptions)
-        return SmallModel(str(setting.draft), other_tokenizer=True)
-
-    @classmethod
-    def examine_vocabulary(cls, setting: Setting, draft: PreTrainedConfig) -> Iterator[Finding]:
-        """How much of the target's vocabulary the draft has too."""
-        tokenizer = draft_tokenizer(setting)
-        if setting.tokenizer is None or tokenizer is None:
-            yield Finding("wrong", "vocabulary", "one of the two has no tokenizer, so nothing can be translated")
-            return
-        common = {of_target for _, of_target in TokenizerPair(setting.tokenizer, tokenizer).common}
-        sample = setting.tokenizer.encode(TEXT)
-        share = sum(token in common for token in sample) / max(len(sample), 1)
-        said = f"{len(common):,} of the target's {len(setting.tokenizer):,} tokens are the draft's too, {share:.0%} of a sample"
-        text = f"{said} text: sampled requests are drafted no others"
-        yield Finding("ok" if share >= FEW_SHARED else "suspicious", "vocabulary", text)
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
@@ -175,6 +143,43 @@ class CrossTokenizerProposer(DraftModelProposer):
         """Whether the request's token masks leave any token that both have."""
         allowed = self._common if params.allowed_token_ids is None else self._common & set(params.allowed_token_ids)
         return len(allowed) > len(params.banned_token_ids) or bool(allowed - set(params.banned_token_ids))
+
+
+class CrossTokenizerMethod(DraftModelMethod):
+    proposer = CrossTokenizerProposer
+
+    def build(self, setting: Setting) -> CrossTokenizerProposer:
+        """Loads the draft beside the target. Raises ``OutriderError`` where it or one of the tokenizers is missing."""
+        setting = setting.of(self)
+        setting.config(NoOptions)
+        tokenizer = draft_tokenizer(setting)
+        for whose, found in (("target", setting.tokenizer), ("draft", tokenizer)):
+            if found is None:
+                raise OutriderError(f"method {self.name!r} needs the {whose}'s tokenizer: none was given and none found")
+        assert setting.tokenizer is not None and tokenizer is not None
+        draft = ModelRunner.load(setting.draft, setting.target.config)  # type: ignore[arg-type]
+        return CrossTokenizerProposer(draft, setting.target.vocab_size, TokenizerPair(setting.tokenizer, tokenizer))
+
+    def portable(self, setting: Setting) -> SmallModel:
+        setting = setting.of(self)
+        setting.config(NoOptions)
+        return SmallModel(str(setting.draft), other_tokenizer=True)
+
+    def examine_vocabulary(self, setting: Setting, draft: PreTrainedConfig) -> Iterator[Finding]:
+        """How much of the target's vocabulary the draft has too."""
+        tokenizer = draft_tokenizer(setting)
+        if setting.tokenizer is None or tokenizer is None:
+            yield Finding("wrong", "vocabulary", "one of the two has no tokenizer, so nothing can be translated")
+            return
+        common = {of_target for _, of_target in TokenizerPair(setting.tokenizer, tokenizer).common}
+        sample = setting.tokenizer.encode(TEXT)
+        share = sum(token in common for token in sample) / max(len(sample), 1)
+        said = f"{len(common):,} of the target's {len(setting.tokenizer):,} tokens are the draft's too, {share:.0%} of a sample"
+        text = f"{said} text: sampled requests are drafted no others"
+        yield Finding("ok" if share >= FEW_SHARED else "suspicious", "vocabulary", text)
+
+
+METHOD = CrossTokenizerMethod()
 
 
 class TokenizerPair:

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from outrider.proposers.base import NoOptions, Proposer, Setting, spread
+from outrider.proposers.base import Proposer, spread
+from outrider.proposers.method import MethodSpec, NoOptions, Setting
 from outrider.proposers.portable import Portable, SmallModel
 from outrider.runner import ModelRunner
 from outrider.runner.loading import load_config, text_config
@@ -27,57 +28,10 @@ class DraftModelProposer(Proposer):
     """
 
     name = "draft"
-    takes_draft = True
-    own_draft = "draft"
 
     def __init__(self, draft: ModelRunner | SelfDraft, vocab_size: int) -> None:
         self.draft = draft
         self._vocab_size = vocab_size  # the target's: padding rows of the embedding may differ between the two
-
-    @classmethod
-    def build(cls, setting: Setting) -> DraftModelProposer:
-        """Loads the draft beside the target. Raises ``OutriderError`` where there is none or the vocabularies differ."""
-        setting = setting.of(cls)
-        setting.config(NoOptions)
-        tokenizer = draft_tokenizer(setting)
-        if setting.tokenizer is not None and tokenizer is not None:
-            check_same_vocabulary(setting.tokenizer, tokenizer)
-        draft = ModelRunner.load(setting.draft, setting.target.config)  # type: ignore[arg-type]
-        if tokenizer is None and draft.vocab_size != setting.target.vocab_size:
-            raise OutriderError(f"the target has {setting.target.vocab_size} token ids, the draft {draft.vocab_size}")
-        return cls(draft, setting.target.vocab_size)
-
-    @classmethod
-    def portable(cls, setting: Setting) -> Portable:
-        setting = setting.of(cls)
-        setting.config(NoOptions)
-        return SmallModel(str(setting.draft))
-
-    @classmethod
-    def examine(cls, setting: Setting) -> Iterator[Finding]:
-        """Vocabulary, context, RoPE, dtype and size, from the draft's config and tokenizer."""
-        setting = setting.of(cls)
-        is_loaded = isinstance(setting.draft, PreTrainedModel)
-        config = text_config(setting.draft if is_loaded else load_config(setting.draft))  # type: ignore[arg-type]
-        yield from cls.examine_vocabulary(setting, config)
-        yield from _compared(text_config(setting.target.model), config, setting.target.max_len)
-
-    @classmethod
-    def examine_vocabulary(cls, setting: Setting, draft: PreTrainedConfig) -> Iterator[Finding]:
-        """Whether ids mean the same tokens to both."""
-        tokenizer = draft_tokenizer(setting)
-        if setting.tokenizer is None or tokenizer is None:
-            yield Finding("suspicious", "vocabulary", "one of the two has no tokenizer, so ids cannot be compared")
-        else:
-            try:
-                check_same_vocabulary(setting.tokenizer, tokenizer)
-            except OutriderError as error:
-                yield Finding("wrong", "vocabulary", str(error))
-            else:
-                yield Finding("ok", "vocabulary", f"the same {len(tokenizer):,} tokens, special ones included")
-        if draft.vocab_size != setting.target.vocab_size:
-            rows = f"{draft.vocab_size:,} rows in the draft's embedding, {setting.target.vocab_size:,} in the target's"
-            yield Finding("note", "embedding", f"{rows}: padding, which is cut")
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
@@ -149,6 +103,56 @@ class DraftModelProposer(Proposer):
     def retire(self, request_ids: Sequence[str]) -> None:
         self.draft.retire(request_ids)
         self.release(request_ids)
+
+
+class DraftModelMethod(MethodSpec):
+    proposer: type[Proposer] = DraftModelProposer
+    takes_draft = True
+    own_draft = "draft"
+
+    def build(self, setting: Setting) -> DraftModelProposer:
+        """Loads the draft beside the target. Raises ``OutriderError`` where there is none or the vocabularies differ."""
+        setting = setting.of(self)
+        setting.config(NoOptions)
+        tokenizer = draft_tokenizer(setting)
+        if setting.tokenizer is not None and tokenizer is not None:
+            check_same_vocabulary(setting.tokenizer, tokenizer)
+        draft = ModelRunner.load(setting.draft, setting.target.config)  # type: ignore[arg-type]
+        if tokenizer is None and draft.vocab_size != setting.target.vocab_size:
+            raise OutriderError(f"the target has {setting.target.vocab_size} token ids, the draft {draft.vocab_size}")
+        return DraftModelProposer(draft, setting.target.vocab_size)
+
+    def portable(self, setting: Setting) -> Portable:
+        setting = setting.of(self)
+        setting.config(NoOptions)
+        return SmallModel(str(setting.draft))
+
+    def examine(self, setting: Setting) -> Iterator[Finding]:
+        """Vocabulary, context, RoPE, dtype and size, from the draft's config and tokenizer."""
+        setting = setting.of(self)
+        is_loaded = isinstance(setting.draft, PreTrainedModel)
+        config = text_config(setting.draft if is_loaded else load_config(setting.draft))  # type: ignore[arg-type]
+        yield from self.examine_vocabulary(setting, config)
+        yield from _compared(text_config(setting.target.model), config, setting.target.max_len)
+
+    def examine_vocabulary(self, setting: Setting, draft: PreTrainedConfig) -> Iterator[Finding]:
+        """Whether ids mean the same tokens to both."""
+        tokenizer = draft_tokenizer(setting)
+        if setting.tokenizer is None or tokenizer is None:
+            yield Finding("suspicious", "vocabulary", "one of the two has no tokenizer, so ids cannot be compared")
+        else:
+            try:
+                check_same_vocabulary(setting.tokenizer, tokenizer)
+            except OutriderError as error:
+                yield Finding("wrong", "vocabulary", str(error))
+            else:
+                yield Finding("ok", "vocabulary", f"the same {len(tokenizer):,} tokens, special ones included")
+        if draft.vocab_size != setting.target.vocab_size:
+            rows = f"{draft.vocab_size:,} rows in the draft's embedding, {setting.target.vocab_size:,} in the target's"
+            yield Finding("note", "embedding", f"{rows}: padding, which is cut")
+
+
+METHOD = DraftModelMethod()
 
 
 def draft_tokenizer(setting: Setting) -> PreTrainedTokenizerBase | None:

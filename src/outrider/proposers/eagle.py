@@ -22,7 +22,8 @@ from outrider.heads import eagle_formats, findings
 from outrider.heads.checkpoint import EAGLE, folder_of
 from outrider.heads.eagle import EagleHead, check_fit
 from outrider.heads.head_runner import HeadRunner
-from outrider.proposers.base import Proposer, Setting, spread
+from outrider.proposers.base import Proposer, spread
+from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import FeatureHead
 from outrider.proposers.sample_text import TEXT
 from outrider.proposers.tree_chances import Calibration, Drafted, DrawnTree, Floats, GrownTree, SiblingRates, learn_from
@@ -55,9 +56,6 @@ class EagleProposer(Proposer):
 
     name = "eagle"
     drafts_trees = True
-    takes_draft = True
-    drafts_with = EAGLE
-    own_draft = "eagle3"
 
     def __init__(self, head: EagleHead, target: ModelRunner, config: EagleConfig = EagleConfig()) -> None:
         """Raises ``OutriderError`` for a head that does not fit the target."""
@@ -74,46 +72,6 @@ class EagleProposer(Proposer):
         self._rates = SiblingRates([config.acceptance] * config.max_depth)
         self._calibrations = {is_greedy: Calibration() for is_greedy in (True, False)}
         self._drafted: dict[str, Drafted] = {}  # of each request, until it is known what the target took
-
-    @classmethod
-    def build(cls, setting: Setting) -> EagleProposer:
-        """Loads the head beside the target. Raises ``OutriderError`` where there is none or it does not fit."""
-        setting = setting.of(cls)
-        target, source = setting.target, setting.draft
-        if isinstance(source, EagleHead):
-            return cls(source, target, setting.config(EagleConfig))
-        folder = folder_of(source)
-        head = eagle_formats.load(folder, target.num_layers, target.vocab_size, target.hidden_size)
-        return cls(head, target, setting.config(EagleConfig, acceptance=eagle_formats.measured_acceptance(folder)))
-
-    @classmethod
-    def portable(cls, setting: Setting) -> FeatureHead:
-        setting = setting.of(cls)
-        config = setting.config(EagleConfig)
-        asks_for_tree = config.top_k > 1 and not {"top_k", "max_nodes"}.isdisjoint(setting.options)
-        return FeatureHead(str(setting.draft), config.hidden_states, config.top_k, config.max_nodes, asks_for_tree)
-
-    @classmethod
-    def examine(cls, setting: Setting) -> Iterator[Finding]:
-        """Sizes, vocabulary, layers, norms, RoPE, dtype and embedding, from the head's files."""
-        setting = setting.of(cls)
-        if not isinstance(setting.draft, EagleHead):
-            sample = setting.tokenizer.encode(TEXT) if setting.tokenizer is not None else []
-            yield from findings.of_eagle(folder_of(setting.draft), setting.target, sample)
-
-    @classmethod
-    def alternatives(cls, setting: Setting) -> list[str]:
-        """The neighbours of the layers that an EAGLE-3 head reads: conventions differ by one."""
-        setting = setting.of(cls)
-        target, head = setting.target, setting.draft
-        if not isinstance(head, EagleHead):
-            head = eagle_formats.load(folder_of(head), target.num_layers, target.vocab_size, target.hidden_size)
-        states = setting.config(EagleConfig).hidden_states or head.shape.hidden_states
-        if head.shape.generation != 3:
-            return []
-        shifted = [[index + by for index in states] for by in (-1, 1)]
-        fitting = [each for each in shifted if min(each) >= 0 and max(each) <= target.num_layers]
-        return [f"hidden_states={','.join(map(str, each))}" for each in fitting]
 
     def num_nodes(self, k: int) -> int:
         return self._sizes.expected(k)
@@ -165,6 +123,53 @@ class EagleProposer(Proposer):
 
     def release(self, request_ids: Sequence[str]) -> None:
         self.head.release(request_ids)
+
+
+class EagleMethod(MethodSpec):
+    proposer = EagleProposer
+    options = EagleConfig
+    takes_draft = True
+    drafts_with = EAGLE
+    own_draft = "eagle3"
+
+    def build(self, setting: Setting) -> EagleProposer:
+        """Loads the head beside the target. Raises ``OutriderError`` where there is none or it does not fit."""
+        setting = setting.of(self)
+        target, source = setting.target, setting.draft
+        if isinstance(source, EagleHead):
+            return EagleProposer(source, target, setting.config(EagleConfig))
+        folder = folder_of(source)
+        head = eagle_formats.load(folder, target.num_layers, target.vocab_size, target.hidden_size)
+        return EagleProposer(head, target, setting.config(EagleConfig, acceptance=eagle_formats.measured_acceptance(folder)))
+
+    def portable(self, setting: Setting) -> FeatureHead:
+        setting = setting.of(self)
+        config = setting.config(EagleConfig)
+        asks_for_tree = config.top_k > 1 and not {"top_k", "max_nodes"}.isdisjoint(setting.options)
+        return FeatureHead(str(setting.draft), config.hidden_states, config.top_k, config.max_nodes, asks_for_tree)
+
+    def examine(self, setting: Setting) -> Iterator[Finding]:
+        """Sizes, vocabulary, layers, norms, RoPE, dtype and embedding, from the head's files."""
+        setting = setting.of(self)
+        if not isinstance(setting.draft, EagleHead):
+            sample = setting.tokenizer.encode(TEXT) if setting.tokenizer is not None else []
+            yield from findings.of_eagle(folder_of(setting.draft), setting.target, sample)
+
+    def alternatives(self, setting: Setting) -> list[str]:
+        """The neighbours of the layers that an EAGLE-3 head reads: conventions differ by one."""
+        setting = setting.of(self)
+        target, head = setting.target, setting.draft
+        if not isinstance(head, EagleHead):
+            head = eagle_formats.load(folder_of(head), target.num_layers, target.vocab_size, target.hidden_size)
+        states = setting.config(EagleConfig).hidden_states or head.shape.hidden_states
+        if head.shape.generation != 3:
+            return []
+        shifted = [[index + by for index in states] for by in (-1, 1)]
+        fitting = [each for each in shifted if min(each) >= 0 and max(each) <= target.num_layers]
+        return [f"hidden_states={','.join(map(str, each))}" for each in fitting]
+
+
+METHOD = EagleMethod()
 
 
 class _Round:

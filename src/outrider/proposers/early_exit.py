@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from outrider.proposers.base import Setting
 from outrider.proposers.draft_model import DraftModelProposer
+from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import FirstLayers
 from outrider.proposers.sample_text import TEXT
 from outrider.runner import ModelRunner
@@ -57,14 +57,16 @@ class EarlyExitProposer(DraftModelProposer):
     """A draft model that is the target's first layers: it keeps nothing of its own."""
 
     name = "early-exit"
-    takes_draft = False
 
-    @classmethod
-    def portable(cls, setting: Setting) -> FirstLayers:
+
+class EarlyExitMethod(MethodSpec):
+    proposer = EarlyExitProposer
+    options = EarlyExitConfig
+
+    def portable(self, setting: Setting) -> FirstLayers:
         return FirstLayers(setting.config(EarlyExitConfig).layers)
 
-    @classmethod
-    def examine(cls, setting: Setting) -> Iterator[Finding]:
+    def examine(self, setting: Setting) -> Iterator[Finding]:
         """Whether any exit promises a gain, on a text of its own."""
         if setting.tokenizer is None or setting.target.num_layers < 2:
             return
@@ -78,8 +80,7 @@ class EarlyExitProposer(DraftModelProposer):
             else Finding("suspicious", "exits", f"{said}: none promises a gain")
         )
 
-    @classmethod
-    def build(cls, setting: Setting) -> EarlyExitProposer:
+    def build(self, setting: Setting) -> EarlyExitProposer:
         """Raises ``OutriderError`` for a number of layers that the target lacks, and where its layers do not run in parts."""
         target, layers = setting.target, setting.config(EarlyExitConfig).layers
         if target.num_layers < 2:
@@ -91,7 +92,10 @@ class EarlyExitProposer(DraftModelProposer):
         check_layers(target, layers or 1)
         if layers is None:
             layers = pick_exit(target, setting.tokenizer)
-        return cls(SelfDraft(target, depth=layers), target.vocab_size)
+        return EarlyExitProposer(SelfDraft(target, depth=layers), target.vocab_size)
+
+
+METHOD = EarlyExitMethod()
 
 
 def pick_exit(target: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) -> int:

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from outrider.proposers.base import Setting
 from outrider.proposers.draft_model import DraftModelProposer
+from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import FewerBits
 from outrider.runner.linear import is_packed
 from outrider.runner.passes import PassRunner
@@ -38,14 +38,16 @@ class LowBitProposer(DraftModelProposer):
     """A draft model that is the target in fewer bits: its cache is the target's."""
 
     name = "low-bit"
-    takes_draft = False
 
-    @classmethod
-    def portable(cls, setting: Setting) -> FewerBits:
+
+class LowBitMethod(MethodSpec):
+    proposer = LowBitProposer
+    options = LowBitConfig
+
+    def portable(self, setting: Setting) -> FewerBits:
         return FewerBits(setting.config(LowBitConfig).bits)
 
-    @classmethod
-    def examine(cls, setting: Setting) -> Iterator[Finding]:
+    def examine(self, setting: Setting) -> Iterator[Finding]:
         """The memory that its weights add."""
         if is_packed(setting.target.model):
             bits = setting.config(LowBitConfig).bits
@@ -54,8 +56,7 @@ class LowBitProposer(DraftModelProposer):
                 "ok", "memory", f"the {bits}-bit weights that draft add {added:.0f} MB; they share the target's cache"
             )
 
-    @classmethod
-    def build(cls, setting: Setting) -> LowBitProposer:
+    def build(self, setting: Setting) -> LowBitProposer:
         """Tells the memory it adds, then quantises. Raises ``OutriderError`` where the target is not on the CPU kernels."""
         target, config = setting.target, setting.config(LowBitConfig)
         if not is_packed(target.model):
@@ -67,4 +68,7 @@ class LowBitProposer(DraftModelProposer):
         added = quantized_bytes(target.model, config.bits)
         logger.info("the %d-bit weights that draft add %.0f MB of memory", config.bits, added / 1e6)
         passes = PassRunner(quantized_copy(target.model, config.bits), target.cache, target.config.compile)
-        return cls(SelfDraft(target, passes), target.vocab_size)
+        return LowBitProposer(SelfDraft(target, passes), target.vocab_size)
+
+
+METHOD = LowBitMethod()

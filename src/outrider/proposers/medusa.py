@@ -21,7 +21,8 @@ from outrider.heads import findings
 from outrider.heads.checkpoint import MEDUSA, folder_of
 from outrider.heads.medusa import Accuracies, MedusaHeads, check_fit, load
 from outrider.heads.own_logits import finish_of
-from outrider.proposers.base import Proposer, Setting, spread
+from outrider.proposers.base import Proposer, spread
+from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import ParallelHeads
 from outrider.proposers.sample_text import TEXT
 from outrider.proposers.tree_chances import Drafted, DrawnTree, SiblingRates, learn_from
@@ -55,9 +56,6 @@ class MedusaProposer(Proposer):
 
     name = "medusa"
     drafts_trees = True
-    takes_draft = True
-    drafts_with = MEDUSA
-    own_draft = "medusa"
 
     def __init__(self, heads: MedusaHeads, target: ModelRunner, config: MedusaConfig = MedusaConfig()) -> None:
         """Raises ``OutriderError`` for heads that do not fit the target."""
@@ -74,30 +72,6 @@ class MedusaProposer(Proposer):
         self._finish, self._vocab_size = finish_of(target.model), target.vocab_size
         self._drafted: dict[str, Drafted] = {}  # of each request, until it is known what the target took
         self._sizes = TreeSizes(target, config.max_nodes)
-
-    @classmethod
-    def build(cls, setting: Setting) -> MedusaProposer:
-        """Loads the heads. Raises ``OutriderError`` where there are none or they do not fit the target."""
-        setting = setting.of(cls)
-        target, source = setting.target, setting.draft
-        if isinstance(source, MedusaHeads):
-            return cls(source, target, setting.config(MedusaConfig))
-        heads, accuracies = load(folder_of(source), target.vocab_size)
-        return cls(heads, target, setting.config(MedusaConfig, accuracies=accuracies))
-
-    @classmethod
-    def portable(cls, setting: Setting) -> ParallelHeads:
-        setting = setting.of(cls)
-        setting.config(MedusaConfig)
-        return ParallelHeads(str(setting.draft))
-
-    @classmethod
-    def examine(cls, setting: Setting) -> Iterator[Finding]:
-        """Sizes, vocabulary, number of heads and dtype, from their files."""
-        setting = setting.of(cls)
-        if not isinstance(setting.draft, MedusaHeads):
-            sample = setting.tokenizer.encode(TEXT) if setting.tokenizer is not None else []
-            yield from findings.of_medusa(folder_of(setting.draft), setting.target, sample)
 
     def num_nodes(self, k: int) -> int:
         return self._sizes.expected(k)
@@ -143,6 +117,38 @@ class MedusaProposer(Proposer):
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Compares the trees with what the target took."""
         learn_from(self._drafted, context, verdict)
+
+
+class MedusaMethod(MethodSpec):
+    proposer = MedusaProposer
+    options = MedusaConfig
+    takes_draft = True
+    drafts_with = MEDUSA
+    own_draft = "medusa"
+
+    def build(self, setting: Setting) -> MedusaProposer:
+        """Loads the heads. Raises ``OutriderError`` where there are none or they do not fit the target."""
+        setting = setting.of(self)
+        target, source = setting.target, setting.draft
+        if isinstance(source, MedusaHeads):
+            return MedusaProposer(source, target, setting.config(MedusaConfig))
+        heads, accuracies = load(folder_of(source), target.vocab_size)
+        return MedusaProposer(heads, target, setting.config(MedusaConfig, accuracies=accuracies))
+
+    def portable(self, setting: Setting) -> ParallelHeads:
+        setting = setting.of(self)
+        setting.config(MedusaConfig)
+        return ParallelHeads(str(setting.draft))
+
+    def examine(self, setting: Setting) -> Iterator[Finding]:
+        """Sizes, vocabulary, number of heads and dtype, from their files."""
+        setting = setting.of(self)
+        if not isinstance(setting.draft, MedusaHeads):
+            sample = setting.tokenizer.encode(TEXT) if setting.tokenizer is not None else []
+            yield from findings.of_medusa(folder_of(setting.draft), setting.target, sample)
+
+
+METHOD = MedusaMethod()
 
 
 def logits_by_depth(logits: Tensor, shape: TreeShape) -> Callable[[list[int], Tensor], Tensor]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.proposers.base import Proposer, Setting, chain_proposal
+from outrider.proposers.base import Proposer, chain_proposal
+from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import Lookup
 from outrider.types import Context, OutriderError, Proposal, Request
 
@@ -35,15 +36,6 @@ class NgramProposer(Proposer):
         self._config = config
         self._indexes: dict[str, NgramIndex] = {}
 
-    @classmethod
-    def build(cls, setting: Setting) -> NgramProposer:
-        return cls(setting.config(NgramConfig))
-
-    @classmethod
-    def portable(cls, setting: Setting) -> Lookup:
-        config = setting.config(NgramConfig)
-        return Lookup(config.min_n, config.max_n)
-
     def propose(self, context: Context, k: int) -> Proposal:
         """Point masses, at most k; none where nothing repeats."""
         return chain_proposal(
@@ -63,6 +55,21 @@ class NgramProposer(Proposer):
             index = self._indexes[request.request_id] = NgramIndex(request.token_ids, self._config)
         index.catch_up()
         return index
+
+
+class NgramMethod(MethodSpec):
+    proposer = NgramProposer
+    options = NgramConfig
+
+    def build(self, setting: Setting) -> NgramProposer:
+        return NgramProposer(setting.config(NgramConfig))
+
+    def portable(self, setting: Setting) -> Lookup:
+        config = setting.config(NgramConfig)
+        return Lookup(config.min_n, config.max_n)
+
+
+METHOD = NgramMethod()
 
 
 class NgramIndex:

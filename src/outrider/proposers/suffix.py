@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.proposers.base import Proposer, Setting, chain_proposal
+from outrider.proposers.base import Proposer, chain_proposal
+from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import TextDrafts
 from outrider.types import Context, OutriderError, Proposal, Request
 
@@ -254,15 +255,6 @@ class SuffixProposer(Proposer):
         size = self._config.earlier_tokens
         self._earlier = known if known is not None or not size else EarlierTexts(size)
 
-    @classmethod
-    def build(cls, setting: Setting) -> SuffixProposer:
-        return cls(setting.config(SuffixConfig))
-
-    @classmethod
-    def portable(cls, setting: Setting) -> TextDrafts:
-        setting.config(SuffixConfig)
-        return TextDrafts()
-
     def propose(self, context: Context, k: int) -> Proposal:
         """Point masses; none where nothing repeats."""
         return chain_proposal(
@@ -288,3 +280,18 @@ class SuffixProposer(Proposer):
             return []
         k = min(k, int(config.drafts_per_match * match.length))
         return match.block.continuation(match.state, k, config.min_match, config.min_prob)
+
+
+class SuffixMethod(MethodSpec):
+    proposer = SuffixProposer
+    options = SuffixConfig
+
+    def build(self, setting: Setting) -> SuffixProposer:
+        return SuffixProposer(setting.config(SuffixConfig))
+
+    def portable(self, setting: Setting) -> TextDrafts:
+        setting.config(SuffixConfig)
+        return TextDrafts()
+
+
+METHOD = SuffixMethod()

@@ -11,7 +11,6 @@ from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
-from outrider.registry import DEFAULT_METHOD_WITH_FOREIGN_DRAFT
 from outrider.types import OutriderError
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -22,10 +21,7 @@ class DifferentVocabulary(OutriderError):
 
     def __init__(self, what: str) -> None:
         self.what = what
-        super().__init__(
-            f"{what}; choose a draft made for this target's tokenizer, or the method"
-            f" {DEFAULT_METHOD_WITH_FOREIGN_DRAFT!r}, which takes any"
-        )
+        super().__init__(f"{what}; choose a draft made for this target's tokenizer, or a method that takes any")
 
 
 def check_same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:

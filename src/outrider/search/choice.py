@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from outrider.bench.contenders import PLAIN, Contender
 from outrider.bench.grid import PLAIN_CONTENDER
+from outrider.method_text import split_method
 from outrider.proposers.base import Proposer
-from outrider.registry import split_method
+from outrider.registry import PROPOSERS
 from outrider.search.measurements import Ratio
 
 ALIKE = 0.03  # of speed, given up at most for a simpler method
@@ -28,8 +29,8 @@ def simplicity(contender: Contender, proposers: Mapping[str, Proposer]) -> tuple
     """Sort key, simplest to serve first: no drafts, one method, no second model, no model at all."""
     if contender.is_plain:
         return (0,)
-    proposer, (name, _) = proposers[contender.method], split_method(contender.method)
-    return 1, name.count("+"), proposer.takes_draft, not proposer.reads_text_only
+    name, _ = split_method(contender.method)
+    return 1, name.count("+"), PROPOSERS.get(name).takes_draft, not proposers[contender.method].reads_text_only
 
 
 def choose(finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], proposers: Mapping[str, Proposer]) -> Choice:

@@ -18,8 +18,9 @@ from outrider.bench.grid import PLAIN_CONTENDER, warm_up
 from outrider.bench.measure import generate
 from outrider.bench.progress import Progress
 from outrider.engine.methods import in_one_line
+from outrider.method_text import in_turn, split_method
 from outrider.proposers.base import Proposer
-from outrider.registry import PROPOSERS, in_turn, split_method
+from outrider.registry import PROPOSERS
 from outrider.search import choice, halving
 from outrider.search.choice import Choice
 from outrider.search.halving import Rung, Standing

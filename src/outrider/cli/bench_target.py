@@ -1,0 +1,29 @@
+"""The target of a measurement at another size's cost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from outrider.cli.options import ModelOptions
+
+
+def inflate_target(models: ModelOptions, size: str | None) -> tuple[ModelOptions, dict[str, Any]]:
+    """The target at another size's cost, and what the results must say about it."""
+    if size is None:
+        return models, {}
+    from outrider.bench.inflate import inflated
+    from outrider.types import OutriderError
+
+    source: str | Path | None = models.target
+    if source is None:
+        from outrider.family import TARGET
+
+        source = TARGET
+    if not Path(source).expanduser().is_dir():
+        raise OutriderError("--inflate needs a target in a local folder")
+    folder = inflated(Path(source).expanduser(), size)
+    note = json.loads((folder / "config.json").read_text())["outrider_inflated"]
+    return replace(models, target=str(folder)), {"inflated": {"size": size, **note}}

@@ -1,0 +1,40 @@
+"""A progress bar with the time left, for commands that measure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from outrider.bench.progress import Progress as State
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[State], None]]:
+    """A bar with the time left on a terminal; a line for each run elsewhere."""
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    from outrider.cli.console import err
+
+    text = TextColumn("{task.completed}/{task.total}  {task.fields[left]}  {task.description}", markup=False)
+    columns = (BarColumn(bar_width=24), text)
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("", total=None, left="")
+
+        def report(state: State) -> None:
+            left = "" if state.seconds_left is None else f"{clock(state.seconds_left)} left"
+            bar.update(task, completed=state.done, total=state.total, left=left, description=state.what)
+            if not err.is_terminal:
+                err.print(f"{state.done}/{state.total} {left} {state.what}", markup=False, soft_wrap=True)
+
+        yield report
+
+
+def clock(seconds: float) -> str:
+    """Seconds as h:mm:ss or m:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

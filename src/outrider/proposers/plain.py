@@ -1,0 +1,32 @@
+"""Plain decoding: the method that proposes nothing."""
+
+from __future__ import annotations
+
+from outrider.proposers.base import Proposer
+from outrider.proposers.method import MethodSpec, NoOptions, Setting
+from outrider.proposers.portable import NoDrafts
+from outrider.types import Context, Proposal
+
+
+class PlainProposer(Proposer):
+    """Proposes nothing: plain decoding is speculation with K = 0."""
+
+    name = "plain"
+    max_drafts = 0
+
+    def propose(self, context: Context, k: int) -> Proposal:
+        return Proposal.empty(len(context.requests))
+
+
+class PlainMethod(MethodSpec):
+    proposer = PlainProposer
+
+    def build(self, setting: Setting) -> PlainProposer:
+        setting.config(NoOptions)
+        return PlainProposer()
+
+    def portable(self, setting: Setting) -> NoDrafts:
+        return NoDrafts()
+
+
+METHOD = PlainMethod()
