@@ -244,7 +244,7 @@ def cache(rows=3, budget=None):
 def write(kv, row, text):
     """Stands for a pass: the keys of a token are its id."""
     kv.reserve(len(text))
-    kv.keys[:, row, :, : len(text)] = torch.tensor(text, dtype=torch.float32)[:, None]
+    kv.stores[0][:, row, :, : len(text)] = torch.tensor(text, dtype=torch.float32)[:, None]
     kv.cached_lens[row] = len(text)
 
 
@@ -261,7 +261,7 @@ def test_a_request_goes_on_from_the_longest_beginning_that_an_ended_one_left():
     ended(kv, "b", [*shared, 90, 77])
     row = kv.row_for("c", [*shared, 90, 91, 50])
     assert kv.cached_lens[row] == SHARED + 2
-    assert kv.keys[0, row, 0, : SHARED + 2, 0].tolist() == [*shared, 90, 91]
+    assert kv.stores[0][0, row, 0, : SHARED + 2, 0].tolist() == [*shared, 90, 91]
     assert (kv.num_reused, kv.num_looked_up) == (2 * SHARED + 3, 3 * SHARED + 8)
     other = kv.row_for("d", [*shared, 90, 91, 92, 93])  # the row that c began with has been copied, not taken
     assert kv.cached_lens[other] == SHARED + 3 and other != row
@@ -334,10 +334,10 @@ def test_the_cache_stays_within_its_budget_whatever_comes():
         text = [number % 7, *range(length - 1)]
         write(kv, kv.row_for(f"r{number}", text), text)
         under_way[f"r{number}"] = text
-        assert (kv.keys.nbytes + kv.values.nbytes) <= budget
+        assert sum(store.nbytes for store in kv.stores) <= budget
         for name, known in under_way.items():
             row = kv.row(name)
-            assert kv.keys[0, row, 0, : len(known), 0].tolist() == known
+            assert kv.stores[0][0, row, 0, : len(known), 0].tolist() == known
 
 
 @pytest.mark.parametrize("change", ["slots", "rows", "compaction"])
@@ -346,12 +346,11 @@ def test_a_cache_that_cannot_change_its_size_stays_as_it_is(change, monkeypatch)
     kv = cache(rows=4, budget=8 * (100 + SLACK) * 16)
     write(kv, kv.row("a"), list(range(40)))
     write(kv, kv.row("b"), list(range(40)))
-    allocate, left = kv._allocate, iter([True])
-    monkeypatch.setattr(kv, "_allocate", lambda *what: allocate(*what) if next(left, False) else 1 / 0)
-    before = kv.keys, kv.values
+    empty, left, before = torch.empty, iter([True]), kv.stores
+    monkeypatch.setattr(torch, "empty", lambda *args, **options: empty(*args, **options) if next(left, False) else 1 / 0)
     with pytest.raises(ZeroDivisionError):
         {"slots": lambda: kv.reserve(300), "rows": lambda: kv.row("c"), "compaction": lambda: kv._compact(100)}[change]()
-    assert (kv.keys is before[0]) and (kv.values is before[1]) and kv.cached_len("a") == 40
+    assert kv.stores is before and kv.cached_len("a") == 40
 
 
 def test_a_cache_beyond_its_budget_does_not_move_with_every_token():

@@ -64,7 +64,8 @@ def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> PreT
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:  # broken files fail in more ways than can be listed
-        load_config(source, trust_remote_code)  # which a tokenizer is chosen by: what is wrong with it is the truer reason
+        if not isinstance(error, (OSError, ValueError, KeyError)):
+            load_config(source, trust_remote_code)  # AutoTokenizer reads the config too: its fault is the better reason
         raise OutriderError(f"no tokenizer in {str(source)!r}: {first_line(error)}") from error
     return tokenizer
 

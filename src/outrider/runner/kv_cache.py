@@ -296,8 +296,8 @@ class KVCache(PassThrough):
             used = lens[source]
             for new, old in zip(stores, self.stores, strict=True):
                 new[:, row, :, :used] = old[:, source, :, :used]
-        self.stores, self.num_rows, self.capacity = stores, len(moved), slots
         self.states.keep_rows([source for _, source in moved])
+        self.stores, self.num_rows, self.capacity = stores, len(moved), slots
         self._row_of = {name: row for row, (name, _) in enumerate(moved)}
         self.cached_lens = [lens[source] for _, source in moved]
         self._kept.clear()

@@ -51,6 +51,8 @@ def check_itself(model: PreTrainedModel, cache: KVCache, layouts: Layouts, own_a
     except Exception as failure:  # a model's own code, called in a way that it does not know
         logger.debug("%s fails over Outrider's cache", kind, exc_info=failure)
         raise OutriderError(f"{kind} fails when it runs over Outrider's cache: {first_line(failure)}") from failure
+    if not bool(torch.isfinite(own).all()):
+        raise OutriderError(f"{kind} gives NaN or infinite logits without a cache, too: its weights are broken")
     tolerance = TOLERANCE.get(cache.dtype, TOLERANCE_16_BIT) if is_plain(model) else TOLERANCE_16_BIT
     allowed = tolerance * max(1.0, float(own.abs().max()))
     for what, start, logits in found:
