@@ -24,18 +24,19 @@ import transformers
 
 from outrider.bench.architectures import compare, page, tiny
 
-DOCUMENT = Path("docs/models.md")
 POLL_SECONDS = 0.05
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs what is asked for and writes the page, once there is a result for every architecture. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="architectures by transformers' name, or variants; left out: all")
     parser.add_argument("--jobs", type=int, default=2, help="models at a time")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a model may take")
     parser.add_argument("--results", type=Path, default=Path(f".sweep/transformers-{transformers.__version__}.jsonl"))
+    parser.add_argument("--page", type=Path, default=Path("docs/models.md"))
     parser.add_argument("--anew", action="store_true", help="forget what earlier runs have done")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     known = [*tiny.architectures(), *tiny.VARIANTS]
     unknown = set(options.names) - set(known)
     if unknown:
@@ -53,8 +54,8 @@ def main() -> int:
             print(f"{len(done):3}/{len(known)} {result.name}: {result.verdict} {result.reason}"[:200], flush=True)
     results = [done[name] for name in known if name in done]
     if len(results) == len(known):
-        DOCUMENT.write_text(page.page(results))
-        print(f"written: {DOCUMENT}")
+        options.page.write_text(page.page(results))
+        print(f"written: {options.page}")
     return 1 if any(result.verdict in ("wrong", "fails") for result in results) else 0
 
 

@@ -8,16 +8,17 @@ import random
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
-from transformers.utils import logging
 
 from outrider import LLM, SamplingParams
 from outrider.bench.architectures import tiny
+from outrider.runner.loading import quiet
 from outrider.types import OutriderError, first_line
 
 LENGTHS = (5, 41, 150)  # tokens of the prompts: within, beyond and far beyond windows and prefill chunks
@@ -49,14 +50,13 @@ class Result:
         return asdict(self)
 
 
-def compare(name: str) -> Result:
-    """Runs one architecture, or one of ``tiny.VARIANTS``. Raises nothing: a failure is its result."""
-    logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+def compare(name: str, methods: Sequence[str] = tuple(METHODS)) -> Result:
+    """Runs one architecture, or one of ``tiny.VARIANTS``, by some of ``METHODS``. Raises nothing: a failure is its result."""
     started = time.perf_counter()
     try:
-        result = _compared(name)
+        with warnings.catch_warnings(), quiet():
+            warnings.simplefilter("ignore")
+            result = _compared(name, methods)
     except OutriderError as error:
         result = Result(name, "refused", str(error))
     except Exception as error:
@@ -65,7 +65,7 @@ def compare(name: str) -> Result:
     return result
 
 
-def _compared(name: str) -> Result:
+def _compared(name: str, methods: Sequence[str]) -> Result:
     try:
         config = tiny.tiny_config(name)
         first = tiny.tiny_model(config, 0)
@@ -82,13 +82,14 @@ def _compared(name: str) -> Result:
             model.save_pretrained(folder)
             any_tokenizer().save_pretrained(folder)
             source = folder
-        for method, drafting in METHODS.items():
+        for method in methods:
+            drafting = METHODS[method]
             given = {"draft": _draft_of(model)} if method == "draft" else {}
             result.cells[method] = _cell(source, wanted, {**options, **drafting, **given})
     wrong = [method for method, cell in result.cells.items() if cell.startswith("differs")]
     if wrong:
         result.verdict, result.reason = "wrong", f"{wrong[0]}: {result.cells[wrong[0]]}"
-    elif result.cells["plain"].startswith("refused"):
+    elif result.cells.get("plain", "").startswith("refused"):
         result.verdict, result.reason = "refused", result.cells["plain"].removeprefix("refused: ")
     return result
 
