@@ -1,6 +1,7 @@
 # make run    shows a race: one prompt, plain and speculative, side by side
 # make test   runs the tests
 # make check  format, lint, types
+# make sweep  tries every architecture of the installed transformers and writes docs/models.md (half an hour)
 #
 # PYTHON=python3.12 chooses the interpreter, PIP_ARGS=... goes to pip, ARGS=... to what is run.
 
@@ -9,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
-.PHONY: run test check fix clean
+.PHONY: run test check sweep fix clean
 
 run: $(VENV)/.installed
 	@$(BIN)/outrider compare $(or $(ARGS),--k 4)
@@ -19,6 +20,9 @@ test: $(VENV)/.installed-dev
 
 check: $(VENV)/.installed-dev
 	@scripts/check
+
+sweep: $(VENV)/.installed-dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -m outrider.bench.architectures $(ARGS)
 
 fix: $(VENV)/.installed-dev
 	$(BIN)/ruff format .

@@ -24,7 +24,7 @@ class LongRope(nn.Module):
     is_long: Tensor
 
     def __init__(self, rotary: nn.Module, is_long: Tensor) -> None:
-        """``is_long`` bool [R]: of each row of the cache, whether its text is beyond the original window; changed in place."""
+        """``is_long`` bool [R, 1]: of each row of the cache, whether its text is beyond that window; changed in place."""
         super().__init__()
         self.border = original_window(rotary)
         self.short, self.long = settled(rotary, 0), settled(rotary, self.border)
@@ -38,7 +38,7 @@ class LongRope(nn.Module):
         beyond = torch.full_like(position_ids[..., :1], self.border)
         short = self.short(x, position_ids.clamp(max=self.border - 1), *args, **options)
         long = self.long(x, torch.cat([position_ids, beyond], -1), *args, **options)
-        chosen = self.is_long[rows][None, :, None]
+        chosen = self.is_long[rows][None]
         return tuple(torch.where(chosen, second[:, :-1], first) for first, second in zip(short, long, strict=True))
 
 
@@ -56,7 +56,8 @@ class LongTexts:
     def __init__(self, border: int, num_rows: int, device: torch.device) -> None:
         self.border = border
         self._flags = [False] * num_rows
-        self.is_long = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        # Of two dimensions: what has one, and is short, inductor writes into the code.
+        self.is_long = torch.zeros(num_rows, 1, dtype=torch.bool, device=device)
 
     def settle(self, rows: Sequence[int], texts: Sequence[Sequence[int]], cached_lens: list[int]) -> None:
         """Notes how long the texts of some rows are. What is cached with the other frequencies counts as not cached."""

@@ -1,0 +1,107 @@
+"""docs/models.md: which architectures run, which are refused, and why."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+import transformers
+
+from outrider.bench.architectures import compare, tiny
+
+HEAD = """# Models
+
+Which architectures of transformers {version} run in Outrider (torch {torch}; supported: transformers {range}). Written by
+`make sweep`, which builds every architecture that can be asked for text: tiny, with random weights ({layers} layers, hidden
+size {hidden}, windows of {window} tokens). The greedy text of every method is compared with that of transformers' `generate`,
+for prompts of {lengths} tokens in one batch. "same" means that all {new} tokens of every prompt are the same; in brackets the
+drafted tokens that were accepted, of all that were drafted. Float32, on a CPU; weights of real checkpoints are not looked at.
+
+What is refused is refused in one line and with exit code 2, before its weights are read. A model that runs is checked again
+whenever one is loaded: a few tokens over Outrider's cache against its own forward pass without one. `self_check=False` skips
+that.
+
+| | language models | multimodal models |
+|---|---|---|
+{summary}
+"""
+VERDICTS = {
+    "runs": "run: the same text by every method",
+    "refused": "refused",
+    "wrong": "other text",
+    "fails": "fail in transformers' own code, as a tiny model",
+    "not built": "not built: transformers refuses the tiny config, or needs a package that is not installed",
+}
+
+
+def page(results: Sequence[compare.Result]) -> str:
+    """The whole page as Markdown."""
+    multimodal = set(tiny.architectures()) - set(tiny.language_models())
+    plain = [each for each in results if each.name not in multimodal and each.name not in tiny.VARIANTS]
+    wrapped = [each for each in results if each.name in multimodal]
+    counts, others = Counter(each.verdict for each in plain), Counter(each.verdict for each in wrapped)
+    summary = "\n".join(
+        f"| {text} | {counts[verdict]} | {others[verdict]} |"
+        for verdict, text in VERDICTS.items()
+        if counts[verdict] + others[verdict]
+    )
+    head = HEAD.format(
+        version=transformers.__version__,
+        torch=torch.__version__.split("+")[0],
+        range=supported_range(),
+        layers=tiny.LAYERS,
+        hidden=tiny.HIDDEN,
+        window=tiny.WINDOW,
+        lengths=", ".join(map(str, compare.LENGTHS)),
+        new=compare.NEW_TOKENS,
+        summary=summary,
+    )
+    parts = [
+        head,
+        "## Language models that run\n\n" + runs_table(each for each in plain if each.verdict == "runs"),
+        "## Variants\n\n" + runs_table(each for each in results if each.name in tiny.VARIANTS),
+        "## Multimodal models, for their text\n\nLoaded from their folders; what reads images or sounds is dropped.\n\n"
+        + runs_table(each for each in wrapped if each.verdict == "runs"),
+        "## Refused, and why\n\n" + reasons_table(each for each in [*plain, *wrapped] if each.verdict != "runs"),
+    ]
+    return "\n".join(parts)
+
+
+def supported_range() -> str:
+    """The versions of transformers that Outrider asks for."""
+    from importlib.metadata import requires
+
+    found = next(each for each in requires("outrider") or [] if re.match(r"transformers\b", each))
+    return found.removeprefix("transformers")
+
+
+def runs_table(results: Iterable[compare.Result]) -> str:
+    """One row an architecture, one column a method."""
+    lines = ["| architecture | " + " | ".join(compare.METHODS) + " |", "|---" * (1 + len(compare.METHODS)) + "|"]
+    notes: dict[str, int] = {}
+    for each in results:
+        cells = [each.name]
+        for method in compare.METHODS:
+            cell = each.cells.get(method, each.verdict)
+            if cell.startswith("refused: "):
+                reason = re.sub(
+                    r"\b[A-Z]\w+(ForCausalLM|LMHeadModel|ForConditionalGeneration|Model)\b",
+                    "it",
+                    cell.removeprefix("refused: "),
+                )
+                cell = f"refused [{notes.setdefault(reason, len(notes) + 1)}]"
+            cells.append(cell)
+        lines.append("| " + " | ".join(cells) + " |")
+    foot = [f"[{number}] {reason}" for reason, number in notes.items()]
+    return "\n".join([*lines, *([""] if foot else []), *(f"{line}\n" for line in foot)]) + "\n"
+
+
+def reasons_table(results: Iterable[compare.Result]) -> str:
+    """One row an architecture: what became of it and why."""
+    lines = ["| architecture | | reason |", "|---|---|---|"]
+    for each in sorted(results, key=lambda each: (list(VERDICTS).index(each.verdict), each.name)):
+        reason = each.reason.replace("|", "\\|").replace("\n", " ")
+        lines.append(f"| {each.name} | {each.verdict} | {reason[:240]} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,108 @@
+"""A sample of ``make sweep``: whatever the architecture, every method gives the greedy text of transformers' generate."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from outrider.bench.architectures import __main__ as sweep
+from outrider.bench.architectures import page, tiny
+from outrider.bench.architectures.compare import METHODS, Result, compare
+
+RUN = (
+    "afmoe",
+    "apertus",
+    "bitnet",
+    "cohere2_moe",
+    "dbrx",
+    "deepseek_v3 with yarn rope",
+    "gemma3n_text",
+    "gemma4_text with keys as values",
+    "glm4_moe",
+    "gpt2 with scores scaled by layer",
+    "gpt_oss",
+    "jetmoe",
+    "llama with tied weights",
+    "llama4_text",
+    "longcat_flash",
+    "marian",
+    "mimo_v2_flash",
+    "phi3 with longrope",
+    "qwen2_5_vl",
+    "whisper",
+)
+REFUSED = {
+    "bloom": "attention code of its own",
+    "doge": "a mask of its own",
+    "git": "attention code of its own",
+    "mamba2": "roll back",
+    "recurrent_gemma": "roll back",
+    "bigbird_pegasus": "both ways",
+}
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_the_text_of_a_sample_of_architectures_is_generates(name):
+    result = compare(name, ("plain", "draft"))
+    assert (result.verdict, result.reason) == ("runs", "")
+    accepted, drafted = map(int, re.findall(r"\d+", result.cells["draft"]))
+    assert 0 < accepted < drafted  # both kinds of round are in the comparison
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_run_is_refused_with_its_reason(name):
+    result = compare(name)
+    assert result.verdict == "refused"
+    assert REFUSED[name] in result.reason
+    assert "\n" not in result.reason
+
+
+def _crash(name, answer):
+    raise SystemExit(3)
+
+
+def _hang(name, answer):
+    sweep.time.sleep(60)
+
+
+@pytest.mark.parametrize("work, said", [(_crash, "the process ended with code 3"), (_hang, "no result after 0 s")])
+def test_a_model_that_crashes_or_hangs_is_one_result_and_takes_nothing_with_it(work, said, monkeypatch):
+    monkeypatch.setattr(sweep, "_work", work)
+    results = list(sweep.run(["llama", "gpt2"], jobs=2, timeout=60.0 if work is _crash else 0.2))
+    assert sorted((each.name, each.verdict, each.reason) for each in results) == [
+        ("gpt2", "fails", said),
+        ("llama", "fails", said),
+    ]
+
+
+def test_a_run_goes_on_where_the_last_one_ended_and_writes_the_page(tmp_path, monkeypatch):
+    asked = []
+
+    def run(names, jobs, timeout):
+        asked.append(list(names))
+        yield from (Result(name, "runs", cells=dict.fromkeys(METHODS, "same")) for name in names)
+
+    monkeypatch.setattr(sweep, "run", run)
+    monkeypatch.setattr(tiny, "architectures", lambda: ["gpt2", "llama"])
+    monkeypatch.setattr(tiny, "VARIANTS", {"llama, odd": ("llama", {})})
+    results, document = tmp_path / "results.jsonl", tmp_path / "models.md"
+    assert sweep.main(["llama", "--results", str(results), "--page", str(document)]) == 0
+    assert not document.exists()
+    assert sweep.main(["--results", str(results), "--page", str(document)]) == 0
+    assert asked == [["llama"], ["gpt2", "llama, odd"]]
+    assert "| llama | same | same | same | same | same |" in document.read_text()
+
+
+def test_the_page_says_why_a_method_or_a_model_is_refused():
+    cells = dict.fromkeys(METHODS, "same") | {"early-exit": "refused: LlamaForCausalLM does not run its layers in parts"}
+    results = [
+        Result("llama", "runs", cells=cells),
+        Result("bloom", "refused", "because | so"),
+        Result("gpt2", "wrong", "plain"),
+    ]
+    text = page.page(results)
+    assert "| llama | same | same | same | refused [1] | same |" in text
+    assert "[1] it does not run its layers in parts" in text
+    assert "| bloom | refused | because \\| so |" in text
+    assert "| other text | 1 | 0 |" in text
