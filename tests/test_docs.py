@@ -7,9 +7,14 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from tiny_folder import make_folder
+
+from outrider import LLM
+from outrider.registry import PROPOSERS
+from outrider.types import OutriderError
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,14 +31,21 @@ def embedded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.family.DRAFT", model)
 
 
-def test_the_example_of_add_a_proposer_runs(embedded: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_of_add_a_proposer_run(
+    embedded: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(PROPOSERS, "_entries", dict(PROPOSERS._entries))
     page = (ROOT / "docs" / "add-a-proposer.md").read_text()
-    example = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
-    scope: dict[str, object] = {"__name__": "example"}
-    exec(compile(example, "add-a-proposer.md", "exec"), scope)
-    assert scope["completion"].stats.faults == 0  # type: ignore[attr-defined]
-    assert scope["completion"].stats.num_tokens == 40  # type: ignore[attr-defined]
-    propose = scope["LineProposer"](newline_id=9)._rest_of_line  # type: ignore[operator]
+    monkeypatch.setitem(sys.modules, "example", ModuleType("example"))
+    scope = vars(sys.modules["example"])
+    for example in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(example, "add-a-proposer.md", "exec"), scope)
+    assert LLM(method="line:newline=;").proposer.name == "line"
+    with pytest.raises(OutriderError, match="no option width; it has newline"):
+        LLM(method="line:width=3")
+    assert scope["completion"].stats.faults == 0
+    assert scope["completion"].stats.num_tokens == 40
+    propose = scope["LineProposer"](newline_id=9)._rest_of_line
     assert propose([1, 2, 3, 9, 1, 2, 4, 9, 1, 2]) == [4, 9]
     assert propose([1, 2, 3, 9]) == []
     assert capsys.readouterr().out

@@ -1,6 +1,6 @@
 """Does this draft fit this target? What files and configs say, then what a few prompts show.
 
-The checks of a method stand in its own file (``Proposer.examine``, ``Proposer.alternatives``): here is what all have in common.
+The checks of a method stand in its own file (``MethodSpec.examine`` and ``alternatives``): here is what all have in common.
 """
 
 from __future__ import annotations
