@@ -1,0 +1,312 @@
+"""Writes docs/results.md, and the results table of README.md, from results/*.json. Usage: python docs/make_results.py [--check]
+
+Every figure comes from a file, and a ratio is that of its two columns. With --check nothing is written: the exit code is 1, and
+the files that are out of date are named. tests/test_results.py runs it so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, log, sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from outrider.bench.documents import headline, is_plain, label
+from outrider.bench.statistics import LEVEL, t_quantile
+
+ROOT = Path(__file__).parent.parent
+BEGIN = "<!-- results:begin -->"
+END = "<!-- results:end -->"
+COLUMNS = ("plain tok/s", "speculative tok/s", "ratio", "95% interval")
+MOST_CELLS = 40  # of a grid whose workloads are shown one by one
+PROVENANCE = {
+    "version",
+    "commit",
+    "cpu",
+    "device",
+    "machine",
+    "date",
+    "command",
+    "dtype",
+    "threads",
+    "python",
+    "schema",
+    "kind",
+}
+Document = Mapping[str, Any]
+Cell = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Two speeds of one run, and the interval of their ratio."""
+
+    base: float  # tok/s
+    other: float
+    interval: Sequence[float | None] | None
+
+    def columns(self) -> list[str]:
+        """The four entries of ``COLUMNS``: the ratio is that of the speeds as they are shown."""
+        base, other = (float(speed(each)) for each in (self.base, self.other))
+        low, high = self.interval or (None, None)
+        span = "" if low is None or high is None else f"{low:.2f} to {high:.2f}"
+        return [speed(self.base), speed(self.other), f"{other / base:.2f}" if base else "", span]
+
+
+def speed(value: float) -> str:
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of README's table: what it is called, and which cell of which file it shows."""
+
+    what: str
+    file: str
+    method: str
+    k: int | str
+    temperature: float = 0.0
+    workload: str = "humaneval"
+
+
+README_ROWS = (
+    Row("1B, `draft`, K auto, HumanEval", "1b-humaneval", "draft", "auto"),
+    Row("1B, `draft`, K = 12, HumanEval, temperature 0.8", "1b-humaneval", "draft", 12, 0.8),
+    Row("1B, `eagle` (EAGLE-1, 8 bits), K = 12, HumanEval", "1b-heads", "eagle:draft=eagle1:bits=8", 12),
+    Row("1B, `eagle` (EAGLE-3, 8 bits), K = 12, HumanEval", "1b-heads", "eagle:bits=8", 12),
+    Row("1B, `cross-tokenizer`, K = 10, HumanEval", "1b-cross-tokenizer", "cross-tokenizer:draft=build/drafts/foreign", 10),
+    Row("1B, `medusa` (8 bits), K = 8, HumanEval", "1b-medusa", "medusa:bits=8", 8),
+    Row("1B, `low-bit`, K = 5, HumanEval", "1b-self", "low-bit", 5),
+    Row('1B, `suffix`, K = 15, "fill this JSON"', "1b-repeating", "suffix", 15, workload="json"),
+    Row('1B, `suffix`, K = 15, "edit this file"', "1b-repeating", "suffix", 15, workload="edit"),
+    Row("embedded 7M, `draft`, K = 4, HumanEval", "family-humaneval", "draft", 4),
+)
+
+
+def documents(folder: Path) -> dict[str, Document]:
+    """Every result by its file's name without the ending, in the order of names."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+
+
+def processor(document: Document) -> str | None:
+    """Which processor (or GPU) a result was measured on; None where the file does not say."""
+    for name in ("device", "cpu"):
+        if document.get(name):
+            return re.sub(r"^cpu: ", "", str(document[name]))
+    return None
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------------
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [f"| {' | '.join(entry.replace('|', chr(92) + '|') for entry in line)} |" for line in [columns, *rows]]
+    return "\n".join([lines[0], "|" + "---|" * len(columns), *lines[1:]])
+
+
+def bench_speeds(cell: Cell) -> Speeds:
+    """Speeds after the first token; of the tokens before loops where the file has them."""
+    shown = headline(cell)
+    return Speeds(shown["plain_decode_tok_s"], shown["decode_tok_s"], shown.get("decode_speedup_interval"))
+
+
+def paired_interval(base: Sequence[float], other: Sequence[float]) -> tuple[float, float] | None:
+    """Student's interval of the mean log ratio within a round; None with fewer than two rounds."""
+    ratios = [log(after / before) for before, after in zip(base, other, strict=True)]
+    if len(ratios) < 2:
+        return None
+    half = t_quantile(LEVEL, len(ratios) - 1) * stdev(ratios) / sqrt(len(ratios))
+    return exp(fmean(ratios) - half), exp(fmean(ratios) + half)
+
+
+def bench_table(document: Document) -> str:
+    """Every method of every condition; workloads together in large grids."""
+    cells = [cell for cell in document["cells"] if not is_plain(cell) and cell["decode_tok_s"]]
+    many = len(cells) > MOST_CELLS
+    groups: dict[tuple[str, ...], list[Cell]] = {}
+    for cell in cells:
+        workload = "all" if many else str(cell["workload"])
+        key: tuple[str, ...] = (workload, f"{cell['temperature']:g}", str(cell["batch"]), label(cell))
+        groups.setdefault(key, []).append(cell)
+    rows = []
+    for key, group in groups.items():
+        each = [bench_speeds(cell) for cell in group]
+        pooled = Speeds(
+            len(each) / sum(1 / one.base for one in each),
+            len(each) / sum(1 / one.other for one in each),
+            each[0].interval if len(each) == 1 else None,
+        )
+        alpha = fmean(headline(cell)["acceptance_rate"] for cell in group)
+        loops = [cell["loop_share"] for cell in group if cell.get("loop_share") is not None]
+        rows.append([*key, *pooled.columns(), f"{alpha:.2f}", f"{fmean(loops):.0%}" if loops else "not recorded"])
+    return table(["workload", "temperature", "batch", "method", *COLUMNS, "alpha", "tokens in loops"], rows)
+
+
+def serve_table(document: Document) -> str:
+    """Each load with drafts and without."""
+    loads: dict[str, dict[str, Cell]] = {}
+    for cell in document["cells"]:
+        loads.setdefault(cell["load"], {})[cell["mode"]] = cell
+    rows = []
+    for load, modes in loads.items():
+        if {"plain", "speculative"} <= modes.keys():
+            plain, drafted = modes["plain"], modes["speculative"]
+            both = Speeds(plain["tok_s"], drafted["tok_s"], paired_interval(plain["repeat_tok_s"], drafted["repeat_tok_s"]))
+            rows.append([load, *both.columns()])
+    return table(["clients", *COLUMNS], rows)
+
+
+def peers_table(document: Document) -> str:
+    """Ours beside each other engine, method by method, at the file's rate: with the prompt's pass or after the first token."""
+    name = str(document.get("best_by", "tok_s"))
+    measured = [cell for cell in document["cells"] if cell.get("tok_s")]
+    ours = {cell["method"]: cell for cell in measured if cell["engine"] == "outrider"}
+    rows = []
+    for cell in measured:
+        own = ours.get(cell["method"])
+        if own is not None and cell is not own:
+            interval = paired_interval(cell[f"{name}_rounds"], own[f"{name}_rounds"])
+            both = Speeds(cell[name], own[name], interval)
+            dtype = f"{cell['engine']} {cell['meta'].get('dtype', '')}".strip()
+            rows.append([cell["method"], dtype, *both.columns()])
+    return table(["method", "other engine", "its tok/s", "Outrider's tok/s", *COLUMNS[2:]], rows)
+
+
+def facts_table(document: Document) -> str:
+    """What a check says of itself: its single values, and how many entries its lists have."""
+    rows = []
+    for name, value in document.items():
+        if name in PROVENANCE or value is None or value == {}:
+            continue
+        is_many = isinstance(value, (list, dict))
+        rows.append([name.replace("_", " "), f"{len(value)} entries" if is_many else str(value)])
+    return table(["", ""], rows)
+
+
+TOPICS = {
+    "Methods": "Tokens per second after the first token; of the tokens before loops where the file records loops.",
+    "Serving": "Tokens of all answers per second of the whole run, prompts included.",
+    "Other engines": "Both engines in turn in one run; after the first token, or with the prompt's pass, as the file says.",
+    "Checks": "What a check says of itself.",
+}
+
+
+def topic(document: Document) -> str:
+    if document.get("kind") == "serve":
+        return "Serving"
+    cells = document.get("cells")
+    if isinstance(cells, list) and cells and "decode_tok_s" in cells[0]:
+        return "Other engines" if "engine" in cells[0] else "Methods"
+    return "Checks"
+
+
+MAKERS = {"Methods": bench_table, "Serving": serve_table, "Other engines": peers_table, "Checks": facts_table}
+
+
+def section(name: str, document: Document) -> str:
+    """One file: where it comes from, then its table."""
+    where = [processor(document) or "processor not recorded", f"commit {document.get('commit', 'not recorded')}"]
+    where += [str(document[key]) for key in ("dtype", "date") if document.get(key)]
+    kind = topic(document)
+    if kind == "Other engines":
+        where.append("after the first token" if document.get("best_by") == "decode_tok_s" else "prompt included")
+    command = f"\n\n`{document['command']}`" if document.get("command") else ""
+    return f"### {name}.json\n\n{'; '.join(where)}{command}\n\n{MAKERS[kind](document)}\n"
+
+
+def page(found: Mapping[str, Document]) -> str:
+    """docs/results.md."""
+    parts = [
+        "# Results",
+        "Written by `python docs/make_results.py` from `results/*.json`; a test compares the two. A ratio is that of the two "
+        "columns before it; its 95% interval is of the ratios within a repeat: by bootstrap over repeats and prompts "
+        "([how](bench.md#what-the-figures-mean)), for servers and other engines by Student's t over repeats.",
+    ]
+    for kind, meaning in TOPICS.items():
+        parts += [f"## {kind}", meaning]
+        parts += [section(name, document) for name, document in found.items() if topic(document) == kind]
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def readme_table(found: Mapping[str, Document], rows: Sequence[Row] = README_ROWS) -> str:
+    """README's one results table. Raises ``ValueError`` where its rows are of more than one machine, or have no cell."""
+    machines = {processor(found[row.file]) for row in rows}
+    if len(machines) != 1 or None in machines:
+        raise ValueError(f"the rows of README's table are of several machines: {machines}")
+    lines = [[row.what, *bench_speeds(cell_of(found[row.file], row)).columns()] for row in rows]
+    files = ", ".join(dict.fromkeys(f"`{row.file}`" for row in rows))
+    where = f"Processor: {machines.pop()}. From {files} in [all results](docs/results.md)."
+    return f"{table(['model, method, prompts', *COLUMNS], lines)}\n\n{where}"
+
+
+def cell_of(document: Document, row: Row) -> Cell:
+    """The cell that a row shows. Raises ``ValueError`` where there is none, or more than one."""
+    wanted = {"method": row.method, "k": row.k, "temperature": row.temperature, "workload": row.workload, "batch": 1}
+    cells: list[Cell] = [cell for cell in document["cells"] if all(cell[name] == value for name, value in wanted.items())]
+    if len(cells) != 1:
+        raise ValueError(f"{row.file}.json has {len(cells)} cells for {row.what!r}")
+    return cells[0]
+
+
+def with_block(text: str, block: str) -> str:
+    """``text`` with what stands between the markers replaced. Raises ``ValueError`` where they are not there once."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"expected {BEGIN} and {END}, once each")
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{block}\n{END}{rest.split(END)[1]}"
+
+
+# --- what a reader can check ------------------------------------------------------------------------------------------------
+
+
+def wrong_ratios(text: str) -> list[str]:
+    """Rows of Markdown tables whose ratio is not that of the two columns before it, to the digits shown."""
+    wrong, columns = [], list[str]()
+    for line in text.splitlines():
+        entries = [entry.strip() for entry in line.strip().strip("|").split("|")] if line.startswith("|") else []
+        if "ratio" in entries:
+            columns = entries
+        elif not entries:
+            columns = []
+        elif columns and not set(line) <= set("|- "):
+            at = columns.index("ratio")
+            base, other, ratio = entries[at - 2 : at + 1]
+            if ratio and abs(float(other) / float(base) - float(ratio)) > 0.00501:
+                wrong.append(line)
+    return wrong
+
+
+def stray_figures(text: str) -> list[str]:
+    """Lines with a speed or a speedup that no script wrote: outside of code, and of what stands between the markers."""
+    text = re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", "", text, flags=re.DOTALL)
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    figure = re.compile(r"(?<![\w.`])\d+(?:\.\d+)?x\b|\d\s*(?:tok/s|tokens/s|tokens (?:a|per) second)")
+    return [line for line in text.splitlines() if figure.search(line)]
+
+
+def main(check: bool) -> int:
+    """Writes both pages, or says which would change."""
+    found = documents(ROOT / "results")
+    readme = ROOT / "README.md"
+    made = {
+        ROOT / "docs" / "results.md": page(found),
+        readme: with_block(readme.read_text(encoding="utf-8"), readme_table(found)),
+    }
+    stale = [path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    if check:
+        for path in stale:
+            print(f"{path.relative_to(ROOT)} is out of date: run python docs/make_results.py")
+        return int(bool(stale))
+    for path in stale:
+        path.write_text(made[path], encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv))

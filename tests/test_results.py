@@ -1,0 +1,122 @@
+"""Published figures are those of results/*.json: the pages are made from them, and no other page holds a speed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from bench_documents import cell, document
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "docs" / "make_results.py"
+PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]  # docs/log is history
+# Measured before `outrider bench serve` recorded the processor; a file that is measured again leaves this list.
+WITHOUT_PROCESSOR = {
+    *("serve-1b", "serve-1b-amx", "serve-1b-many", "serve-1b-own-k", "serve-family-own-k"),
+    *("serve-vllm-1b", "serve-vllm-draft"),
+}
+
+
+@pytest.fixture(scope="module")
+def make() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_results", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["make_results"] = module  # its dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pages_are_what_the_results_say() -> None:
+    done = subprocess.run([sys.executable, SCRIPT, "--check"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_ratio_follows_from_its_columns(make: ModuleType, path: Path) -> None:
+    assert make.wrong_ratios(path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", [page for page in PAGES if page.name != "results.md"], ids=lambda path: path.name)
+def test_no_speed_is_written_by_hand(make: ModuleType, path: Path) -> None:
+    assert make.stray_figures(path.read_text()) == []
+
+
+def test_every_result_names_its_commit_and_its_processor(make: ModuleType) -> None:
+    found = make.documents(ROOT / "results")
+    assert [name for name, result in found.items() if not result.get("commit")] == []
+    assert {name for name, result in found.items() if make.processor(result) is None} == WITHOUT_PROCESSOR
+
+
+def test_a_wrong_ratio_is_found(make: ModuleType) -> None:
+    head = "| what | plain tok/s | speculative tok/s | ratio | 95% interval |\n| --- | --- | --- | --- | --- |\n"
+    right, wrong = "| a | 20.0 | 30.0 | 1.50 | 1.4 to 1.6 |", "| b | 20.0 | 30.0 | 1.60 | 1.4 to 1.7 |"
+    assert make.wrong_ratios(head + right) == [] and make.wrong_ratios(f"{head}{right}\n{wrong}\n") == [wrong]
+    assert make.wrong_ratios(f"{head}{right}\n\n| another | table |\n{wrong}") == []
+
+
+@pytest.mark.parametrize("line", ["It is 2.3x faster.", "up to 5x", "109 tok/s at best", "some 20 tokens a second"])
+def test_a_speed_written_by_hand_is_found(make: ModuleType, line: str) -> None:
+    assert make.stray_figures(f"before\n{line}\nafter") == [line]
+    assert make.stray_figures(f"{make.BEGIN}\n{line}\n{make.END}") == []
+    assert make.stray_figures(f"```\n{line}\n```") == []
+
+
+def result(speeds: Sequence[float], **more: Any) -> dict[str, Any]:
+    plain = [20.0] * len(speeds)
+    decode = {"plain_decode_tok_s": 20.0, "decode_tok_s": sorted(speeds)[len(speeds) // 2]}
+    cells = [cell("plain", 0, plain, plain), cell("draft", 4, list(speeds), plain)]
+    return document([each | decode for each in cells], **more)
+
+
+def test_a_page_changes_with_its_file(make: ModuleType, tmp_path: Path) -> None:
+    def page(speed: float) -> str:
+        (tmp_path / "x.json").write_text(json.dumps(result([speed] * 3)))
+        return str(make.page(make.documents(tmp_path)))
+
+    before, after = page(30.0), page(31.0)
+    assert "| 20.0 | 30.0 | 1.50 |" in before and "| 20.0 | 31.0 | 1.55 |" in after
+    assert "test; commit 0123456789ab" in before and "`outrider bench`" in before
+
+
+def test_figures_before_loops_are_the_ones_published(make: ModuleType) -> None:
+    looping = result([60.0] * 3)
+    looping["cells"][1] |= {
+        "loop_share": 0.4,
+        "before_loops": {"plain_decode_tok_s": 20.0, "decode_tok_s": 40.0, "decode_speedup_interval": [1.9, 2.1]},
+    }
+    text = make.page({"x": looping})
+    assert "| 20.0 | 40.0 | 2.00 | 1.90 to 2.10 |" in text and "40%" in text
+
+
+def test_the_readme_s_table_is_of_one_machine_and_of_cells_that_exist(make: ModuleType) -> None:
+    row = make.Row("it", "x", "draft", 4, workload="code")
+    table = make.readme_table({"x": result([30.0] * 3)}, [row])
+    assert "| it | 20.0 | 30.0 | 1.50 |" in table and "Processor: test. From `x` in" in table
+    other = make.Row("that", "y", "draft", 4, workload="code")
+    with pytest.raises(ValueError, match="several machines"):
+        make.readme_table({"x": result([30.0] * 3), "y": result([30.0] * 3, device="cpu: other")}, [row, other])
+    with pytest.raises(ValueError, match="has 0 cells"):
+        make.readme_table({"x": result([30.0] * 3)}, [make.Row("it", "x", "magic", 4)])
+
+
+def test_the_block_between_the_markers_is_replaced_and_nothing_else(make: ModuleType) -> None:
+    text = f"a\n{make.BEGIN}\nold\n{make.END}\nb\n"
+    assert make.with_block(text, "new") == f"a\n{make.BEGIN}\nnew\n{make.END}\nb\n"
+    with pytest.raises(ValueError, match="once each"):
+        make.with_block("a\nb\n", "new")
+
+
+def test_intervals_of_servers_and_peers_are_of_ratios_within_a_round(make: ModuleType) -> None:
+    assert make.paired_interval([10.0], [20.0]) is None
+    low, high = make.paired_interval([10.0, 20.0, 40.0], [20.0, 40.0, 80.0])  # noise that both share
+    assert low == pytest.approx(2.0) and high == pytest.approx(2.0)
+    low, high = make.paired_interval([10.0, 10.0, 10.0], [19.0, 20.0, 21.0])
+    assert low < 2 < high and high - low > 0.3
