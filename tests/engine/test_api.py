@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, example, given, settings
 from tiny_folder import make_folder, make_tokenizer
+from transformers import AutoModelForCausalLM
 from wild import WILD
 
 import outrider
@@ -104,12 +105,12 @@ def test_a_second_model_is_not_taken_for_a_tokenizer(folder):
     with pytest.raises(TypeError, match="takes from 1 to 2 positional arguments"):
         LLM(folder, folder)
     with pytest.raises(OutriderError, match="invalid tokenizer LlamaForCausalLM"):
-        LLM(folder, tokenizer=LLM(folder, compile="never").runner.model)
+        LLM(folder, tokenizer=AutoModelForCausalLM.from_pretrained(folder))
 
 
 def test_a_tokenizer_is_taken_by_path(folder, tmp_path):
     make_tokenizer().save_pretrained(tmp_path)
-    model = LLM(folder, method="plain", compile="never").runner.model
+    model = AutoModelForCausalLM.from_pretrained(folder)
     for tokenizer in (tmp_path, str(tmp_path), make_tokenizer()):
         llm = LLM(model, tokenizer=tokenizer, method="ngram", compile="never")
         assert llm.encode("def add(") == make_tokenizer().encode("def add(")

@@ -78,6 +78,8 @@ class LLM:
         kv_memory: float | None = None,
         prefix_cache: bool = False,
         trust_remote_code: bool = False,
+        max_drafts: int = 16,
+        self_check: bool = True,
     ) -> None:
         """Load ``model``, a folder or a hub id, or take a loaded transformers model; None is the embedded family.
 
@@ -87,9 +89,18 @@ class LLM:
         """
         if model is None:
             model, drafts = family.TARGET, family.drafts() if drafts is None else drafts
-        config = RunnerConfig(
-            dtype, device, max_len, max_batch, compile, prefill_chunk, kv_memory, prefix_cache, trust_remote_code
+        limits = (
+            max_len,
+            max_batch,
+            compile,
+            prefill_chunk,
+            kv_memory,
+            prefix_cache,
+            trust_remote_code,
+            max_drafts,
+            self_check,
         )
+        config = RunnerConfig(dtype, device, *limits)
         self.speculation = speculation = Speculation(
             target=model,
             tokenizer=tokenizer,
