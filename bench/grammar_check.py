@@ -89,7 +89,7 @@ def check(method: str, args: argparse.Namespace) -> dict[str, Any]:
     while count < args.answers:
         schema, temperature = SCHEMAS[count % len(SCHEMAS)], TEMPERATURES[count % len(TEMPERATURES)]
         params = SamplingParams(MAX_TOKENS, temperature, seed=count, grammar=compiler.json(schema))
-        for answer in llm.generate(PROMPTS, params):
+        for answer in (generation.outputs[0] for generation in llm.generate(PROMPTS, params)):
             count += 1
             try:
                 jsonschema.validate(json.loads(answer.text), schema)

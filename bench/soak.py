@@ -237,7 +237,9 @@ def expected(args: argparse.Namespace) -> dict[tuple[str, int], str]:
 
     llm = LLM(args.target, **options(args) | {"num_draft_tokens": 0})
     pairs = [(prompt, count) for prompt in PROMPTS for count in MAX_TOKENS]
-    return {(prompt, count): llm.generate(prompt, SamplingParams(max_tokens=count))[0].text for prompt, count in pairs}
+    return {
+        (prompt, count): llm.generate(prompt, SamplingParams(max_tokens=count))[0].outputs[0].text for prompt, count in pairs
+    }
 
 
 def check_port(port: int) -> None:

@@ -2,8 +2,7 @@
 
 import sys
 
-from outrider import LLM, Context, Proposal, Proposer, SamplingParams
-from outrider.proposers.base import chain_proposal
+from outrider import LLM, Context, Proposal, Proposer, SamplingParams, chain_proposal
 
 KNOWN = ["The capital of France is Paris.", "The capital of Italy is Rome.", "I do not know."]
 
@@ -33,7 +32,8 @@ def main(target: str | None = None) -> None:
     tokenizer = LLM(target, method="plain").tokenizer
     proposer = KnownAnswers([tokenizer.encode(" " + sentence) for sentence in KNOWN])
     llm = LLM(target, proposer=proposer, num_draft_tokens=6)
-    completion = llm.generate("Question: What is the capital of Italy?\nAnswer: The capital", SamplingParams(max_tokens=16))[0]
+    question = "Question: What is the capital of Italy?\nAnswer: The capital"
+    completion = llm.generate(question, SamplingParams(max_tokens=16))[0].outputs[0]
     print(completion.text)
     print("accepted drafts per round:", completion.stats.acceptance_histogram, "faults:", completion.stats.faults)
 

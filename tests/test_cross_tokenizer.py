@@ -12,6 +12,7 @@ from runner.rounds import make_model, make_request, plain_logits, verdict_of
 from runner.test_architectures import small_config
 from tiny_folder import END, letter_tokenizer, make_folder, make_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from toy import outputs_of
 from transformers import PreTrainedTokenizerFast
 
 from outrider import LLM, SamplingParams
@@ -362,7 +363,7 @@ def test_the_same_text_comes_out_of_folders_with_different_tokenizers(tmp_path):
     texts = []
     for options in ({"method": "plain"}, {"draft": draft, "num_draft_tokens": 4}):
         llm = LLM(target, compile="never", **options)
-        texts.append([completion.token_ids for completion in llm.generate(prompts, params)])
+        texts.append([completion.token_ids for completion in outputs_of(llm.generate(prompts, params))])
         assert llm.stats.faults == 0
     assert texts[0] == texts[1]
 

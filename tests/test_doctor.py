@@ -11,6 +11,7 @@ import torch
 from heads.writers import write_eagle3
 from safetensors.torch import load_file, save_file
 from tiny_folder import make_folder, make_tokenizer
+from toy import outputs_of
 
 from outrider import LLM
 from outrider.doctor import Patient, check_up, checkup
@@ -172,7 +173,7 @@ def guessing(target, monkeypatch):
     monkeypatch.setitem(PROPOSERS._entries, "guessing", GuessingMethod())
     llm = LLM(str(target), method="plain", **OPTIONS)
     prompts = [encode(llm.tokenizer, prompt)[-128:] for kind in checkup.WORKLOADS for prompt in builtin(kind, 1)]
-    texts = llm.generate(prompts, LONG)
+    texts = outputs_of(llm.generate(prompts, LONG))
     Guessing.answers = [prompt + text.token_ids for prompt, text in zip(prompts, texts, strict=True)]
 
 

@@ -65,8 +65,8 @@ def test_it_is_trained_from_the_familys_text_and_drafts_for_the_embedded_target(
     assert measured["vocabulary"] == len(learned) < 4096 and 256 <= measured["tokens_in_common"] <= len(learned)
     prompt, params = "def add(first, second):\n", SamplingParams(max_tokens=12, ignore_eos=True)
     drafted = LLM(draft=str(out), method="cross-tokenizer", num_draft_tokens=3, compile="never")
-    wanted = LLM(method="plain", compile="never").generate([prompt], params)[0]
-    assert drafted.generate([prompt], params)[0].token_ids == wanted.token_ids
+    wanted = LLM(method="plain", compile="never").generate([prompt], params)[0].outputs[0]
+    assert drafted.generate([prompt], params)[0].outputs[0].token_ids == wanted.token_ids
     assert drafted.stats.num_drafts > 0 and drafted.stats.faults == 0
 
 

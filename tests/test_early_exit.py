@@ -21,6 +21,7 @@ from runner.rounds import (
 from runner.test_architectures import small_config
 from tiny_folder import make_folder, make_tokenizer
 from torch import nn
+from toy import outputs_of
 
 from outrider import LLM, SamplingParams
 from outrider.proposers.early_exit import METHOD, measure_exits, pick_exit
@@ -205,9 +206,9 @@ def test_text_is_plain_decodings(same_text):
     model = make_model(four_layers())
     prompts = [make_text(length, length, 60) for length in (1, 18, 40)]
     params = SamplingParams(max_tokens=20, temperature=0.9 if same_text else 0.0, seed=3, ignore_eos=True)
-    plain = LLM(model, method="plain", compile="never", same_text=same_text).generate(prompts, params)
+    plain = outputs_of(LLM(model, method="plain", compile="never", same_text=same_text).generate(prompts, params))
     llm = LLM(model, method="early-exit:layers=2", num_draft_tokens=4, compile="never", same_text=same_text)
-    drafted = llm.generate(prompts, params)
+    drafted = outputs_of(llm.generate(prompts, params))
     assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
     assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
 

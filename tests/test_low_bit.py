@@ -8,6 +8,7 @@ import pytest
 import torch
 from runner.rounds import force_reference, make_model, make_request, make_text, plain_logits, untouched, verdict_of
 from runner.test_architectures import small_config
+from toy import outputs_of
 
 from outrider import LLM, SamplingParams
 from outrider.proposers.low_bit import METHOD
@@ -67,9 +68,9 @@ def test_text_is_plain_decodings(model_type, bits):
     model = make_model(small_config(model_type))
     prompts = [make_text(length, length, 60) for length in (1, 18, 40)]
     params = SamplingParams(max_tokens=20, ignore_eos=True)
-    plain = LLM(model, method="plain", compile="never").generate(prompts, params)
+    plain = outputs_of(LLM(model, method="plain", compile="never").generate(prompts, params))
     llm = LLM(model, method=f"low-bit:bits={bits}", num_draft_tokens=4, compile="never")
-    assert [c.token_ids for c in llm.generate(prompts, params)] == [c.token_ids for c in plain]
+    assert [c.token_ids for c in outputs_of(llm.generate(prompts, params))] == [c.token_ids for c in plain]
     assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
 
 

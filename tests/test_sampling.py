@@ -224,11 +224,12 @@ def test_invalid_logits_name_the_request(poison: float, temperature: float, coup
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens must be at least 1"),
-        ({"temperature": math.nan}, "temperature must be >= 0 and finite"),
-        ({"min_p": 1.1}, "min_p must be in"),
-        ({"logit_bias": {3: math.nan}}, "logit_bias must be numbers below infinity"),
-        ({"logit_bias": {3: math.inf}}, "logit_bias must be numbers below infinity"),
+        ({"max_tokens": 0}, "invalid max_tokens 0: expected a whole number, at least 1"),
+        ({"temperature": math.nan}, "invalid temperature nan: expected a finite number, at least 0"),
+        ({"banned_token_ids": (-1,)}, r"invalid banned_token_ids \(-1,\): expected a list of token ids from 0 on"),
+        ({"min_p": 1.1}, "invalid min_p 1.1: expected a finite number, at least 0, at most 1"),
+        ({"logit_bias": {3: math.nan}}, "invalid logit_bias {3: nan}: expected .* numbers below infinity"),
+        ({"logit_bias": {3: math.inf}}, "invalid logit_bias {3: inf}: expected .* numbers below infinity"),
     ],
 )
 def test_values_out_of_range_are_refused_in_one_line(params: dict[str, Any], message: str) -> None:
@@ -240,7 +241,7 @@ def test_values_out_of_range_are_refused_in_one_line(params: dict[str, Any], mes
     ("params", "message"),
     [
         (SamplingParams(logit_bias={VOCAB: 1.0}), f"token id {VOCAB} "),
-        (SamplingParams(banned_token_ids=(-1,)), "token id -1 "),
+        (SamplingParams(banned_token_ids=(VOCAB + 1,)), f"token id {VOCAB + 1} "),
         (SamplingParams(allowed_token_ids=(3,), banned_token_ids=(3,)), "no token"),
     ],
 )

@@ -112,8 +112,8 @@ def test_dear_rows_shrink_what_the_methods_draft(home, method, temperature, monk
     options = {"compile": "never", "device": "cpu", "num_draft_tokens": 3}
     params = SamplingParams(max_tokens=12, temperature=temperature, seed=1, ignore_eos=True)
     llm = LLM(home / "target", method=f"{method}:draft={folder}", **options)
-    text = llm.generate([[5, 6, 7]], params)[0].token_ids
+    text = llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids
     assert 0 < llm.stats.num_drafts <= llm.stats.num_rounds and llm.stats.faults == 0
     if temperature == 0:
         plain = LLM(home / "target", method="plain", **options)
-        assert text == plain.generate([[5, 6, 7]], params)[0].token_ids
+        assert text == plain.generate([[5, 6, 7]], params)[0].outputs[0].token_ids

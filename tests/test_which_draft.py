@@ -136,7 +136,10 @@ def test_a_target_that_comes_without_heads_says_so(home):
 def test_each_method_finds_its_own_among_the_embedded(method, embedded):
     llm = LLM(method=method, num_draft_tokens=3, **OPTIONS)
     plain = LLM(method="plain", **OPTIONS)
-    assert llm.generate([[5, 6, 7, 8]], SHORT)[0].token_ids == plain.generate([[5, 6, 7, 8]], SHORT)[0].token_ids
+    assert (
+        llm.generate([[5, 6, 7, 8]], SHORT)[0].outputs[0].token_ids
+        == plain.generate([[5, 6, 7, 8]], SHORT)[0].outputs[0].token_ids
+    )
     assert llm.stats.faults == 0
     if "eagle" in method and "suffix" not in method:
         assert llm.proposer.head.head.shape.generation == (1 if "eagle1" in method else 3)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outrider.engine import Completion, Generation
 from outrider.types import Request, SamplingParams
 
 
@@ -83,3 +84,8 @@ def _softmax(scores: Sequence[float]) -> list[float]:
     weights = [math.exp(score - best) for score in scores]
     total = sum(weights)
     return [weight / total for weight in weights]
+
+
+def outputs_of(generations: Sequence[Generation]) -> list[Completion]:
+    """All samples of all prompts, in order."""
+    return [completion for generation in generations for completion in generation.outputs]

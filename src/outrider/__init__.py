@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from outrider.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
-    from outrider.engine.outputs import Chunk, Completion, GenerationInterrupted
-    from outrider.engine.shortcuts import from_transformers, generate, stream
+    from outrider.engine.outputs import Chunk, Completion, Generation, GenerationInterrupted
     from outrider.engine.stats import GenerationStats
-    from outrider.proposers.base import Proposer, ScriptedProposer
+    from outrider.errors import OutriderError
+    from outrider.proposers.base import Proposer, ScriptedProposer, chain_proposal
     from outrider.proposers.plain import PlainProposer
-    from outrider.types import Context, OutriderError, Proposal, SamplingParams, Verdict
+    from outrider.sampling_params import SamplingParams
+    from outrider.types import Context, Proposal, Verdict
 
 __version__ = "0.1.0"
 
@@ -22,18 +24,17 @@ _HOMES = {
     "Chunk": "outrider.engine.outputs",
     "Completion": "outrider.engine.outputs",
     "Context": "outrider.types",
+    "Generation": "outrider.engine.outputs",
     "GenerationInterrupted": "outrider.engine.outputs",
     "GenerationStats": "outrider.engine.stats",
-    "OutriderError": "outrider.types",
+    "OutriderError": "outrider.errors",
     "PlainProposer": "outrider.proposers.plain",
     "Proposal": "outrider.types",
     "Proposer": "outrider.proposers.base",
-    "SamplingParams": "outrider.types",
+    "SamplingParams": "outrider.sampling_params",
     "ScriptedProposer": "outrider.proposers.base",
     "Verdict": "outrider.types",
-    "from_transformers": "outrider.engine.shortcuts",
-    "generate": "outrider.engine.shortcuts",
-    "stream": "outrider.engine.shortcuts",
+    "chain_proposal": "outrider.proposers.base",
 }
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Chunk",
     "Completion",
     "Context",
+    "Generation",
     "GenerationInterrupted",
     "GenerationStats",
     "OutriderError",
@@ -50,16 +52,9 @@ __all__ = [
     "SamplingParams",
     "ScriptedProposer",
     "Verdict",
-    "from_transformers",
-    "generate",
-    "stream",
+    "chain_proposal",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'outrider' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_exports(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from outrider.types import OutriderError
+from outrider.errors import OutriderError
 
 
 def split_method(text: str) -> tuple[str, dict[str, str]]:
@@ -16,7 +16,7 @@ def split_method(text: str) -> tuple[str, dict[str, str]]:
     for part in parts:
         option, is_there, value = part.partition("=")
         if not is_there or not option:
-            raise OutriderError(f"{text!r}: write options as {name}:option=value")
+            raise OutriderError(f"invalid method {text!r}: write options as {name}:option=value")
         options[option] = value
     return name, options
 

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-from outrider.types import OutriderError
+from outrider.errors import OutriderError
+
+AUTO = "auto"  # the method, or the number of drafts, that fits
 
 
 class Registry:
@@ -72,7 +74,7 @@ VERIFIERS = Registry(
     },
 )
 
-# What a user gets who names no method: with a draft to use, with one that has another tokenizer, and without one.
+# What AUTO means: with a draft, with a draft that has another tokenizer, and without one.
 DEFAULT_METHOD_WITH_DRAFT = "draft"
 DEFAULT_METHOD_WITH_FOREIGN_DRAFT = "cross-tokenizer"
 DEFAULT_METHOD = "ngram"

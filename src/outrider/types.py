@@ -1,6 +1,6 @@
 """The nouns of speculative decoding, shared by every room.
 
-This module knows nothing of models, caches, methods or the loop. It imports torch and nothing of Outrider.
+This module knows nothing of models, caches, methods or the loop.
 
 A *round* is: propose -> score -> verify -> commit. Each arrow is one of the dataclasses below.
 """
@@ -14,95 +14,15 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from outrider.errors import OutriderError as OutriderError
+from outrider.errors import first_line as first_line
+from outrider.sampling_params import Grammar as Grammar
+from outrider.sampling_params import Matcher as Matcher
+from outrider.sampling_params import SamplingParams as SamplingParams
+
 # Logit of a token that a draft cannot say. Beside any other it has no probability; where masks (a grammar's) leave no other, a
 # distribution remains: minus infinity would leave none. Temperatures and penalties keep it finite in float32.
 UNSAID = -1e30
-
-
-class OutriderError(Exception):
-    """A mistake of the user's that one clear line explains: the command line prints it and exits with code 2."""
-
-
-def first_line(error: BaseException) -> str:
-    """What an exception says, in one line: for the message of an ``OutriderError``."""
-    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-    return (" ".join(lines[:2]) if lines[0].endswith(":") else lines[0])[:300]
-
-
-class Matcher(Protocol):
-    """How far one answer has come in its grammar."""
-
-    def allowed(self, output: Sequence[int], path: Sequence[int]) -> Tensor | None:
-        """bool [V] on the CPU: tokens that may follow the output so far and, behind it, the drafts of ``path``.
-
-        None where the grammar says nothing: these drafts break it, or end the text.
-        """
-        ...
-
-
-class Grammar(Protocol):
-    """A form that answers must have; it serves any number of requests."""
-
-    def matcher(self) -> Matcher:
-        """For one more answer."""
-        ...
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """What the user asks of one generation. The same values shape the draft's and the target's distribution.
-
-    Logits become probabilities in this order: logit bias and token masks, penalties, temperature, top-k, top-p, min-p.
-    Raises ``OutriderError`` for a value outside its range.
-    """
-
-    max_tokens: int = 256
-    temperature: float = 0.0  # 0 is greedy: a one-hot at the argmax
-    top_k: int = 0  # 0 keeps all
-    top_p: float = 1.0
-    min_p: float = 0.0  # keeps tokens at least min_p times as likely as the likeliest
-    repetition_penalty: float = 1.0  # over prompt and output, as in CTRL (Keskar et al. 2019)
-    presence_penalty: float = 0.0  # over the output, as in the OpenAI API
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
-    allowed_token_ids: tuple[int, ...] | None = None  # None allows all
-    banned_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    seed: int | None = None
-    n: int = 1
-    grammar: Grammar | None = None  # the form of the answer: a mask of its own for each token
-    logprobs: int | None = None  # None: no logprobs; 0: of the emitted token; m: and of the m likeliest
-
-    def __post_init__(self) -> None:
-        checks = {
-            "max_tokens must be at least 1": self.max_tokens >= 1,
-            "temperature must be >= 0 and finite": 0 <= self.temperature < float("inf"),
-            "top_k must be >= 0 (0 keeps all)": self.top_k >= 0,
-            "top_p must be in (0, 1]": 0 < self.top_p <= 1,
-            "min_p must be in [0, 1]": 0 <= self.min_p <= 1,
-            "repetition_penalty must be in [0.01, 100]": 0.01 <= self.repetition_penalty <= 100,
-            "presence_penalty must be in [-2, 2]": -2 <= self.presence_penalty <= 2,
-            "frequency_penalty must be in [-2, 2]": -2 <= self.frequency_penalty <= 2,
-            "the values of logit_bias must be numbers below infinity": all(v < float("inf") for v in self.logit_bias.values()),
-            "allowed_token_ids must not be empty": self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
-            "stop strings must not be empty": all(self.stop),
-            "n must be at least 1": self.n >= 1,
-            "a grammar ends the text: ignore_eos cannot be asked for with it": self.grammar is None or not self.ignore_eos,
-            "logprobs must be >= 0": self.logprobs is None or self.logprobs >= 0,
-        }
-        for message, holds in checks.items():
-            if not holds:
-                raise OutriderError(message)
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
-    def has_penalties(self) -> bool:
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(slots=True, eq=False)

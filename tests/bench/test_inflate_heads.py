@@ -12,6 +12,7 @@ import torch
 from heads.writers import FFN, HIDDEN, write_eagle1, write_eagle3, write_medusa, write_speculators, write_vllm_medusa
 from safetensors.torch import load_file
 from tiny_folder import make_folder
+from toy import outputs_of
 
 from outrider import LLM, SamplingParams
 from outrider.bench.inflate import inflate
@@ -71,7 +72,7 @@ def drafted(target: Path, head: Path) -> list[object]:
     for temperature in (0.0, 1.0):
         before = len(seen)
         params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=temperature, seed=3)
-        texts = [completion.token_ids for completion in llm.generate(PROMPTS, params)]
+        texts = [completion.token_ids for completion in outputs_of(llm.generate(PROMPTS, params))]
         assert llm.stats.faults == 0 and any(any(lens) for lens, _, _ in seen[before:])
         seen.append(texts)
     return seen

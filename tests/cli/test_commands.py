@@ -127,7 +127,7 @@ def test_the_painter_keeps_to_the_text_of_chunks() -> None:
     painter = console.TokenPainter(Letters())
 
     def chunk(text: str, token_ids: list[int], origins: list[str]) -> Chunk:
-        return Chunk("r", 0, 0, text, token_ids, origins, None, None, None, None)
+        return Chunk("r", token_ids, origins, text)
 
     first = painter.paint(chunk("aab", [0, 1], ["accepted", "corrected"]))
     second = painter.paint(chunk("bcc", [2], ["bonus"]))

@@ -9,9 +9,10 @@ import weakref
 
 import pytest
 import torch
+from toy import outputs_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider import LLM, GenerationInterrupted, OutriderError, SamplingParams, from_transformers
+from outrider import LLM, GenerationInterrupted, OutriderError, SamplingParams
 from outrider.engine.config import load_tokenizer
 from outrider.proposers.base import ScriptedProposer
 
@@ -43,12 +44,12 @@ def model(tokenizer):
 
 @pytest.fixture(scope="module")
 def plain(model, tokenizer):
-    return from_transformers(model, tokenizer, method="plain", compile="never")
+    return LLM(model, tokenizer=tokenizer, method="plain", compile="never")
 
 
 @pytest.fixture(scope="module")
 def looking_up(model, tokenizer):
-    return from_transformers(model, tokenizer, method="ngram", num_draft_tokens=4, compile="never")
+    return LLM(model, tokenizer=tokenizer, method="ngram", num_draft_tokens=4, compile="never")
 
 
 def seen(completions):
@@ -57,8 +58,8 @@ def seen(completions):
 
 def test_greedy_text_is_the_same_with_and_without_drafts(plain, looking_up, tokenizer):
     params = SamplingParams(max_tokens=40)
-    completions = looking_up.generate(PROMPTS, params)
-    assert seen(completions) == seen(plain.generate(PROMPTS, params))
+    completions = outputs_of(looking_up.generate(PROMPTS, params))
+    assert seen(completions) == seen(outputs_of(plain.generate(PROMPTS, params)))
     assert looking_up.stats.num_accepted > 0
     for completion in completions:
         shown = [token for token in completion.token_ids if token != tokenizer.eos_token_id]
@@ -68,7 +69,7 @@ def test_greedy_text_is_the_same_with_and_without_drafts(plain, looking_up, toke
 
 def test_chunks_join_to_the_completion(looking_up):
     params = SamplingParams(max_tokens=30, n=2, temperature=0.8, seed=7)
-    completions = looking_up.generate(PROMPTS, params)
+    completions = outputs_of(looking_up.generate(PROMPTS, params))
     texts, tokens, last = {}, {}, {}
     for chunk in looking_up.stream(PROMPTS, params):
         key = chunk.prompt_index, chunk.sample_index
@@ -82,35 +83,35 @@ def test_chunks_join_to_the_completion(looking_up):
 
 
 def test_a_stop_string_that_spans_tokens_cuts_the_text_as_plain_decoding_does(plain, looking_up):
-    whole = plain.generate(PROMPTS[0], SamplingParams(max_tokens=40))[0].text
+    whole = plain.generate(PROMPTS[0], SamplingParams(max_tokens=40))[0].outputs[0].text
     stop = whole[11:15]
     params = SamplingParams(max_tokens=40, stop=(stop,))
-    found = looking_up.generate(PROMPTS[0], params)
-    assert seen(found) == seen(plain.generate(PROMPTS[0], params))
+    found = outputs_of(looking_up.generate(PROMPTS[0], params))
+    assert seen(found) == seen(outputs_of(plain.generate(PROMPTS[0], params)))
     assert found[0].finish_reason == "stop" and found[0].text == whole[: whole.find(stop)]
     assert "".join(chunk.text for chunk in looking_up.stream(PROMPTS[0], params)) == found[0].text
 
 
 @pytest.mark.parametrize("k", [0, 5])
 def test_samples_share_a_prompt_and_differ_in_seed(model, tokenizer, k):
-    llm = from_transformers(model, tokenizer, method="ngram", num_draft_tokens=k, compile="never", max_batch=3)
+    llm = LLM(model, tokenizer=tokenizer, method="ngram", num_draft_tokens=k, compile="never", max_batch=3)
     params = SamplingParams(max_tokens=12, n=5, temperature=1.0, seed=3)
-    samples = llm.generate(PROMPTS[0], params)
+    samples = outputs_of(llm.generate(PROMPTS[0], params))
     assert [c.sample_index for c in samples] == list(range(5))
     assert len({tuple(c.token_ids) for c in samples}) == 5
-    assert seen(llm.generate(PROMPTS[0], params)) == seen(samples)
+    assert seen(outputs_of(llm.generate(PROMPTS[0], params))) == seen(samples)
     # Sample 0 is what the seed gives alone, and copied prompts change nothing.
-    alone = from_transformers(model, tokenizer, method="ngram", num_draft_tokens=k, compile="never", max_batch=1)
-    assert seen(alone.generate(PROMPTS[0], params)) == seen(samples)
+    alone = LLM(model, tokenizer=tokenizer, method="ngram", num_draft_tokens=k, compile="never", max_batch=1)
+    assert seen(outputs_of(alone.generate(PROMPTS[0], params))) == seen(samples)
 
 
 def test_the_draft_reads_the_prompt_of_all_samples_once(model, tokenizer, monkeypatch):
     """A part a round, while the first sample goes on without drafts and the others wait for it."""
-    llm = from_transformers(model, tokenizer, draft=model, num_draft_tokens=3, prefill_chunk=16, compile="never")
+    llm = LLM(model, tokenizer=tokenizer, draft=model, num_draft_tokens=3, prefill_chunk=16, compile="never")
     draft, read = llm.proposer.draft, []
     read_on = draft._read_on
     monkeypatch.setattr(draft, "_read_on", lambda *given: (read.append(sum(given[3])), read_on(*given)))
-    samples = llm.generate(PROMPTS[0] * 6, SamplingParams(max_tokens=12, n=4, temperature=1.0, seed=3))
+    samples = outputs_of(llm.generate(PROMPTS[0] * 6, SamplingParams(max_tokens=12, n=4, temperature=1.0, seed=3)))
     assert 2 * 16 <= sum(read) <= len(tokenizer.encode(PROMPTS[0] * 6))
     assert "plain" in samples[0].origins
     assert all(sample.origins.count("plain") < 4 and "accepted" in sample.origins for sample in samples[1:])
@@ -118,20 +119,20 @@ def test_the_draft_reads_the_prompt_of_all_samples_once(model, tokenizer, monkey
 
 def test_same_text_gives_the_same_samples_with_and_without_drafts(model, tokenizer):
     def samples(method):
-        llm = from_transformers(model, tokenizer, method=method, num_draft_tokens=3, same_text=True, compile="never")
-        return seen(llm.generate(PROMPTS, SamplingParams(max_tokens=30, temperature=0.9, seed=1)))
+        llm = LLM(model, tokenizer=tokenizer, method=method, num_draft_tokens=3, same_text=True, compile="never")
+        return seen(outputs_of(llm.generate(PROMPTS, SamplingParams(max_tokens=30, temperature=0.9, seed=1))))
 
     assert samples("ngram") == samples("plain")
 
 
 def test_auto_lengths_keep_greedy_text(model, tokenizer, plain):
-    llm = from_transformers(model, tokenizer, method="ngram", compile="never")
+    llm = LLM(model, tokenizer=tokenizer, method="ngram", compile="never")
     params = SamplingParams(max_tokens=60, ignore_eos=True)
-    assert seen(llm.generate(PROMPTS, params)) == seen(plain.generate(PROMPTS, params))
+    assert seen(outputs_of(llm.generate(PROMPTS, params))) == seen(outputs_of(plain.generate(PROMPTS, params)))
 
 
 def test_logprobs_come_with_accepted_drafts_too(looking_up, model):
-    completion = looking_up.generate([5, 6, 7], SamplingParams(max_tokens=20, logprobs=1, ignore_eos=True))[0]
+    completion = looking_up.generate([5, 6, 7], SamplingParams(max_tokens=20, logprobs=1, ignore_eos=True))[0].outputs[0]
     assert len(completion.logprobs) == 20
     with torch.no_grad():
         rows = torch.log_softmax(model(torch.tensor([[5, 6, 7, *completion.token_ids]])).logits[0, 2:-1], -1)
@@ -140,7 +141,7 @@ def test_logprobs_come_with_accepted_drafts_too(looking_up, model):
 
 
 def test_statistics_add_up(looking_up):
-    completion = looking_up.generate(PROMPTS[0], SamplingParams(max_tokens=40, ignore_eos=True))[0]
+    completion = looking_up.generate(PROMPTS[0], SamplingParams(max_tokens=40, ignore_eos=True))[0].outputs[0]
     stats = completion.stats
     assert stats.num_tokens == 40
     assert stats.num_rounds <= stats.num_tokens <= stats.num_accepted + stats.num_rounds
@@ -160,7 +161,7 @@ def test_two_streams_may_be_read_in_turns(looking_up, plain):
         for i, stream in enumerate(streams):
             chunk = next(stream, None)
             texts[i] += chunk.text if chunk else ""
-    assert texts == [c.text for c in plain.generate(PROMPTS[:2], params)]
+    assert texts == [c.text for c in outputs_of(plain.generate(PROMPTS[:2], params))]
 
 
 def test_a_stream_that_is_dropped_leaves_nothing_behind(looking_up, plain):
@@ -169,7 +170,7 @@ def test_a_stream_that_is_dropped_leaves_nothing_behind(looking_up, plain):
     stream.close()
     assert not looking_up.engine.has_work
     params = SamplingParams(max_tokens=9)
-    assert seen(looking_up.generate(PROMPTS, params)) == seen(plain.generate(PROMPTS, params))
+    assert seen(outputs_of(looking_up.generate(PROMPTS, params))) == seen(outputs_of(plain.generate(PROMPTS, params)))
 
 
 def test_an_interrupt_keeps_what_was_generated_and_the_engine_usable(model, tokenizer, plain):
@@ -181,16 +182,16 @@ def test_an_interrupt_keeps_what_was_generated_and_the_engine_usable(model, toke
             raise KeyboardInterrupt
         return ScriptedProposer.of_chains(lambda c, k: [[1]] * len(c.requests)).propose(context, k)
 
-    llm = from_transformers(model, tokenizer, proposer=ScriptedProposer(script), num_draft_tokens=1, compile="never")
+    llm = LLM(model, tokenizer=tokenizer, proposer=ScriptedProposer(script), num_draft_tokens=1, compile="never")
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     with pytest.raises(GenerationInterrupted) as caught:
         llm.generate(PROMPTS, params)
-    whole = plain.generate(PROMPTS, params)
-    for partial, full in zip(caught.value.completions, whole, strict=True):
+    whole = outputs_of(plain.generate(PROMPTS, params))
+    for partial, full in zip(outputs_of(caught.value.generations), whole, strict=True):
         assert partial.finish_reason == "abort"
         assert 5 <= len(partial.token_ids) < 30
         assert partial.token_ids == full.token_ids[: len(partial.token_ids)]
-    assert seen(llm.generate(PROMPTS, params)) == seen(whole)
+    assert seen(outputs_of(llm.generate(PROMPTS, params))) == seen(whole)
 
 
 def test_nan_weights_are_a_one_line_error(model, tokenizer):
@@ -198,9 +199,9 @@ def test_nan_weights_are_a_one_line_error(model, tokenizer):
     with torch.no_grad():
         broken.model.norm.weight.fill_(float("nan"))
     with pytest.raises(OutriderError, match="NaN") as caught:
-        from_transformers(broken, tokenizer, method="plain", compile="never")
+        LLM(broken, tokenizer=tokenizer, method="plain", compile="never")
     assert "\n" not in str(caught.value)
-    llm = from_transformers(broken, tokenizer, method="plain", compile="never", self_check=False)
+    llm = LLM(broken, tokenizer=tokenizer, method="plain", compile="never", self_check=False)
     with pytest.raises(OutriderError, match="NaN") as caught:
         llm.generate(PROMPTS)
     assert "\n" not in str(caught.value)
@@ -210,19 +211,18 @@ def test_nan_weights_are_a_one_line_error(model, tokenizer):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"methd": "ngram"}, "unknown option methd"),
         ({"method": "nonsense"}, "unknown method 'nonsense'; known: .*ngram"),
         ({"verifier": "nonsense"}, "unknown verifier"),
-        ({"num_draft_tokens": -1}, "0 or more"),
-        ({"num_draft_tokens": "many"}, "unknown draft length 'many'; known: auto"),
-        ({"num_draft_tokens": 1.5}, "number"),
+        ({"num_draft_tokens": -1}, "invalid num_draft_tokens -1: expected a whole number, at least 0, or auto"),
+        ({"num_draft_tokens": "many"}, "invalid num_draft_tokens 'many'"),
+        ({"num_draft_tokens": 1.5}, "invalid num_draft_tokens 1.5"),
         ({"method": "draft"}, "needs a draft"),
         ({"method": "ngram", "proposer": ScriptedProposer(lambda c, k: None)}, "not both"),
     ],
 )
 def test_a_wrong_option_is_a_clear_error(model, tokenizer, options, message):
     with pytest.raises(OutriderError, match=message) as caught:
-        from_transformers(model, tokenizer, **({"method": "ngram"} if "verifier" in options else {}), **options)
+        LLM(model, tokenizer=tokenizer, **({"method": "ngram"} if "verifier" in options else {}), **options)
     assert "\n" not in str(caught.value)
 
 
@@ -239,7 +239,7 @@ def test_wrong_prompts_are_refused_before_any_token(looking_up, model, tokenizer
         looking_up.generate(PROMPTS[:2], [SamplingParams()])
     with pytest.raises(OutriderError, match="chat template"):
         looking_up.chat([{"role": "user", "content": "hi"}])
-    without = from_transformers(model, method="plain", compile="never")
+    without = LLM(model, method="plain", compile="never")
     with pytest.raises(OutriderError, match="needs a tokenizer"):
         without.generate("text")
     with pytest.raises(OutriderError, match="stop strings"):
@@ -250,11 +250,11 @@ def test_wrong_prompts_are_refused_before_any_token(looking_up, model, tokenizer
 def test_chat_uses_the_template_of_the_tokenizer(model):
     tokenizer = byte_level()
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    llm = from_transformers(model, tokenizer, method="plain", compile="never")
+    llm = LLM(model, tokenizer=tokenizer, method="plain", compile="never")
     messages = [{"role": "user", "content": "add"}]
     params = SamplingParams(max_tokens=8)
     assert llm.chat_prompt(messages) == tokenizer.encode("user: add\n", add_special_tokens=False)
-    assert llm.chat(messages, params).text == llm.generate("user: add\n", params)[0].text
+    assert llm.chat(messages, params).outputs[0].text == llm.generate("user: add\n", params)[0].outputs[0].text
 
 
 def test_a_dropped_llm_frees_its_models_at_once(model):

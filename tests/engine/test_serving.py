@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny_folder import make_folder
+from toy import outputs_of
 
 from outrider import LLM, SamplingParams
 from outrider.engine.guard import FIRST_PAUSE
@@ -222,10 +223,10 @@ def test_texts_read_in_parts_and_from_kept_beginnings_go_on_as_ever(method, tmp_
     shared = "The ship left the harbour at dawn, and nobody on the quay waved. " * 2
     prompts = [shared + end for end in ("for i", "12 + 30", "naïve", "for i in range")] + ["def add(", shared[:70]]
     params = [SamplingParams(max_tokens=12, temperature=t, seed=1) for t in (0.0, 1.0) * 3]
-    plain = LLM(target, method="plain", **options).generate(prompts, params)
+    plain = outputs_of(LLM(target, method="plain", **options).generate(prompts, params))
     serving = LLM(target, method=method, prefill_chunk=16, prefix_cache=True, max_batch=3, **options)
     for _ in range(2):
-        found = serving.generate(prompts, params)
+        found = outputs_of(serving.generate(prompts, params))
         assert [completion.token_ids for completion in found] == [completion.token_ids for completion in plain]
     cache = serving.runner.cache
     assert cache.num_reused > cache.num_looked_up / 2

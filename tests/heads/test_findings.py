@@ -99,9 +99,9 @@ def test_layers_that_are_off_by_one_are_found_by_trying_the_neighbours(target, t
     found = examined(target, "eagle:top_k=3", head)
     assert not found.fits and level_of(found, "acceptance") == "wrong"
     assert "eagle:top_k=3:hidden_states=1,2,3 fits better" in text_of(found, "options")
-    plain = LLM(str(target), method="plain", **OPTIONS).generate([[5, 6, 7]], SHORT)[0]
+    plain = LLM(str(target), method="plain", **OPTIONS).generate([[5, 6, 7]], SHORT)[0].outputs[0]
     llm = LLM(str(target), method="eagle", draft=str(head), num_draft_tokens=4, **OPTIONS)
-    assert llm.generate([[5, 6, 7]], SHORT)[0].token_ids == plain.token_ids and llm.stats.faults == 0
+    assert llm.generate([[5, 6, 7]], SHORT)[0].outputs[0].token_ids == plain.token_ids and llm.stats.faults == 0
 
 
 @pytest.mark.parametrize(
@@ -188,5 +188,5 @@ def test_what_cannot_fit_is_said_before_anything_is_drafted(target, tmp_path, wh
         with pytest.raises(OutriderError, match=said):
             LLM(str(target), **options)
         return
-    plain = LLM(str(target), method="plain", **OPTIONS).generate([[5, 6, 7]], SHORT)[0]
-    assert LLM(str(target), **options).generate([[5, 6, 7]], SHORT)[0].token_ids == plain.token_ids
+    plain = LLM(str(target), method="plain", **OPTIONS).generate([[5, 6, 7]], SHORT)[0].outputs[0]
+    assert LLM(str(target), **options).generate([[5, 6, 7]], SHORT)[0].outputs[0].token_ids == plain.token_ids

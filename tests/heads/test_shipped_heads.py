@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from toy import outputs_of
 
 from outrider import LLM, SamplingParams, family
 from outrider.runner import kernels
@@ -17,7 +18,7 @@ OPTIONS = {"compile": "never", "device": "cpu"}
 
 @pytest.fixture(scope="module")
 def plain():
-    return [each.token_ids for each in LLM(method="plain", **OPTIONS).generate(PROMPTS, GREEDY)]
+    return [each.token_ids for each in outputs_of(LLM(method="plain", **OPTIONS).generate(PROMPTS, GREEDY))]
 
 
 needs_kernels = pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
@@ -28,7 +29,7 @@ IN_8_BITS = [pytest.param("medusa:bits=8", 1.3, marks=needs_kernels), pytest.par
 @pytest.mark.parametrize(("method", "least"), [*HEADS, *IN_8_BITS])
 def test_a_shipped_head_drafts_for_the_embedded_target(method, least, plain):
     llm = LLM(method=method, num_draft_tokens=3, **OPTIONS)
-    assert [each.token_ids for each in llm.generate(PROMPTS, GREEDY)] == plain
+    assert [each.token_ids for each in outputs_of(llm.generate(PROMPTS, GREEDY))] == plain
     assert llm.stats.faults == 0
     assert llm.stats.mean_acceptance_length > least
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_folder import letter_tokenizer
-from toy import reference_probs
+from toy import outputs_of, reference_probs
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider import LLM, SamplingParams
@@ -112,7 +112,7 @@ class Uneven(FixedLength):
 def sample(params: SamplingParams, **options: object) -> list[list[int]]:
     options = {"method": "draft", "draft": DRAFT, "num_draft_tokens": 3, **options}
     llm = LLM(TARGET, max_batch=256, compile="never", **options)
-    completions = llm.generate([PROMPT], replace(params, n=SAMPLES, max_tokens=LENGTH, seed=7, ignore_eos=True))
+    completions = outputs_of(llm.generate([PROMPT], replace(params, n=SAMPLES, max_tokens=LENGTH, seed=7, ignore_eos=True)))
     assert llm.stats.faults == 0
     return [completion.token_ids for completion in completions]
 
@@ -170,7 +170,7 @@ def test_a_target_that_drafts_for_itself_says_the_same_text_with_coupled_noise(m
     texts = [
         [
             completion.token_ids
-            for completion in LLM(TARGET, method=name, same_text=True, compile="never").generate([PROMPT], params)
+            for completion in outputs_of(LLM(TARGET, method=name, same_text=True, compile="never").generate([PROMPT], params))
         ]
         for name in ("plain", method)
     ]
@@ -235,7 +235,7 @@ def test_coupled_noise_gives_the_same_text_with_every_method(method: str) -> Non
         options = {"method": name, "draft": draft_for(name, target, draft), "max_batch": batch, **tokenizers(40, name)}
         llm = LLM(target, **options, num_draft_tokens=k, same_text=True, compile="never")
         params = SamplingParams(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True)
-        completions = llm.generate(prompts, params)
+        completions = outputs_of(llm.generate(prompts, params))
         assert llm.stats.faults == 0
         return [completion.token_ids for completion in completions]
 
@@ -251,7 +251,7 @@ def test_a_batch_of_greedy_and_sampled_requests_keeps_the_greedy_text(method: st
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8]]
     params = [SamplingParams(max_tokens=20, ignore_eos=True), SamplingParams(max_tokens=20, temperature=1.0, ignore_eos=True)]
     llm = LLM(target, method=method, draft=draft_for(method, target), num_draft_tokens=3, compile="never")
-    first, second = llm.generate(prompts, params)
+    first, second = outputs_of(llm.generate(prompts, params))
     assert first.token_ids == greedy_text(target, prompts[0], 20)
     assert len(second.token_ids) == 20 and llm.stats.faults == 0
 
@@ -266,7 +266,7 @@ def test_greedy_text_is_that_of_plain_forwards(method: str, verifier: str) -> No
     for k in range(9):
         llm = LLM(target, method=method, **options, num_draft_tokens=k, compile="never")
         for batch in (1, 3):
-            completions = llm.generate(prompts[:batch], SamplingParams(max_tokens=20, ignore_eos=True))
+            completions = outputs_of(llm.generate(prompts[:batch], SamplingParams(max_tokens=20, ignore_eos=True)))
             assert [completion.token_ids for completion in completions] == expected[:batch], (k, batch)
         assert llm.stats.faults == 0
 
@@ -279,7 +279,7 @@ def test_same_text_is_that_of_plain_decoding(method: str) -> None:
     for name in ("plain", method):
         options = tokenizers(40, name) | {"draft": None if name == "plain" else draft_for(name, target, draft)}
         llm = LLM(target, method=name, num_draft_tokens=3, same_text=True, compile="never", **options)
-        texts.append([completion.token_ids for completion in llm.generate([[3, 1, 4, 1, 5]] * 3, params)])
+        texts.append([completion.token_ids for completion in outputs_of(llm.generate([[3, 1, 4, 1, 5]] * 3, params))])
         assert llm.stats.faults == 0
     assert texts[0] == texts[1]
     assert llm.stats.num_accepted > 0 or "draft" not in method.split("+")

@@ -169,12 +169,12 @@ def test_objects_that_are_no_language_models_are_refused():
 @pytest.mark.parametrize(
     "setting, message",
     [
-        ({"dtype": "int8"}, "unknown dtype 'int8'"),
-        ({"dtype": "fp16"}, "unknown dtype 'fp16'"),
-        ({"dtype": "Tensor"}, "unknown dtype 'Tensor'"),
-        ({"compile": "yes"}, "compile must be"),
+        ({"dtype": "int8"}, "invalid dtype 'int8': expected auto, bfloat16, float16 or float32"),
+        ({"dtype": "fp16"}, "invalid dtype 'fp16'"),
+        ({"dtype": "Tensor"}, "invalid dtype 'Tensor'"),
+        ({"compile": "yes"}, "invalid compile 'yes': expected auto, always or never"),
         ({"max_batch": 0}, "at least 1"),
-        ({"max_len": 0}, "at least 1"),
+        ({"max_len": 1}, "invalid max_len 1: expected a whole number, at least 2 or None"),
         ({"prefill_chunk": 0}, "at least 1"),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from toy import outputs_of
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
@@ -141,8 +142,8 @@ PROMPTS = [[7, 3, 9], [(5 * i * i + i) % 60 + 1 for i in range(45)], [(3 * i) % 
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_a_hybrid_writes_what_generate_writes(kind: str, method: str) -> None:
     model = hybrid(kind)
-    llm = LLM(model, None, method=method, num_draft_tokens=4, compile="never", max_batch=3, prefill_chunk=16)
-    found = llm.generate(PROMPTS, SamplingParams(max_tokens=20, ignore_eos=True, temperature=0))
+    llm = LLM(model, method=method, num_draft_tokens=4, compile="never", max_batch=3, prefill_chunk=16)
+    found = outputs_of(llm.generate(PROMPTS, SamplingParams(max_tokens=20, ignore_eos=True, temperature=0)))
     for prompt, output in zip(PROMPTS, found, strict=True):
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert output.token_ids == expected[0, len(prompt) :].tolist()
@@ -155,8 +156,8 @@ def test_a_hybrid_draft_goes_back_to_what_was_accepted() -> None:
     for parameter in draft.parameters():
         parameter.data.add_(0.02 * torch.randn_like(parameter))
     params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0)
-    plain = LLM(target, None, method="plain", compile="never").generate(PROMPTS, params)
-    drafted = LLM(target, None, draft=draft, num_draft_tokens=3, compile="never").generate(PROMPTS, params)
+    plain = outputs_of(LLM(target, method="plain", compile="never").generate(PROMPTS, params))
+    drafted = outputs_of(LLM(target, draft=draft, num_draft_tokens=3, compile="never").generate(PROMPTS, params))
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
     accepted = sum(output.stats.num_accepted for output in drafted)
     assert 0 < accepted < sum(len(output.token_ids) for output in drafted)

@@ -258,7 +258,7 @@ def test_progress_counts_runs_and_estimates_the_time_left(llm: LLM, twin: Propos
 def test_recorded_answers_are_plain_decoding_s(llm: LLM, twin: Proposer) -> None:
     found = started(llm, {"draft": twin})
     answers = {tuple(text.prompt): text.output for text in found.record()}
-    assert answers == {tuple(text.prompt): llm.generate(text.prompt, text.params)[0].token_ids for text in texts()}
+    assert answers == {tuple(text.prompt): llm.generate(text.prompt, text.params)[0].outputs[0].token_ids for text in texts()}
 
 
 def test_real_runs_generate_what_was_recorded(llm: LLM, twin: Proposer) -> None:

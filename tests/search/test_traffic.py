@@ -78,7 +78,7 @@ def test_built_in_kinds_take_turns() -> None:
         ({"body": 3}, "is not a JSON object"),
         ({"answer": "x"}, 'no "prompt"'),
         ({"prompt": "x", "temperature": "hot"}, "it is a number"),
-        ({"prompt": "x", "temperature": -1}, "temperature must be"),
+        ({"prompt": "x", "temperature": -1}, "invalid temperature -1: "),
         ({"prompt": [1, 2]}, "is not a text"),
     ],
 )

@@ -159,7 +159,7 @@ def test_a_process_serves_until_a_signal_and_finishes_its_streams(target: Path, 
         logged = [json.loads(line) for line in process.stderr if line.startswith("{")]
     from outrider import SamplingParams
 
-    assert text == plain.generate("def add(", SamplingParams(max_tokens=150, ignore_eos=True))[0].text
+    assert text == plain.generate("def add(", SamplingParams(max_tokens=150, ignore_eos=True))[0].outputs[0].text
     assert process.returncode == 0
     assert [line["event"] for line in logged] == ["request"] and logged[0]["completion_tokens"] == 150
 

@@ -48,5 +48,5 @@ def test_no_call_breaks_the_server(fuzzed: Served, mode: GenerationMode) -> None
 
 
 def test_after_all_that_the_server_answers_as_before(fuzzed: Served, plain: LLM) -> None:
-    assert fuzzed.text("def add(") == plain.generate("def add(", SamplingParams(max_tokens=24))[0].text
+    assert fuzzed.text("def add(") == plain.generate("def add(", SamplingParams(max_tokens=24))[0].outputs[0].text
     assert not fuzzed.llm.engine.has_work

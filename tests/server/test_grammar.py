@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from toy import outputs_of
 
 from outrider import LLM, SamplingParams
 from outrider.proposers.base import ScriptedProposer
@@ -94,7 +95,7 @@ def test_every_answer_is_of_its_schema(method: str, same_text: bool, load: Calla
     llm.runner.score = watched  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=120, temperature=0.9, seed=1, n=8, grammar=compiler(llm).json(SCHEMA))
     prompts = ['{"name": "Ada", "born": 1815}\n', "The ship left the harbour"]
-    for completion in llm.generate(prompts, params):
+    for completion in outputs_of(llm.generate(prompts, params)):
         assert completion.finish_reason == "stop"
         jsonschema.validate(json.loads(completion.text), SCHEMA)
     assert llm.engine.stats.faults == 0
@@ -107,14 +108,14 @@ def test_drafts_change_no_constrained_answer(method: str, load: Callable[..., LL
     llm = scripted(method, target, same_text=True) if method in SCRIPTED else load(method, 3)
     for temperature in (0.0, 1.0):
         params = SamplingParams(max_tokens=80, temperature=temperature, seed=4, n=3, grammar=compiler(llm).json(SCHEMA))
-        found = [completion.token_ids for completion in llm.generate("The ship", params)]
-        assert found == [completion.token_ids for completion in plain.generate("The ship", params)]
+        found = [completion.token_ids for completion in outputs_of(llm.generate("The ship", params))]
+        assert found == [completion.token_ids for completion in outputs_of(plain.generate("The ship", params))]
 
 
 def test_what_a_grammar_allows_is_what_its_answers_are_made_of(plain: LLM) -> None:
     """Every answer of a small language is found, and nothing else."""
     params = SamplingParams(max_tokens=40, temperature=3.0, seed=0, n=60, grammar=compiler(plain).json(SMALL))
-    answers = {json.dumps(json.loads(completion.text)) for completion in plain.generate("x", params)}
+    answers = {json.dumps(json.loads(completion.text)) for completion in outputs_of(plain.generate("x", params))}
     for answer in answers:
         jsonschema.validate(json.loads(answer), SMALL)
     assert len(answers) >= 6

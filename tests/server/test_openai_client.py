@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from toy import outputs_of
 
 from outrider import LLM, SamplingParams
 from outrider.engine import Completion
@@ -30,7 +31,7 @@ def client(served: Served) -> openai.OpenAI:
 
 
 def offline(plain: LLM, prompt: Any = PROMPT, **params: Any) -> list[Any]:
-    return plain.generate(prompt, SamplingParams(**({"max_tokens": 24} | params)))
+    return outputs_of(plain.generate(prompt, SamplingParams(**({"max_tokens": 24} | params))))
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -96,7 +97,7 @@ def test_null_is_as_if_it_were_left_out(served: Served, plain: LLM) -> None:
 @pytest.mark.parametrize("kind", [CompletionAnswer, ChatAnswer])
 def test_a_token_that_the_model_rules_out_has_a_log_probability_that_json_has(kind: type[Answer]) -> None:
     found = TokenLogprobs(-0.5, ((1, -0.5), (2, -math.inf)))
-    completion = Completion("r", 0, 0, 1, "a", [1], logprobs=[found], finish_reason="stop")
+    completion = Completion("r", [1], ["plain"], "a", [found], "stop", num_prompt_tokens=1)
     said = json.dumps(kind("c", "m", TokenTexts(None), [completion]).whole(), allow_nan=False)
     assert "-9999.0" in said
 

@@ -40,7 +40,7 @@ LONG = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
 
 def wanted(plain: LLM, prompt: str = PROMPT, **params: Any) -> str:
-    return plain.generate(prompt, SamplingParams(**({"max_tokens": 24} | params)))[0].text
+    return plain.generate(prompt, SamplingParams(**({"max_tokens": 24} | params)))[0].outputs[0].text
 
 
 @pytest.fixture(scope="module")

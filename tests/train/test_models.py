@@ -158,9 +158,9 @@ def test_a_target_learns_to_be_left_early_and_is_an_ordinary_folder(bench, rows,
     assert model.dtype == torch.float32 and model.config.num_hidden_layers == LAYERS
     assert AutoTokenizer.from_pretrained(out).get_vocab() == make_tokenizer().get_vocab()
     prompt, params = rows[3, :10].tolist(), SamplingParams(max_tokens=12, ignore_eos=True)
-    plain = LLM(str(out), method="plain", compile="never").generate([prompt], params)[0]
+    plain = LLM(str(out), method="plain", compile="never").generate([prompt], params)[0].outputs[0]
     early = LLM(str(out), method="early-exit:layers=3", num_draft_tokens=3, compile="never")
-    assert early.generate([prompt], params)[0].token_ids == plain.token_ids
+    assert early.generate([prompt], params)[0].outputs[0].token_ids == plain.token_ids
     assert early.stats.acceptance_rate > 0.5
 
 
@@ -245,8 +245,8 @@ def test_a_draft_learns_from_its_target(shape, teaching, folder, bench, rows, tm
         assert measured["after"][how]["acceptance"] > measured["before"][how]["acceptance"]
     prompt, params = rows[3, :10].tolist(), SamplingParams(max_tokens=12, ignore_eos=True)
     drafted = LLM(str(folder), draft=str(out), num_draft_tokens=2, compile="never")
-    wanted = LLM(str(folder), method="plain", compile="never").generate([prompt], params)[0].token_ids
-    assert drafted.generate([prompt], params)[0].token_ids == wanted and drafted.stats.num_drafts > 0
+    wanted = LLM(str(folder), method="plain", compile="never").generate([prompt], params)[0].outputs[0].token_ids
+    assert drafted.generate([prompt], params)[0].outputs[0].token_ids == wanted and drafted.stats.num_drafts > 0
 
 
 def test_a_draft_that_exists_goes_on_learning(bench, tmp_path):

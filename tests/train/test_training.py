@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny_folder import TEXT, make_folder
+from toy import outputs_of
 from transformers import AutoModelForCausalLM
 
 from outrider import LLM, SamplingParams
@@ -170,7 +171,7 @@ def test_a_trained_head_is_written_with_what_was_measured_and_drafts(kind, folde
     measured = json.loads((tmp_path / "out" / "measured.json").read_text())
     assert measured and (tmp_path / "out" / f"{kind}_curve.json").exists() and (tmp_path / "out" / f"{kind}_curve.png").exists()
     prompt, params = rows[3, :10].tolist(), SamplingParams(max_tokens=16, ignore_eos=True)
-    wanted = llm.generate([prompt], params)[0].token_ids
+    wanted = llm.generate([prompt], params)[0].outputs[0].token_ids
     places = [tmp_path / "out"]
     if kind == "eagle3":
         places.append(tmp_path / "out-speculators")
@@ -178,7 +179,7 @@ def test_a_trained_head_is_written_with_what_was_measured_and_drafts(kind, folde
             assert eagle_formats.load(place, LAYERS, llm.runner.vocab_size, 32).shape.hidden_states == (1, 2, 3)
     for place in places:
         drafted = LLM(str(folder), method=kind.rstrip("13"), draft=str(place), num_draft_tokens=2, compile="never")
-        assert drafted.generate([prompt], params)[0].token_ids == wanted
+        assert drafted.generate([prompt], params)[0].outputs[0].token_ids == wanted
         assert drafted.stats.faults == 0 and drafted.stats.num_drafts > 0
 
 
@@ -186,7 +187,7 @@ def test_the_target_writes_text_anew_and_goes_on_where_it_was_interrupted(llm, r
     written = regenerate(runner, rows[:11], 5, 0.0, 1, tmp_path, silent)
     assert torch.equal(written[:, :5], rows[:11, :5])
     params = SamplingParams(max_tokens=SEQ - 5, ignore_eos=True)
-    wanted = llm.generate([row[:5].tolist() for row in rows[:11]], params)
+    wanted = outputs_of(llm.generate([row[:5].tolist() for row in rows[:11]], params))
     assert written[:, 5:].tolist() == [completion.token_ids for completion in wanted]
     sampled = regenerate(runner, rows[:11], 5, 1.0, 1, tmp_path / "sampled", silent)
     (tmp_path / "sampled" / "text_00001.safetensors").unlink()

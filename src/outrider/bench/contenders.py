@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from outrider.engine import Engine, FixedLength, LengthPolicy
-from outrider.engine.config import Speculation, build_policy, build_proposer, build_verifiers
+from outrider.engine import Engine, FixedLength, LengthPolicy, Speculation
+from outrider.engine.config import build_policy, build_proposer, build_verifiers
 from outrider.method_text import split_method
 from outrider.proposers.base import Proposer
 from outrider.proposers.plain import PlainProposer
@@ -17,7 +17,7 @@ from outrider.types import Context, Round
 
 if TYPE_CHECKING:
     from outrider.engine import LLM
-    from outrider.engine.config import ModelSource
+    from outrider.engine.options import ModelSource
 
 PLAIN = PlainProposer.name
 

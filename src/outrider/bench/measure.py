@@ -221,7 +221,7 @@ def _generate_batch(chunks: Iterator[Chunk], num_prompts: int, run: Run, rounds:
             rounds.clear()
             arrivals = [replace(each, num_rounds=0) for each in arrivals]
         arrivals.append(Arrival(now - started, index, len(outputs[index]), len(rounds)))
-        if chunk.stats is not None:
+        if chunk.finish_reason is not None:
             plain.append(chunk.stats.plain_seconds)
     ended = perf_counter()
     # A batch lasts as long as its longest request, plain or not.

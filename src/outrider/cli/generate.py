@@ -78,7 +78,7 @@ def stream_to_screen(llm: LLM, prompt: str | list[int], params: SamplingParams, 
     if last is not None and last.error:
         say_error(last.error)
     if last is not None:
-        err.print(summary(last.stats or llm.stats, perf_counter() - started))
+        err.print(summary(last.stats, perf_counter() - started))
         if llm.runner.passes.is_provisional:
             err.print("[dim]passes were not compiled yet, nor are those plain decoding is priced by: see --compile always[/]")
     return text
@@ -91,9 +91,9 @@ def _document(llm: LLM, prompt: str, params: SamplingParams) -> dict[str, Any]:
 
     with waiting("generating"):
         try:
-            completion = llm.generate(prompt, params)[0]
+            completion = llm.generate(prompt, params)[0].outputs[0]
         except GenerationInterrupted as interrupt:
-            completion = interrupt.completions[0]
+            completion = interrupt.generations[0].outputs[0]
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,

@@ -177,7 +177,7 @@ def compile_if_asked(llm: LLM, models: ModelOptions) -> None:
     """Compiles what would be compiled at its first use, where ``models`` says so."""
     if models.compile == "always":
         with waiting("compiling"):
-            llm.warmup(k=1)
+            llm.warmup()
 
 
 def prepare(llm: LLM, models: ModelOptions) -> None:

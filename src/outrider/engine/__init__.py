@@ -1,12 +1,20 @@
 """The loop, the scheduler, statistics and the ``LLM`` facade. This room knows no method's name."""
 
-from outrider.engine.engine import Emission, Engine, Observation
-from outrider.engine.llm import LLM
-from outrider.engine.outputs import Chunk, Completion, GenerationInterrupted
-from outrider.engine.policy import FixedLength, LengthPolicy
-from outrider.engine.round import RoundResult
-from outrider.engine.scheduler import Scheduler
-from outrider.engine.stats import GenerationStats
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outrider.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from outrider.engine.engine import Engine, Observation
+    from outrider.engine.llm import LLM
+    from outrider.engine.options import Speculation
+    from outrider.engine.outputs import Chunk, Completion, Emission, Generation, GenerationInterrupted
+    from outrider.engine.policy import FixedLength, LengthPolicy
+    from outrider.engine.round import RoundResult
+    from outrider.engine.scheduler import Scheduler
+    from outrider.engine.stats import GenerationStats
 
 __all__ = [
     "LLM",
@@ -15,10 +23,31 @@ __all__ = [
     "Emission",
     "Engine",
     "FixedLength",
+    "Generation",
     "GenerationInterrupted",
     "GenerationStats",
     "LengthPolicy",
     "Observation",
     "RoundResult",
     "Scheduler",
+    "Speculation",
 ]
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "LLM": "outrider.engine.llm",
+        "Chunk": "outrider.engine.outputs",
+        "Completion": "outrider.engine.outputs",
+        "Emission": "outrider.engine.outputs",
+        "Engine": "outrider.engine.engine",
+        "FixedLength": "outrider.engine.policy",
+        "Generation": "outrider.engine.outputs",
+        "GenerationInterrupted": "outrider.engine.outputs",
+        "GenerationStats": "outrider.engine.stats",
+        "LengthPolicy": "outrider.engine.policy",
+        "Observation": "outrider.engine.engine",
+        "RoundResult": "outrider.engine.round",
+        "Scheduler": "outrider.engine.scheduler",
+        "Speculation": "outrider.engine.options",
+    },
+)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,7 +16,8 @@ import torch
 from outrider.engine.clock import ClockedProposer, ClockedRunner, PhaseClock
 from outrider.engine.guard import GuardedProposer
 from outrider.engine.ledger import Ledger
-from outrider.engine.logprobs import TokenLogprobs, token_logprobs
+from outrider.engine.logprobs import token_logprobs
+from outrider.engine.outputs import Emission
 from outrider.engine.policy import LengthPolicy
 from outrider.engine.round import Parts, RoundResult, TargetError, check_handles_trees, finish_round, run_round
 from outrider.engine.scheduler import Batch, Entry, Scheduler, State
@@ -28,33 +29,6 @@ from outrider.types import Context, OutriderError, Request, Round
 from outrider.verifiers.base import Verifier
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Emission:
-    """What one request gained in one step."""
-
-    request_id: str
-    token_ids: list[int]
-    origins: list[str]  # of each token: "accepted", "corrected", "bonus", or "plain" in a round without drafts
-    text: str
-    logprobs: list[TokenLogprobs] | None
-    finish_reason: str | None  # None while it runs, then "stop", "length" or "error"
-    error: str | None
-    stats: GenerationStats  # the request's own, live
-
-    def followed_by(self, later: Emission) -> Emission:
-        """What the request gained in both."""
-        logprobs = self.logprobs
-        if later.logprobs is not None:
-            logprobs = (logprobs or []) + later.logprobs
-        return replace(
-            later,
-            token_ids=self.token_ids + later.token_ids,
-            origins=self.origins + later.origins,
-            text=self.text + later.text,
-            logprobs=logprobs,
-        )
 
 
 @dataclass(frozen=True, slots=True)

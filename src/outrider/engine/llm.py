@@ -9,67 +9,120 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from outrider import family
 from outrider.engine.config import (
     build_policy,
     build_proposer,
     build_verifiers,
     eos_token_ids,
     load_tokenizer,
-    split_options,
+    longest_draft,
     warn_of_limits,
 )
 from outrider.engine.detokenizer import DetokenizerFactory
-from outrider.engine.engine import Emission, Engine
-from outrider.engine.outputs import Chunk, Completion, GenerationInterrupted
+from outrider.engine.engine import Engine
+from outrider.engine.options import Speculation
+from outrider.engine.outputs import Chunk, Completion, Emission, Generation, GenerationInterrupted
+from outrider.engine.prompts import as_messages, as_params, as_prompts, as_token_ids, check_text
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.stats import GenerationStats
-from outrider.runner import ModelRunner
-from outrider.types import OutriderError, Request, SamplingParams
+from outrider.registry import AUTO
+from outrider.runner import ModelRunner, RunnerConfig
+from outrider.types import OutriderError, Request, SamplingParams, first_line
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from outrider.engine.options import ModelSource, TokenizerSource
+    from outrider.engine.policy import LengthPolicy
+    from outrider.engine.prompts import Prompt, Prompts
+    from outrider.proposers.base import Proposer
+    from outrider.verifiers.base import Verifier
 
-    from outrider.engine.config import ModelSource
-
-Prompt = str | Sequence[int]
-Prompts = Prompt | Sequence[str] | Sequence[Sequence[int]]
-Params = SamplingParams | Sequence[SamplingParams] | None
+    Params = SamplingParams | Sequence[SamplingParams] | None
 
 SEED_STRIDE = 0x9E3779B97F4A7C15  # keeps the seeds of a prompt's samples apart
 
 
 class LLM:
-    """A target, and whatever rides ahead of it. Not thread-safe.
+    """A target model and what drafts for it. Not thread-safe.
 
-    >>> llm = LLM("Qwen/Qwen3-8B", draft="Qwen/Qwen3-0.6B")
-    >>> for chunk in llm.stream("def quicksort(", SamplingParams(max_tokens=256)):
-    ...     print(chunk.text, end="")
+    >>> with LLM("Qwen/Qwen3-8B", draft="Qwen/Qwen3-0.6B") as llm:
+    ...     for chunk in llm.stream("def quicksort(", SamplingParams(max_tokens=256)):
+    ...         print(chunk.text, end="")
     """
 
-    def __init__(
-        self, target: ModelSource | None = None, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any
+    def __init__(  # noqa: PLR0913 - every option is written out, for editors and type checkers
+        self,
+        model: ModelSource | None = None,
+        *,
+        tokenizer: TokenizerSource | None = None,
+        draft: ModelSource | None = None,
+        drafts: Mapping[str, ModelSource] | None = None,
+        method: str = AUTO,
+        num_draft_tokens: int | str | LengthPolicy = AUTO,
+        verifier: str | Verifier = "block",
+        proposer: Proposer | None = None,
+        draft_tokenizer: TokenizerSource | None = None,
+        method_options: Mapping[str, Any] | None = None,
+        same_text: bool = False,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+        max_len: int | None = None,
+        max_batch: int = 8,
+        compile: str = "auto",
+        prefill_chunk: int = 256,
+        kv_memory: float | None = None,
+        prefix_cache: bool = False,
+        trust_remote_code: bool = False,
+        max_drafts: int = 16,
+        self_check: bool = True,
     ) -> None:
-        """Loads a folder, a hub id or takes a loaded transformers model; None is the embedded family, its drafts included.
+        """Load ``model``, a folder or a hub id, or take a loaded transformers model; None is the embedded family.
 
-        ``options`` are the fields of ``engine.config.Speculation`` (draft, drafts, method, num_draft_tokens, verifier,
-        proposer, draft_tokenizer, method_options, same_text) and of ``runner.RunnerConfig``. Raises ``OutriderError`` for
-        unknown ones, for a model that cannot be loaded or rolled back, and for a draft that does not fit.
+        Every option is described in docs/options.md. ``method="auto"`` drafts with the draft if there is one and with n-grams
+        of the text itself if there is none. Raises ``OutriderError`` for a wrong value, for a model that cannot be loaded or
+        rolled back, and for a draft that does not fit.
         """
-        if target is None:
-            from outrider.family import TARGET, drafts
+        if model is None:
+            model, drafts = family.TARGET, family.drafts() if drafts is None else drafts
+        limits = (
+            max_len,
+            max_batch,
+            compile,
+            prefill_chunk,
+            kv_memory,
+            prefix_cache,
+            trust_remote_code,
+            max_drafts,
+            self_check,
+        )
+        config = RunnerConfig(dtype, device, *limits)
+        self.speculation = speculation = Speculation(
+            target=model,
+            tokenizer=tokenizer,
+            draft=draft,
+            drafts={} if drafts is None else drafts,
+            method=method,
+            num_draft_tokens=num_draft_tokens,
+            verifier=verifier,
+            proposer=proposer,
+            draft_tokenizer=draft_tokenizer,
+            method_options={} if method_options is None else method_options,
+            same_text=same_text,
+        )
+        self.tokenizer = load_tokenizer(model if tokenizer is None else tokenizer, trust_remote_code)
+        self.runner = ModelRunner.load(model, config)
+        self._start(speculation, config)
 
-            target = TARGET
-            options = {"drafts": drafts(), **options}
-        self.speculation, runner_config = split_options(options)
-        self.tokenizer = tokenizer or load_tokenizer(target, runner_config.trust_remote_code)
-        self.runner = ModelRunner.load(target, runner_config)
-        self.proposer = build_proposer(self.speculation, self.runner, self.tokenizer)
-        warn_of_limits(self.speculation, runner_config, self.runner, self.proposer)
-        self.policy = build_policy(self.speculation, self.runner, self.proposer)
+    def _start(self, speculation: Speculation, config: RunnerConfig) -> None:
+        """Build what drafts and judges for the loaded target."""
+        self.proposer = build_proposer(speculation, self.runner, self.tokenizer)
+        warn_of_limits(speculation, config, self.runner, self.proposer)
+        self.policy = build_policy(speculation, self.runner, self.proposer)
         scheduler = Scheduler(
             self.runner.max_batch,
             self.runner.max_len,
@@ -77,19 +130,24 @@ class LLM:
             DetokenizerFactory(self.tokenizer) if self.tokenizer is not None else None,
             self.runner.borders,
         )
-        verifiers = build_verifiers(self.speculation)
-        coupled = self.speculation.same_text
-        self.engine = Engine(self.runner, self.proposer, verifiers, self.policy, scheduler, coupled)
+        verifiers = build_verifiers(speculation)
+        self.engine = Engine(self.runner, self.proposer, verifiers, self.policy, scheduler, speculation.same_text)
+        self._is_closed = False
         self._ids = itertools.count()
         self._inbox: dict[str, deque[Emission]] = {}  # emissions of requests whose reader was not the one who stepped
 
     @property
     def stats(self) -> GenerationStats:
         """Totals over everything generated so far."""
-        return self.engine.stats
+        return self._final_stats if self._is_closed else self.engine.stats
 
-    def warmup(self, k: int, batch: int = 1) -> None:
-        """Does now what would make the first rounds slow: compiling, and measuring passes without drafts and with k."""
+    def warmup(self, num_draft_tokens: int | None = None, batch: int = 1) -> None:
+        """Do now what would make the first rounds slow: compile, and measure passes with and without drafts.
+
+        ``num_draft_tokens``: the drafts of a round to prepare for; None: the most that this ``LLM`` asks for.
+        """
+        self._check_open()
+        k = longest_draft(self.speculation, self.proposer) if num_draft_tokens is None else num_draft_tokens
         hidden = self.proposer.needs_hidden
         self.runner.prepare(hidden)
         self.proposer.warmup(k, batch)
@@ -103,55 +161,62 @@ class LLM:
         if isinstance(k, int) and k > 0:
             self.runner.costs.record_pass(1, 1, 0, self.runner.pass_cost(1, 1, 0, repeat=1, hidden=self.proposer.needs_hidden))
 
-    def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
-        """One completion for each prompt and sample, prompts in order, samples of a prompt together.
+    def generate(self, prompts: Prompts, params: Params = None) -> list[Generation]:
+        """Generate ``params.n`` completions of each prompt: ``generate(...)[i].outputs[j]`` is sample j of prompt i.
 
-        A request whose target fails ends with ``finish_reason="error"``; if all do, ``OutriderError`` is raised. Ctrl-C raises
-        ``GenerationInterrupted``, which carries what was there.
+        ``prompts``: text or token ids (a list, 1-d array or 1-d tensor), or a list of either. ``params``: for all prompts, or a
+        list with one per prompt. A request whose target fails ends with ``finish_reason="error"``; if all do, ``OutriderError``
+        is raised. Ctrl-C raises ``GenerationInterrupted``, which carries what was generated by then.
         """
-        completions: list[Completion] = []
+        jobs = self._jobs(prompts, params)
+        generations = [job.generation for job in jobs]
         try:
-            for _ in self._run(prompts, params, completions):
+            for _ in self._run(jobs):
                 pass
         except KeyboardInterrupt as interrupt:
-            raise GenerationInterrupted(completions) from interrupt
-        return completions
+            raise GenerationInterrupted(generations) from interrupt
+        return generations
 
     def stream(self, prompts: Prompts, params: Params = None) -> Generator[Chunk, None, None]:
-        """The same, as it comes: chunks of several prompts or samples are told apart by their indices."""
-        return self._run(prompts, params, [])
+        """Generate as ``generate`` does and yield each step's output; ``prompt_index`` and ``sample_index`` say whose it is.
 
-    def chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None) -> Completion:
-        """The assistant's next message. For a stream: ``llm.stream(llm.chat_prompt(messages))``."""
+        Wrong prompts and parameters raise ``OutriderError`` here, before the first chunk is asked for. Close the generator to
+        end its requests early.
+        """
+        return self._run(self._jobs(prompts, params))
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Generation:
+        """Generate the assistant's next message. To stream it: ``llm.stream(llm.chat_prompt(messages))``."""
         return self.generate(self.chat_prompt(messages), params)[0]
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Messages ({"role", "content"}) -> the token ids that the tokenizer's chat template makes of them."""
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Messages ({"role", "content"}) -> token ids, through the tokenizer's chat template.
+
+        Raises ``OutriderError`` where there is no template or it refuses the messages.
+        """
+        conversation = as_messages(messages)
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise OutriderError("this tokenizer has no chat template: use generate with a plain prompt")
-        text = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
+        try:
+            text = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template's own objection, in whatever form it raises it
+            raise OutriderError(f"the chat template does not take these messages: {first_line(error)}") from error
         return list(self.tokenizer.encode(str(text), add_special_tokens=False))
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Text or token ids -> token ids. Raises ``OutriderError`` for ids that there are not."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise OutriderError("a text prompt needs a tokenizer: pass one, or give token ids")
-            return self.accepted(self.tokenizer.encode(prompt))
-        return self._in_vocabulary(list(prompt))
+        """Text or token ids -> token ids. Raises ``OutriderError`` for another type and for ids outside the vocabulary."""
+        if not isinstance(prompt, str):
+            return as_token_ids(prompt, self.runner.vocab_size)
+        if self.tokenizer is None:
+            raise OutriderError("a text prompt needs a tokenizer: give LLM(..., tokenizer=...), or token ids")
+        check_text(prompt)
+        return self.accepted(self.tokenizer.encode(prompt))
 
     def accepted(self, token_ids: Sequence[int]) -> list[int]:
-        """What a text was tokenised to -> a prompt: where that is nothing, the token with which texts begin."""
+        """The tokens of a text -> a prompt: where there are none, the token with which texts begin."""
         if not token_ids and self.tokenizer is not None and self.tokenizer.bos_token_id is not None:
             token_ids = [self.tokenizer.bos_token_id]
-        return self._in_vocabulary(list(token_ids))
-
-    def _in_vocabulary(self, token_ids: list[int]) -> list[int]:
-        if any(not isinstance(token, int) or not 0 <= token < self.runner.vocab_size for token in token_ids):
-            raise OutriderError(f"a prompt holds token ids outside the vocabulary of {self.runner.vocab_size}")
-        return token_ids
+        return as_token_ids(token_ids, self.runner.vocab_size)
 
     def requests_for(self, token_ids: Sequence[int], params: SamplingParams) -> list[Request]:
         """The requests that one prompt and its ``n`` samples become, each with a seed of its own."""
@@ -163,13 +228,48 @@ class LLM:
         matcher = None if params.grammar is None else params.grammar.matcher()
         return Request(f"r{next(self._ids)}", list(token_ids), len(token_ids), params, seed, generator, matcher)
 
+    def close(self) -> None:
+        """End what still runs and free the models; ``stats`` stay. Nothing can be generated afterwards."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        scheduler = self.engine.scheduler
+        for entry in [*scheduler.running, *scheduler.waiting]:
+            self.engine.abort(entry.request.request_id)
+        self._final_stats = self.engine.stats
+        self._inbox.clear()
+        del self.engine, self.policy, self.proposer, self.runner
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
     # --- inside -------------------------------------------------------------------------------------------------------------
 
-    def _run(self, prompts: Prompts, params: Params, completions: list[Completion]) -> Generator[Chunk, None, None]:
-        """Runs requests to their end, filling ``completions``. Whatever happens, none of them stays in the engine."""
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise OutriderError("this LLM is closed: create another one")
+
+    def _jobs(self, prompts: Prompts, params: Params) -> list[_Job]:
+        """A generation and its n requests for each prompt. Raises ``OutriderError`` if one of them can never run."""
+        self._check_open()
+        given = as_prompts(prompts)
+        encoded = [self.encode(prompt) for prompt in given]
+        jobs = []
+        for prompt, token_ids, chosen in zip(given, encoded, as_params(params, len(given)), strict=True):
+            requests = self.requests_for(token_ids, chosen)
+            self.engine.check(requests[0])
+            jobs.append(_Job(Generation(prompt if isinstance(prompt, str) else None, token_ids), requests))
+        return jobs
+
+    def _run(self, jobs: Sequence[_Job]) -> Generator[Chunk, None, None]:
+        """Run requests to their end, filling the generations. Whatever happens, none of them stays in the engine."""
+        self._check_open()
         open_ids: dict[str, Completion] = {}
         try:
-            self._submit(prompts, params, completions, open_ids)
+            self._submit(jobs, open_ids)
             while open_ids:
                 for request_id in [request_id for request_id in open_ids if self._inbox[request_id]]:
                     completion, inbox = open_ids[request_id], self._inbox[request_id]
@@ -178,13 +278,16 @@ class LLM:
                         if chunk.finish_reason is not None:
                             del open_ids[request_id], self._inbox[request_id]
                         yield chunk
+                        self._check_open()
                 if open_ids and not any(self._inbox[request_id] for request_id in open_ids):
                     self._step()
         finally:
             for request_id, completion in open_ids.items():
-                completion.text += self.engine.abort(request_id)
                 completion.finish_reason = "abort"
-                self._inbox.pop(request_id, None)
+                if not self._is_closed:
+                    completion.text += self.engine.abort(request_id)
+                    self._inbox.pop(request_id, None)
+        completions = [completion for job in jobs for completion in job.generation.outputs]
         if completions and all(completion.finish_reason == "error" for completion in completions):
             raise OutriderError(completions[0].error or "the target failed")
 
@@ -194,23 +297,24 @@ class LLM:
             if inbox is not None:
                 inbox.append(emission)
 
-    def _submit(self, prompts: Prompts, params: Params, completions: list[Completion], open_ids: dict[str, Completion]) -> None:
-        """Queues n requests for each prompt; all prompts are checked before any of them runs."""
-        encoded = self._encode_all(prompts)
-        shared = params if params is not None else SamplingParams()
-        each = [shared] * len(encoded) if isinstance(shared, SamplingParams) else list(shared)
-        if len(each) != len(encoded):
-            raise OutriderError(f"{len(encoded)} prompts, but {len(each)} sampling parameters: give one, or one for each")
-        for prompt_index, (token_ids, chosen) in enumerate(zip(encoded, each, strict=True)):
-            requests = self.requests_for(token_ids, chosen)
+    def _submit(self, jobs: Sequence[_Job], open_ids: dict[str, Completion]) -> None:
+        """Queue the requests of all prompts."""
+        for prompt_index, (generation, requests) in enumerate(jobs):
             for sample_index, request in enumerate(requests):
-                completion = Completion(request.request_id, prompt_index, sample_index, len(token_ids))
+                completion = Completion(
+                    request.request_id,
+                    prompt_index=prompt_index,
+                    sample_index=sample_index,
+                    num_prompt_tokens=request.num_prompt_tokens,
+                )
                 self.engine.add(request, fork_of=requests[0].request_id if sample_index else None)
                 open_ids[request.request_id] = completion
                 self._inbox[request.request_id] = deque()
-                completions.append(completion)
+                generation.outputs.append(completion)
 
-    def _encode_all(self, prompts: Prompts) -> list[list[int]]:
-        is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        each = cast("Sequence[Prompt]", [prompts] if is_one else prompts)
-        return [self.encode(prompt) for prompt in each]
+
+class _Job(NamedTuple):
+    """One prompt: what the user gets, and the requests that fill it."""
+
+    generation: Generation
+    requests: list[Request]

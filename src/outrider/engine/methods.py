@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from outrider.engine.config import Speculation, build_proposer
+from outrider.engine.config import build_proposer
+from outrider.engine.options import Speculation
 from outrider.method_text import split_method
 from outrider.proposers.base import Proposer
 from outrider.registry import PROPOSERS

@@ -1,6 +1,14 @@
 """Executing a model: loading, KV cache, fixed-shape passes. This room does not know where drafts come from."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outrider.lazy import lazy_exports
 from outrider.runner.config import RunnerConfig
-from outrider.runner.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from outrider.runner.model_runner import ModelRunner
 
 __all__ = ["ModelRunner", "RunnerConfig"]
+__getattr__ = lazy_exports(__name__, {"ModelRunner": "outrider.runner.model_runner"})

@@ -1,35 +1,82 @@
-"""What a user may choose about how a model is run."""
+"""What a user may choose about how a model is run. Imports no torch: the command line reads these declarations."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from outrider.types import OutriderError
+from outrider.options import INT32, LIMITS, MODELS, Choice, Flag, Number, Whole, check, option
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _dtype_name(value: Any) -> Any:
+    """``torch.float32`` by its name."""
+    return str(value).removeprefix("torch.") if type(value).__name__ == "dtype" else value
+
+
+@dataclass(frozen=True)
+class Device:
+    """A torch device by its name."""
+
+    expected: str = "auto or a torch device, such as cpu, cuda or cuda:1"
+    flag_type: Any = str
+
+    def read(self, value: Any) -> str:
+        name = str(value) if type(value).__name__ == "device" else value
+        if not isinstance(name, str):
+            raise TypeError("not a name")
+        if name not in ("auto", "cpu"):
+            import torch
+
+            torch.device(name)
+        return name
 
 
 @dataclass(frozen=True)
 class RunnerConfig:
-    """How a model is executed."""
+    """How a model is executed. Raises ``OutriderError`` for a value of the wrong type or out of bounds."""
 
-    dtype: str = "auto"  # auto: as in the checkpoint, arithmetic in float32 where 16 bit is slow; or a torch dtype's name
-    device: str = "auto"  # auto: cuda where there is one, else cpu
-    max_len: int | None = None  # context window; None: the model's own
-    max_batch: int = 8
-    compile: str = "auto"  # auto: where a compiled pass is at hand or pays off; always; never
-    prefill_chunk: int = 256  # tokens of prompts that are read between two rounds
-    kv_memory: float | None = None  # GiB that the target's cache may take; None: what max_batch and max_len come to
-    prefix_cache: bool = False  # keep what was cached of ended requests for others that begin with the same text
-    trust_remote_code: bool = False
-    max_drafts: int = 16  # of a request in one pass, where layers are recurrent: the memory of their states grows with it
-    self_check: bool = True  # whether a model is held, when it is loaded, against its own forward pass without a cache
+    dtype: str | torch.dtype = option(
+        Choice(("auto", "bfloat16", "float16", "float32"), _dtype_name),
+        "auto",
+        "Type of the weights; auto: as in the checkpoint, arithmetic in float32 where 16 bits are slow.",
+        panel=MODELS,
+        in_plan=True,
+    )
+    device: str | torch.device = option(
+        Device(), "auto", "Where the model runs; auto: a GPU if there is one.", panel=MODELS, in_plan=True
+    )
+    max_len: int | None = option(
+        Whole(2),
+        None,
+        "Longest context in tokens, prompt included; it sets the memory of the cache (default: the model's own).",
+        panel=MODELS,
+        in_plan=True,
+    )
+    max_batch: int = option(Whole(1, 65536), 8, "Sequences that run at once.", panel=LIMITS, in_plan=True)
+    compile: str = option(
+        Choice(("auto", "always", "never")),
+        "auto",
+        "Whether to compile the passes; auto: where a compiled pass is cached or pays off.",
+        panel=MODELS,
+        in_plan=True,
+    )
+    prefill_chunk: int = option(Whole(1, INT32), 256, "Tokens of prompts that are read between two rounds.")
+    kv_memory: float | None = option(
+        Number(above=0, at_most=2**20),
+        None,
+        "GiB that the target's cache may take (default: what max_batch and max_len come to).",
+        panel=LIMITS,
+        in_plan=True,
+    )
+    prefix_cache: bool = option(Flag(), False, "Keep the cache of ended requests for prompts that begin with the same text.")
+    trust_remote_code: bool = option(Flag(), False, "Run Python code that comes with the model.", panel=MODELS)
+    max_drafts: int = option(
+        Whole(1, 4096), 16, "Most drafts of a request in one pass where layers are recurrent: each takes memory for a state."
+    )
+    self_check: bool = option(Flag(), True, "Check a loaded model against its own forward pass without a cache.")
 
     def __post_init__(self) -> None:
-        if self.compile not in ("auto", "always", "never"):
-            raise OutriderError(f"compile must be auto, always or never, not {self.compile!r}")
-        if self.max_batch < 1 or self.prefill_chunk < 1 or (self.max_len is not None and self.max_len < 1):
-            raise OutriderError("max_batch, prefill_chunk and max_len must be at least 1")
-        if self.kv_memory is not None and not 0 < self.kv_memory < math.inf:
-            raise OutriderError("kv_memory must be a number of GiB above 0")
-        if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
-            raise OutriderError(f"unknown dtype {self.dtype!r}; use auto, bfloat16, float16 or float32")
+        check(self)

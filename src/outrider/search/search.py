@@ -221,7 +221,8 @@ class Search:
         return contender.method in self.reasons
 
     def _answers(self, group: Sequence[Text]) -> list[list[int]]:
-        completions = self.llm.generate([text.prompt for text in group], [text.params for text in group])
+        generations = self.llm.generate([text.prompt for text in group], [text.params for text in group])
+        completions = [generation.outputs[0] for generation in generations]
         failed = [completion.error for completion in completions if completion.finish_reason == "error"]
         if failed:
             raise OutriderError(failed[0] or "the target failed")

@@ -6,10 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from outrider.options import declared
 from outrider.types import Grammar, OutriderError, SamplingParams
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_SAMPLES = 128
 MAX_FIELDS = 128  # of an object: each wrong one would be an error of its own
 MAX_BIASES = 4096
 PLAIN = "plain"
@@ -35,6 +37,15 @@ Stop = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_unico
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # one mistake is told, not a million of them
 Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+def like(name: str, **more: Any) -> Any:
+    """A field with the default, the bounds and the help that ``SamplingParams`` declares; ``more`` goes before them."""
+    kind, default = declared(SamplingParams)[name].kind, getattr(SamplingParams(), name)
+    bounds = {"ge": "at_least", "le": "at_most", "gt": "above"}
+    given: dict[str, Any] = {bound: getattr(kind, attribute, None) for bound, attribute in bounds.items()}
+    given |= more
+    return Field(default, description=declared(SamplingParams)[name].help, **given)
 
 
 class Body(BaseModel):
@@ -100,28 +111,28 @@ ResponseFormat = Annotated[TextFormat | JsonFormat | JsonSchemaFormat, Field(dis
 
 
 class SamplingFields(Body):
-    """Fields that both kinds of completion have. The defaults are OpenAI's."""
+    """Fields that both kinds of completion have. Their defaults are those of ``SamplingParams``."""
 
     model: Text | None = None
-    temperature: float = Field(1.0, ge=0, le=1e6)
-    top_p: float = Field(1.0, gt=0, le=1)
-    n: int = Field(1, ge=1, le=128)
+    temperature: float = like("temperature")
+    top_p: float = like("top_p")
+    n: int = like("n", le=MAX_SAMPLES)
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    seed: int | None = like("seed")
+    presence_penalty: float = like("presence_penalty")
+    frequency_penalty: float = like("frequency_penalty")
     logit_bias: Annotated[dict[TokenId, Bias], BeforeValidator(_few)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     # beyond OpenAI's
-    top_k: int = Field(0, ge=0, description="Keep the k likeliest tokens; 0 keeps all.")
-    min_p: float = Field(0.0, ge=0, le=1, description="Drop tokens below this share of the likeliest.")
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100, description="Over prompt and output; 1 is off.")
+    top_k: int = like("top_k")
+    min_p: float = like("min_p")
+    repetition_penalty: float = like("repetition_penalty")
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
     allowed_token_ids: TokenIds | None = Field(None, min_length=1)
     banned_token_ids: TokenIds = Field(default_factory=list)
-    ignore_eos: bool = False
+    ignore_eos: bool = like("ignore_eos")
     speculative: Speculative | None = None
     # accepted, and without effect on the answer
     user: Text | None = None

@@ -151,7 +151,10 @@ class Service:
             group = self.llm.requests_for(prompt, params)
             for sample, request in enumerate(group):
                 request.num_draft_tokens = num_drafts
-                answer.choices.append(Completion(request.request_id, index, sample, len(prompt)))
+                completion = Completion(
+                    request.request_id, prompt_index=index, sample_index=sample, num_prompt_tokens=len(prompt)
+                )
+                answer.choices.append(completion)
             self.llm.engine.check(group[0])
             samples.append(group)
         return samples

@@ -22,7 +22,7 @@ from outrider.types import OutriderError, SamplingParams
 
 if TYPE_CHECKING:
     from outrider.engine import LLM
-    from outrider.engine.config import ModelSource
+    from outrider.engine.options import ModelSource
     from outrider.proposers.base import Proposer
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,78 @@
+"""What a user writes as prompts and messages, in the one form that the rest works with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any, Protocol
+
+from outrider.options import as_sequence, scalar, shown, whole_numbers
+from outrider.types import OutriderError, SamplingParams
+
+
+class Array(Protocol):
+    """A numpy array or a tensor."""
+
+    def tolist(self) -> Any:
+        """Its numbers as nested lists."""
+        ...
+
+
+Prompt = str | Sequence[int] | Array
+Prompts = Prompt | Sequence[str] | Sequence[Sequence[int]] | Sequence[Array]
+EXPECTED = "text, token ids (a list, 1-d array or 1-d tensor of integers), or a list of either"
+
+
+def as_prompts(given: Any) -> list[Any]:
+    """One prompt or several -> a list of prompts. Raises ``OutriderError`` for anything else."""
+    if isinstance(given, str):
+        return [given]
+    try:
+        prompts = as_sequence(given)
+        is_one = len(prompts) > 0 and isinstance(scalar(prompts[0]), Integral)
+    except (TypeError, ValueError, RuntimeError):
+        hint = "; of a tokenizer's output give input_ids" if hasattr(given, "input_ids") else ""
+        raise OutriderError(f"invalid prompt {shown(given)}: expected {EXPECTED}{hint}") from None
+    return [prompts] if is_one else list(prompts)
+
+
+def as_token_ids(prompt: Any, vocab_size: int) -> list[int]:
+    """A prompt of token ids as Python integers. Raises ``OutriderError`` for another type and for unknown ids."""
+    try:
+        token_ids = whole_numbers(prompt)
+    except (TypeError, ValueError, RuntimeError):
+        raise OutriderError(f"invalid prompt {shown(prompt)}: expected {EXPECTED}") from None
+    for index, token in enumerate(token_ids):
+        if not 0 <= token < vocab_size:
+            raise OutriderError(f"token id {token} at index {index} of the prompt is outside the vocabulary of {vocab_size}")
+    return token_ids
+
+
+def check_text(prompt: str) -> None:
+    """Raises ``OutriderError`` for text that no tokenizer takes."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise OutriderError(f"invalid Unicode in the prompt: unpaired surrogate at index {error.start}") from None
+
+
+def as_messages(given: Any) -> list[dict[str, Any]]:
+    """A conversation as a chat template takes it. Raises ``OutriderError`` for anything but messages with a role."""
+    if isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
+        messages = [dict(message) for message in given if isinstance(message, Mapping) and isinstance(message.get("role"), str)]
+        if messages and len(messages) == len(given):
+            return messages
+    raise OutriderError(f'invalid messages {shown(given)}: expected a list of {{"role": ..., "content": ...}}')
+
+
+def as_params(given: Any, count: int) -> list[SamplingParams]:
+    """Sampling parameters of ``count`` prompts. Raises ``OutriderError`` for another type or number of them."""
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    if not isinstance(given, (list, tuple)) or not all(isinstance(each, SamplingParams) for each in given):
+        raise OutriderError(
+            f"invalid sampling parameters {shown(given)}: expected SamplingParams, or a list with one per prompt"
+        )
+    if len(given) != count:
+        raise OutriderError(f"{count} prompts, but {len(given)} sampling parameters: give one, or one per prompt")
+    return list(given)

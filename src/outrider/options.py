@@ -1,0 +1,363 @@
+"""How an option is declared: once, as a dataclass field with its default, the values it takes and its help.
+
+The check of its values, the command-line flag, the key in a plan, the server's setting and the documentation all come from that
+declaration. Nothing here imports torch: ``outrider --help`` must be fast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from os import PathLike, fspath
+from typing import Any, Protocol
+
+from outrider.errors import OutriderError
+
+OPTION = "option"  # key of an Option in a field's metadata
+MODELS, METHOD, SAMPLING, LIMITS = "Models", "Drafts", "Sampling", "Limits"  # headings of the help
+INT32 = 2**31 - 1
+
+
+class Kind(Protocol):
+    """The values that an option takes."""
+
+    @property
+    def expected(self) -> str:
+        """The values in words, for errors and documentation: "a whole number, at least 1"."""
+        ...
+
+    @property
+    def flag_type(self) -> Any:
+        """The type of the command-line flag; text goes through ``read`` too."""
+        ...
+
+    def read(self, value: Any) -> Any:
+        """The value in its one form: numpy scalars become Python numbers. Raises TypeError or ValueError if it has none."""
+        ...
+
+
+@dataclass(frozen=True)
+class Option:
+    """The declaration of one option, beside its field's name, type and default."""
+
+    kind: Kind
+    help: str
+    panel: str = ""  # heading under which the command line lists it
+    letter: str = ""  # one-letter flag: "-t"
+    in_plan: bool = False
+    optional: bool = False  # None is a value: the default that ``help`` describes
+
+    def read(self, name: str, value: Any) -> Any:
+        """Return the value in its one form. Raises ``OutriderError`` naming the option, the value and what was expected."""
+        if value is None and self.optional:
+            return None
+        try:
+            return self.kind.read(value)
+        except (TypeError, ValueError, ArithmeticError, RuntimeError):
+            more = " or None" if self.optional else ""
+            raise OutriderError(f"invalid {name} {shown(value)}: expected {self.kind.expected}{more}") from None
+
+
+def option(
+    kind: Kind,
+    default: Any,
+    help: str,
+    *,
+    panel: str = "",
+    letter: str = "",
+    in_plan: bool = False,
+) -> Any:
+    """Declare a dataclass field. ``default``: a value, or a type to call for an empty one."""
+    declared = {OPTION: Option(kind, help, panel, letter, in_plan, optional=default is None)}
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=declared)
+    return field(default=default, metadata=declared)
+
+
+def declared(config: Any) -> dict[str, Option]:
+    """The declared options of a dataclass (or an instance of one), by name, in order."""
+    return {each.name: each.metadata[OPTION] for each in fields(config) if OPTION in each.metadata}
+
+
+def check(config: Any) -> None:
+    """Put every declared value of a dataclass instance into its one form. Raises ``OutriderError`` for the first wrong one."""
+    for name, each in declared(config).items():
+        object.__setattr__(config, name, each.read(name, getattr(config, name)))
+
+
+def shown(value: object) -> str:
+    """A value as an error quotes it: its repr on one line, shortened."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a repr can fail: integers of more than 4300 digits, objects half made
+        text = f"of type {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:60]}... (type {type(value).__name__})"
+
+
+def scalar(value: Any) -> Any:
+    """The Python number inside a numpy scalar, a 0-d array or a 0-d tensor; anything else unchanged."""
+    return value.item() if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)) else value
+
+
+def whole_number(value: Any) -> int:
+    """Raises TypeError for anything but an integer; truth values are not integers here."""
+    if type(value) is int:
+        return value
+    value = scalar(value)
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError("not a whole number")
+    return int(value)
+
+
+def whole_numbers(values: Any) -> list[int]:
+    """A list, tuple, set, 1-d array or 1-d tensor of integers as Python integers. Raises TypeError for anything else."""
+    return [whole_number(value) for value in (values if isinstance(values, AbstractSet) else as_sequence(values))]
+
+
+def as_sequence(values: Any) -> Sequence[Any]:
+    """A list or tuple as it is, an array or tensor as lists. Raises TypeError for text, bytes and anything without an order."""
+    if callable(getattr(values, "tolist", None)):
+        values = values.tolist()
+    if isinstance(values, (str, bytes, bytearray, memoryview)) or not isinstance(values, Sequence):
+        raise TypeError("not a list")
+    return values
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Integers from ``at_least`` to ``at_most``; numpy's and 0-d tensors too, truth values not."""
+
+    at_least: int | None = None
+    at_most: int | None = None
+    flag_type: Any = int
+
+    @property
+    def expected(self) -> str:
+        return "a whole number" + _bounds(self.at_least, self.at_most)
+
+    def read(self, value: Any) -> int:
+        number = whole_number(value)
+        _check_bounds(number, self.at_least, self.at_most)
+        return number
+
+
+@dataclass(frozen=True)
+class Number:
+    """Finite numbers from ``at_least`` (or above ``above``) to ``at_most``."""
+
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    flag_type: Any = float
+
+    @property
+    def expected(self) -> str:
+        return "a finite number" + _bounds(self.at_least, self.at_most, self.above)
+
+    def read(self, value: Any) -> float:
+        value = scalar(value)
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError("not a number")
+        number = float(value)
+        if not math.isfinite(number) or (self.above is not None and number <= self.above):
+            raise ValueError("out of bounds")
+        _check_bounds(number, self.at_least, self.at_most)
+        return number
+
+
+@dataclass(frozen=True)
+class Flag:
+    """True or False. Text is not: ``"false"`` would be true."""
+
+    expected: str = "True or False"
+    flag_type: Any = bool
+
+    def read(self, value: Any) -> bool:
+        value = scalar(value)
+        if not isinstance(value, bool):
+            raise TypeError("not a truth value")
+        return value
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of a few names; ``spelled`` puts other spellings of them into these."""
+
+    names: tuple[str, ...]
+    spelled: Callable[[Any], Any] | None = None
+    flag_type: Any = str
+
+    @property
+    def expected(self) -> str:
+        return f"{', '.join(self.names[:-1])} or {self.names[-1]}"
+
+    def read(self, value: Any) -> str:
+        if self.spelled is not None:
+            value = self.spelled(value)
+        if not isinstance(value, str) or value not in self.names:
+            raise ValueError("not one of them")
+        return value
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text that is not empty."""
+
+    expected: str = "text that is not empty"
+    flag_type: Any = str
+
+    def read(self, value: Any) -> str:
+        if not isinstance(value, str) or not value.strip():
+            raise TypeError("not text")
+        return value
+
+
+@dataclass(frozen=True)
+class Texts:
+    """One text, or several; none of them empty. One text is one, not its letters."""
+
+    expected: str = "text or a list of texts, none of them empty"
+    flag_type: Any = list[str]
+
+    def read(self, value: Any) -> tuple[str, ...]:
+        texts = (value,) if isinstance(value, str) else value
+        if not isinstance(texts, (Sequence, AbstractSet)) or isinstance(texts, (bytes, bytearray)):
+            raise TypeError("not texts")
+        if not all(isinstance(text, str) and text for text in texts):
+            raise ValueError("not texts, or an empty one")
+        return tuple(str(text) for text in texts)
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Token ids: a list, tuple, set, 1-d array or 1-d tensor of integers from 0 on."""
+
+    at_least_one: bool = False
+    flag_type: Any = None
+
+    @property
+    def expected(self) -> str:
+        return "a list of token ids from 0 on" + (", at least one" if self.at_least_one else "")
+
+    def read(self, value: Any) -> tuple[int, ...]:
+        token_ids = tuple(whole_numbers(value))
+        if (self.at_least_one and not token_ids) or any(not 0 <= token <= INT32 for token in token_ids):
+            raise ValueError("out of bounds")
+        return token_ids
+
+
+@dataclass(frozen=True)
+class Biases:
+    """Token id -> number added to its logit; minus infinity rules a token out."""
+
+    expected: str = "a mapping from token ids to numbers below infinity"
+    flag_type: Any = None
+
+    def read(self, value: Any) -> dict[int, float]:
+        if not isinstance(value, Mapping):
+            raise TypeError("not a mapping")
+        return {TokenIds().read([token])[0]: self._bias(bias) for token, bias in value.items()}
+
+    def _bias(self, value: Any) -> float:
+        value = scalar(value)
+        return -math.inf if value == -math.inf else Number().read(value)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model: a folder, a hub id or a loaded transformers model."""
+
+    expected: str = "a folder, a hub id or a loaded transformers model"
+    flag_type: Any = str
+
+    def read(self, value: Any) -> Any:
+        if isinstance(value, (str, PathLike)):
+            value = path_or_text(value)
+            if not str(value).strip():
+                raise ValueError("empty")
+            return value
+        if isinstance(value, type) or not callable(getattr(value, "forward", None)) or not hasattr(value, "config"):
+            raise TypeError("not a model")
+        return value
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """A mapping from text to ``values`` (anything, unless said)."""
+
+    expected: str
+    values: Kind | None = None
+    flag_type: Any = None
+
+    def read(self, value: Any) -> dict[str, Any]:
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            raise TypeError("not a mapping")
+        return {key: each if self.values is None else self.values.read(each) for key, each in value.items()}
+
+
+@dataclass(frozen=True)
+class Either:
+    """What one kind takes, or an object that ``is_one`` says yes to."""
+
+    kind: Kind
+    is_one: Callable[[Any], bool]
+    named: str  # the objects in words: "a Verifier"
+
+    @property
+    def expected(self) -> str:
+        return f"{self.kind.expected} or {self.named}"
+
+    @property
+    def flag_type(self) -> Any:
+        return self.kind.flag_type
+
+    def read(self, value: Any) -> Any:
+        return value if not isinstance(value, type) and self.is_one(value) else self.kind.read(value)
+
+
+@dataclass(frozen=True)
+class Objects:
+    """Objects that ``is_one`` says yes to: nothing that could be written on a command line."""
+
+    expected: str
+    is_one: Callable[[Any], bool]
+    flag_type: Any = None
+
+    def read(self, value: Any) -> Any:
+        if isinstance(value, type) or not self.is_one(value):
+            raise TypeError("not one of these objects")
+        return value
+
+
+def has_methods(*names: str) -> Callable[[Any], bool]:
+    """A check for ``Objects`` and ``Either``: all of these can be called."""
+    return lambda value: all(callable(getattr(value, name, None)) for name in names)
+
+
+def path_or_text(value: Any) -> Any:
+    """A path-like object as text or a ``Path``: those two are all that libraries take. Raises TypeError for bytes."""
+    from pathlib import Path
+
+    if isinstance(value, (str, Path)):
+        return value
+    text = fspath(value)
+    if not isinstance(text, str):
+        raise TypeError("a path of bytes")
+    return Path(text)
+
+
+def _check_bounds(number: float, at_least: float | None, at_most: float | None) -> None:
+    if (at_least is not None and number < at_least) or (at_most is not None and number > at_most):
+        raise ValueError("out of bounds")
+
+
+def _bounds(at_least: float | None, at_most: float | None, above: float | None = None) -> str:
+    parts: Iterable[str | None] = (
+        None if above is None else f"above {above:.15g}",
+        None if at_least is None else f"at least {at_least:.15g}",
+        None if at_most is None or at_most == INT32 else f"at most {at_most:.15g}",
+    )
+    return "".join(f", {part}" for part in parts if part)

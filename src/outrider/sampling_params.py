@@ -1,0 +1,84 @@
+"""What a user may choose about one generation. Imports no torch: the command line reads these declarations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from outrider.errors import OutriderError
+from outrider.options import INT32, SAMPLING, Biases, Flag, Number, Objects, Texts, TokenIds, Whole, check, has_methods, option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Matcher(Protocol):
+    """How far one answer has come in its grammar."""
+
+    def allowed(self, output: Sequence[int], path: Sequence[int]) -> Tensor | None:
+        """bool [V] on the CPU: tokens that may follow the output so far and, behind it, the drafts of ``path``.
+
+        None where the grammar says nothing: these drafts break it, or end the text.
+        """
+        ...
+
+
+class Grammar(Protocol):
+    """A form that answers must have; it serves any number of requests."""
+
+    def matcher(self) -> Matcher:
+        """For one more answer."""
+        ...
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What the user asks of one generation. The same values shape the draft's and the target's distribution.
+
+    Logits become probabilities in this order: logit bias and token masks, penalties, temperature, top-k, top-p, min-p.
+    The defaults are those of ``LLM``, of the command line and of the server: greedy decoding. numpy scalars and arrays, 0-d and
+    1-d tensors are taken as the numbers in them. Raises ``OutriderError`` for any other type and for a value out of bounds.
+    """
+
+    max_tokens: int = option(Whole(1, INT32), 256, "Most tokens to generate.", panel=SAMPLING)
+    temperature: float = option(Number(0, 1e6), 0.0, "Temperature; 0 is greedy decoding.", panel=SAMPLING, letter="t")
+    top_k: int = option(Whole(0, INT32), 0, "Keep the k likeliest tokens; 0 keeps all.", panel=SAMPLING)
+    top_p: float = option(Number(above=0, at_most=1), 1.0, "Keep the likeliest tokens up to this mass.", panel=SAMPLING)
+    min_p: float = option(Number(0, 1), 0.0, "Drop tokens less likely than this share of the likeliest.", panel=SAMPLING)
+    repetition_penalty: float = option(
+        Number(0.01, 100), 1.0, "Penalty on tokens of prompt and output; 1 is off.", panel=SAMPLING
+    )  # as in CTRL (Keskar et al. 2019)
+    presence_penalty: float = option(
+        Number(-2, 2), 0.0, "Penalty on tokens that the output holds; 0 is off.", panel=SAMPLING
+    )  # as in the OpenAI API
+    frequency_penalty: float = option(
+        Number(-2, 2), 0.0, "Penalty on tokens by how often the output holds them; 0 is off.", panel=SAMPLING
+    )
+    logit_bias: Mapping[int, float] = option(Biases(), dict, "Token id -> number added to its logit.")
+    allowed_token_ids: Sequence[int] | None = option(TokenIds(True), None, "The only tokens that may be generated; None: all.")
+    banned_token_ids: Sequence[int] = option(TokenIds(), (), "Tokens that are never generated.")
+    stop: str | Sequence[str] = option(
+        Texts(), (), "Text that ends the answer and is not part of it; may be given several times.", panel=SAMPLING
+    )
+    stop_token_ids: Sequence[int] = option(TokenIds(), (), "Tokens that end the answer.")
+    ignore_eos: bool = option(Flag(), False, "Go on past the end-of-text token.", panel=SAMPLING)
+    seed: int | None = option(Whole(-(2**63), 2**64 - 1), None, "The same seed gives the same text.", panel=SAMPLING)
+    n: int = option(Whole(1, 16384), 1, "Samples of each prompt.")
+    grammar: Grammar | None = option(Objects("a Grammar", has_methods("matcher")), None, "The form that the answer must have.")
+    logprobs: int | None = option(
+        Whole(0, INT32), None, "Log-probabilities of each emitted token and of this many of the likeliest; None: none."
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.grammar is not None and self.ignore_eos:
+            raise OutriderError("ignore_eos cannot be combined with a grammar: the grammar ends the text")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

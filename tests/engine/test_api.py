@@ -1,0 +1,277 @@
+"""The public API: what it exports, its signature, and values of any type, taken or refused in one line where they enter."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from contextlib import closing
+from dataclasses import MISSING, fields
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, example, given, settings
+from tiny_folder import make_folder, make_tokenizer
+from transformers import AutoModelForCausalLM
+from wild import WILD
+
+import outrider
+from outrider import LLM, OutriderError, Proposal, SamplingParams, ScriptedProposer
+from outrider.engine.options import Speculation
+from outrider.options import declared
+from outrider.runner import RunnerConfig
+from outrider.server.protocol import CompletionBody
+
+SHORT = SamplingParams(max_tokens=4)
+OPTIONS = [*declared(Speculation), *declared(RunnerConfig)]
+ANY = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("api") / "model")
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    return LLM(folder, method="ngram", compile="never")
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    """A name that is no folder is a hub id: nobody is asked for it here."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def one_line(error):
+    text = str(error)
+    assert "\n" not in text and len(text) < 500
+    return text
+
+
+def ids(generations):
+    return [[completion.token_ids for completion in generation.outputs] for generation in generations]
+
+
+# --- what it exports --------------------------------------------------------------------------------------------------------
+
+
+def test_the_exported_names_are_these():
+    assert outrider.__all__ == [
+        "LLM", "Chunk", "Completion", "Context", "Generation", "GenerationInterrupted", "GenerationStats", "OutriderError",
+        "PlainProposer", "Proposal", "Proposer", "SamplingParams", "ScriptedProposer", "Verdict", "chain_proposal",
+    ]  # fmt: skip
+
+
+def test_the_signature_writes_out_every_declared_option():
+    parameters = dict(inspect.signature(LLM).parameters)
+    model = parameters.pop("model")
+    assert model.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and model.default is None
+    assert all(each.kind is inspect.Parameter.KEYWORD_ONLY for each in parameters.values())
+    options = {each.name: each for config in (Speculation, RunnerConfig) for each in fields(config)}
+    assert options.pop("target").default is None  # the model
+    assert list(parameters) == list(options)
+    for name, each in options.items():
+        default = each.default if each.default_factory is MISSING else None
+        assert parameters[name].default == default, name
+        written = parameters[name].annotation.replace(" | None", "")
+        assert written == each.type.replace(" | None", ""), name
+
+
+def test_greedy_is_the_default_in_python_and_in_the_server():
+    assert SamplingParams().temperature == 0
+    assert CompletionBody(prompt="x").temperature == 0
+
+
+# --- options of LLM ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@given(value=WILD)
+@settings(ANY, max_examples=25)
+def test_an_option_of_any_type_is_taken_or_refused_in_one_line(folder, name, value):
+    name, model = ("model", ()) if name == "target" else (name, (folder,))
+    assume(name not in ("model", "draft", "tokenizer", "draft_tokenizer") or not isinstance(value, str) or "/" not in value)
+    assume(not (name == "max_batch" and isinstance(value, int) and value > 64))
+    more = {} if name in ("method", "draft", "proposer", "compile") else {"method": "ngram"}
+    try:
+        with LLM(*model, **{"compile": "never", **more, name: value}) as llm:
+            assert len(llm.generate([5, 6, 7], SHORT)[0].outputs[0].token_ids) <= 4
+    except OutriderError as error:
+        one_line(error)
+
+
+def test_a_second_model_is_not_taken_for_a_tokenizer(folder):
+    with pytest.raises(TypeError, match="takes from 1 to 2 positional arguments"):
+        LLM(folder, folder)
+    with pytest.raises(OutriderError, match="invalid tokenizer LlamaForCausalLM"):
+        LLM(folder, tokenizer=AutoModelForCausalLM.from_pretrained(folder))
+
+
+def test_a_tokenizer_is_taken_by_path(folder, tmp_path):
+    make_tokenizer().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for tokenizer in (tmp_path, str(tmp_path), make_tokenizer()):
+        llm = LLM(model, tokenizer=tokenizer, method="ngram", compile="never")
+        assert llm.encode("def add(") == make_tokenizer().encode("def add(")
+    with pytest.raises(OutriderError, match="cannot load a tokenizer from 'nowhere'"):
+        LLM(model, tokenizer="nowhere")
+    with pytest.raises(
+        OutriderError, match=r"invalid tokenizer Tokenizer.*expected a folder, a hub id or a transformers tokenizer"
+    ):
+        LLM(model, tokenizer=make_tokenizer().backend_tokenizer)
+
+
+def test_auto_is_a_method_and_what_the_default_does(folder):
+    assert LLM(folder, method="auto", compile="never").proposer.name == "ngram"
+    assert LLM(folder, draft=folder, method="auto", compile="never").proposer.name == "draft"
+    assert LLM(folder, draft=folder, compile="never").proposer.name == "draft"
+
+
+def test_a_class_is_not_taken_for_an_object(folder):
+    with pytest.raises(OutriderError, match=r"invalid proposer <class .*expected a Proposer or None"):
+        LLM(folder, proposer=ScriptedProposer)
+
+
+# --- prompts and parameters -------------------------------------------------------------------------------------------------
+
+
+@given(prompts=WILD)
+@example(prompts=[["a", 1]])
+@example(prompts=["a", [1, 2]])
+@example(prompts=[[True, False]])
+@ANY
+def test_prompts_of_any_type_are_taken_or_refused_in_one_line(llm, prompts):
+    try:
+        for generation in llm.generate(prompts, SHORT):
+            assert all(type(token) is int for token in generation.prompt_token_ids)
+            assert generation.prompt is None or generation.prompt_token_ids == llm.encode(generation.prompt)
+    except OutriderError as error:
+        one_line(error)
+    assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize("name", [name for name in declared(SamplingParams) if name != "grammar"])
+@given(value=WILD)
+@example(value=10**9)
+@example(value=[5000])
+@example(value={5000: 1.0})
+@ANY
+def test_what_sampling_parameters_take_can_be_generated_with(llm, name, value):
+    assume(not (name == "n" and isinstance(value, int) and value > 8))
+    try:
+        params = SamplingParams(**{"max_tokens": 4, "temperature": 0.7, "seed": 1, name: value})
+        (generation,) = llm.generate([5, 6, 7], params)
+    except OutriderError as error:
+        one_line(error)
+        return
+    assert len(generation.outputs) == params.n
+    assert {completion.finish_reason for completion in generation.outputs} <= {"length", "stop"}
+
+
+@given(params=WILD)
+@ANY
+def test_parameters_of_another_type_are_refused_in_one_line(llm, params):
+    assume(params is not None)
+    with pytest.raises(OutriderError, match="sampling parameters") as caught:
+        llm.generate([5, 6, 7], params)
+    one_line(caught.value)
+
+
+@given(messages=WILD)
+@ANY
+def test_messages_of_any_type_are_taken_or_refused_in_one_line(llm, messages):
+    try:
+        assert llm.chat_prompt(messages)
+    except OutriderError as error:
+        one_line(error)
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor, tuple, lambda ids: [np.int64(token) for token in ids]])
+def test_token_ids_come_as_arrays_tensors_and_tuples(llm, make):
+    wanted = ids(llm.generate([5, 6, 7], SHORT))
+    assert ids(llm.generate(make([5, 6, 7]), SHORT)) == wanted
+    assert ids(llm.generate([make([5, 6, 7])] * 2, SHORT)) == wanted * 2
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_rows_of_a_matrix_are_prompts(llm, make):
+    assert ids(llm.generate(make([[5, 6], [7, 8]]), SHORT)) == ids(llm.generate([[5, 6], [7, 8]], SHORT))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (
+            b"text",
+            r"invalid prompt b'text': expected text, token ids \(a list, 1-d array or 1-d tensor of integers\), or a list",
+        ),
+        ([b"text"], "invalid prompt b'text': expected text"),
+        ({"prompt": "x"}, "invalid prompt {'prompt': 'x'}: expected text"),
+        (make_tokenizer()("text"), "of a tokenizer's output give input_ids"),
+        ([[5, 6.0]], r"invalid prompt \[5, 6.0\]: expected text"),
+        ([5, True], r"invalid prompt \[5, True\]: expected text"),
+        ([5, 320], "token id 320 at index 1 of the prompt is outside the vocabulary of 320"),
+        ([5, -1], "token id -1 at index 1 of the prompt is outside the vocabulary of 320"),
+        ("a\ud800b", "invalid Unicode in the prompt: unpaired surrogate at index 1"),
+    ],
+)
+def test_a_wrong_prompt_is_refused_where_it_enters(llm, prompt, message):
+    for ask in (llm.generate, llm.stream):  # a stream too, before its first chunk is asked for
+        with pytest.raises(OutriderError, match=message) as caught:
+            ask(prompt)
+        one_line(caught.value)
+
+
+# --- what comes back --------------------------------------------------------------------------------------------------------
+
+
+def test_samples_are_nested_in_their_prompt(llm):
+    params = SamplingParams(max_tokens=4, n=3, temperature=1.0, seed=5)
+    generations = llm.generate(["def add(", [5, 6, 7]], params)
+    assert [generation.prompt for generation in generations] == ["def add(", None]
+    assert generations[0].prompt_token_ids == llm.encode("def add(") and generations[1].prompt_token_ids == [5, 6, 7]
+    for index, generation in enumerate(generations):
+        assert [each.sample_index for each in generation.outputs] == [0, 1, 2]
+        assert {each.prompt_index for each in generation.outputs} == {index}
+    assert len(llm.chat([{"role": "user", "content": "hi"}], params).outputs) == 3
+
+
+def test_emission_chunk_and_completion_share_one_record(llm):
+    from outrider.engine import Chunk, Completion, Emission
+
+    assert issubclass(Chunk, Emission) and issubclass(Completion, Chunk)
+    joined = Emission("r")
+    with closing(llm.stream([5, 6, 7], SamplingParams(max_tokens=9, logprobs=1))) as chunks:
+        for chunk in chunks:
+            joined.append(chunk)
+    (completion,) = llm.generate([5, 6, 7], SamplingParams(max_tokens=9, logprobs=1))[0].outputs
+    for name in ("token_ids", "origins", "text", "logprobs", "finish_reason", "error"):
+        assert getattr(joined, name) == getattr(completion, name), name
+    assert joined.stats.num_tokens == 9
+
+
+# --- its life ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_llm_ends_its_requests_frees_its_models_and_says_so(folder):
+    with LLM(folder, method="ngram", compile="never") as llm:
+        stream = llm.stream("def add(", SamplingParams(max_tokens=50, ignore_eos=True))
+        next(stream)
+        engine, generated = llm.engine, llm.stats.num_tokens
+    assert not engine.has_work and sys.getrefcount(engine) <= 3
+    llm.close()  # a second time does nothing
+    assert llm.stats.num_tokens == generated > 0
+    for use in (lambda: next(stream), lambda: llm.generate("x"), lambda: llm.stream("x"), lambda: llm.warmup()):
+        with pytest.raises(OutriderError, match="this LLM is closed"):
+            use()
+
+
+@pytest.mark.parametrize(("given", "most"), [({"num_draft_tokens": 3}, 3), ({"num_draft_tokens": 0}, 0), ({}, 15)])
+def test_warmup_prepares_for_the_drafts_that_are_asked_for(folder, monkeypatch, given, most):
+    llm = LLM(folder, draft=folder, compile="never", **given)
+    asked = []
+    monkeypatch.setattr(llm.proposer, "warmup", lambda k, batch: asked.append((k, batch)))
+    llm.warmup()
+    assert asked == [(most, 1)]
+    assert Proposal.empty(1).num_nodes == 0
