@@ -142,7 +142,7 @@ def _cell(source: Any, wanted: list[list[int]], options: dict[str, Any]) -> str:
     try:
         llm = LLM(copy.deepcopy(source), **options)
         params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
-        found = [list(each.token_ids) for each in llm.generate(prompts(), params)]
+        found = [each.outputs[0].token_ids for each in llm.generate(prompts(), params)]
     except OutriderError as error:
         return f"refused: {error}"
     stats = llm.stats
