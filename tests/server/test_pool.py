@@ -48,7 +48,7 @@ async def started(pool: WorkerPool | None) -> AsyncIterator[WorkerPool]:
 
 
 def schema_pool(plain: LLM, seconds: float = 20.0, memory: int = 1 << 30, size: int = 1) -> WorkerPool:
-    limits = {"seconds": seconds, "memory": memory, "for_texts": False}
+    limits = {"seconds": seconds, "memory": memory, "nice": 0, "for_texts": False}
     return WorkerPool("compile a JSON schema", {**(tools(plain) or {}), **limits}, size, eager=True)
 
 

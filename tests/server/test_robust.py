@@ -400,6 +400,18 @@ def test_what_can_be_refused_early_is_refused_before_the_prompt_is_read(
         assert server.post("/v1/completions", prompt=PROMPT).status_code == 503
 
 
+@pytest.mark.parametrize("depth", [65, 200, 1_000, 30_000])
+@pytest.mark.parametrize("opening", ['{"a": ', "["])
+def test_a_schema_that_is_nested_too_deep_is_the_callers_mistake(served: Served, depth: int, opening: str) -> None:
+    closing = "}" if opening[0] == "{" else "]"
+    schema = f'{{"properties": {opening * depth}1{closing * depth}}}'
+    body = f'{{"prompt": "a", "response_format": {{"type": "json_schema", "json_schema": {{"schema": {schema}}}}}}}'
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(served.url + "/v1/completions", content=body.encode(), headers=headers, timeout=20)
+    assert answer.status_code == 400 and "\n" not in answer.json()["error"]["message"]
+    assert depth > 200 or "more than 64 levels" in answer.json()["error"]["message"]
+
+
 def test_a_malformed_body_costs_no_more_than_a_mistake() -> None:
     """Each item of a list, tried as each kind of prompt, was a mistake of its own: 3 MB came to 3 GB."""
     for kind, body in (

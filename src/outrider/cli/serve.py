@@ -103,10 +103,10 @@ class LimitOptions:
         float | None, typer.Option(help="GiB that each of them may take (default: 1).", rich_help_panel=LIMITS)
     ] = None
     text_timeout: Annotated[
-        float | None, typer.Option(help="Seconds to tokenise the prompts of one call (default: 10).", rich_help_panel=LIMITS)
+        float | None, typer.Option(help="Processor seconds to tokenise one call (default: 10).", rich_help_panel=LIMITS)
     ] = None
     schema_timeout: Annotated[
-        float | None, typer.Option(help="Seconds to compile a JSON schema (default: 2).", rich_help_panel=LIMITS)
+        float | None, typer.Option(help="Processor seconds to compile a JSON schema (default: 2).", rich_help_panel=LIMITS)
     ] = None
     max_schema_values: Annotated[
         int | None,

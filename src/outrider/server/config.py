@@ -34,8 +34,8 @@ class ServerConfig:
     shutdown_grace: float = 60.0  # seconds that running streams get to finish
     workers: int = 2  # processes that tokenise, and as many that try schemas out once there are some
     worker_memory: float = 1.0  # GiB that each of them may take beside what it starts with
-    text_timeout: float = 10.0  # seconds in which the prompts of one call must be tokenised
-    schema_timeout: float = 2.0  # seconds in which a JSON schema must be compiled
+    text_timeout: float = 10.0  # seconds of processor time for the tokenization of one call's prompts
+    schema_timeout: float = 2.0  # seconds of processor time for a JSON schema's compilation
     max_schema_values: int = 5000  # objects, lists, strings and numbers in a JSON schema
     max_schema_depth: int = 64  # levels of them
     max_schema_choices: int = 256  # alternatives in one anyOf, oneOf or allOf of it

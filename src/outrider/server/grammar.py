@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 ANY_OBJECT = '{"type": "object"}'
 MAX_KEPT = 1 << 19  # characters of schemas whose grammars, or refusals, are kept; one comes to some hundred bytes of grammar
 CHOICES = ("anyOf", "oneOf", "allOf")
-# Seconds of the engine's thread that the masks of one answer may take: a mask takes 0.1 ms, the first ones some milliseconds.
-MASKS_SECONDS, SECONDS_A_MASK = 1.0, 0.01
+# Seconds of the engine's thread that the masks of one answer may take: most take 0.1 ms, the first ones some milliseconds.
+MASKS_SECONDS, SECONDS_A_MASK = 0.5, 0.001
 
 
 def schema_text(schema: dict[str, Any], config: ServerConfig) -> str:
@@ -97,7 +97,7 @@ class Grammars:
         self._kept: OrderedDict[str, TokenGrammar] = OrderedDict()
         self._refused: OrderedDict[str, str] = OrderedDict()  # schema -> why
         self._under_way: dict[str, asyncio.Task[TokenGrammar]] = {}
-        limits = {"seconds": config.schema_timeout, "memory": int(config.worker_memory * 2**30), "for_texts": False}
+        limits = {"seconds": config.schema_timeout, "memory": int(config.worker_memory * 2**30), "nice": 10, "for_texts": False}
         self.pool = WorkerPool("compile a JSON schema", {**(tools or {}), **limits}, config.workers, eager=False)
 
     async def get(self, schema: dict[str, Any] | None, client: Client) -> TokenGrammar:

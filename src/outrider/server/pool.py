@@ -21,7 +21,7 @@ from typing import Any
 from outrider.engine.queue import FairQueue
 from outrider.server.bridge import Stopping
 from outrider.server.config import Client
-from outrider.server.worker import Job, frame
+from outrider.server.worker import SLOWDOWN, Job, frame
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,8 @@ class WorkerPool:
     def __init__(self, what: str, setup: Mapping[str, Any], size: int, eager: bool) -> None:
         """``what``: what a job does, for messages; ``eager``: processes start with the pool instead of with its first job.
 
-        ``setup`` is what ``Workbench`` takes, with the limits ``seconds`` (of a job) and ``memory`` (bytes).
+        ``setup`` is what ``Workbench`` takes, with the limits ``seconds`` (of processor time for a job), ``memory`` (bytes) and
+        ``nice`` (how far processes stand back for others).
         """
         self._what, self._setup, self._size, self._eager = what, setup, size, eager
         self._waiting: FairQueue[_Task] = FairQueue()
@@ -172,7 +173,7 @@ class WorkerPool:
                 try:
                     while True:
                         task = task or await self._next()
-                        task.end(await asyncio.wait_for(worker.answer(task.job), self._setup["seconds"]))
+                        task.end(await asyncio.wait_for(worker.answer(task.job), SLOWDOWN * self._setup["seconds"]))
                         task = None
                 except (WorkerLost, asyncio.TimeoutError) as error:
                     assert task is not None
@@ -217,7 +218,7 @@ class WorkerPool:
             logger.warning("a process to %s was killed: another does its job", self._what)
             task.is_repeated = True
             return task
-        if isinstance(error, WorkerLost) and error.code != -signal.SIGALRM:
+        if isinstance(error, WorkerLost) and error.code not in (-signal.SIGPROF, -signal.SIGALRM):
             taken = f"more than {self._setup['memory'] >> 20} MiB of memory"
         else:
             taken = f"longer than {self._setup['seconds']:g} s"

@@ -53,7 +53,7 @@ class Prompts:
         self._llm, self._aside = llm, aside
         self.pool: WorkerPool | None = None
         if given is not None:
-            limits = {"seconds": config.text_timeout, "memory": int(config.worker_memory * 2**30), "for_texts": True}
+            limits = {"seconds": config.text_timeout, "memory": int(config.worker_memory * 2**30), "nice": 0, "for_texts": True}
             self.pool = WorkerPool("tokenise a text", {**given, **limits}, config.workers, eager=True)
 
     async def encode(self, prompts: Sequence[str] | Sequence[list[int]], client: Client) -> list[list[int]]:

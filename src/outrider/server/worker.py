@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from llguidance._lib import LLTokenizer
 
 Job = dict[str, Any]
+SLOWDOWN = 5.0  # times the processor time that a job may take, where other processes want the processor too
 
 
 def write_frame(stream: BinaryIO, content: Job) -> None:
@@ -112,6 +113,15 @@ def limit_memory(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (held + num_bytes, held + num_bytes))
 
 
+def limit_time(seconds: float) -> None:
+    """Ends this process after so many seconds of processor time, and somewhat after the pool should have; 0: not any more.
+
+    Both signals end a process even where native code never comes back to Python. The second is for when the pool is gone.
+    """
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds and SLOWDOWN * seconds + 1.0)
+
+
 def main() -> None:
     """Works until standard input ends."""
     for ignored in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a terminal or service: the server ends this one
@@ -127,16 +137,16 @@ def main() -> None:
         if not setup["for_texts"]:
             workbench.do({"schema": "{}"})
         limit_memory(setup["memory"])
+        os.nice(setup["nice"])
         write_frame(answers, {})
     except Exception as error:
         write_frame(answers, {"failed": f"{type(error).__name__}: {error}"})
         return
     while (job := read_frame(sys.stdin.buffer)) is not None:
-        # The pool kills a process that is late. If it is gone itself, the alarm does: its default action ends the process.
-        signal.setitimer(signal.ITIMER_REAL, setup["seconds"] + 1.0)
+        limit_time(setup["seconds"])
         try:
             answer = workbench.do(job)
         except MemoryError:
             os._exit(os.EX_UNAVAILABLE)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        limit_time(0)
         write_frame(answers, answer)
