@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.options import METHOD, MODELS, Either, Flag, Keyed, Objects, Source, Text, Whole, check, has_methods, option
 from outrider.method_text import split_method
+from outrider.options import METHOD, MODELS, Either, Flag, Keyed, Objects, Source, Text, Whole, check, has_methods, option
 from outrider.registry import AUTO, PROPOSERS, VERIFIERS
 
 if TYPE_CHECKING:
