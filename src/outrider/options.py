@@ -276,8 +276,8 @@ class Source:
     def read(self, value: Any) -> Any:
         if isinstance(value, (str, PathLike)):
             value = path_or_text(value)
-            if not str(value).strip():
-                raise ValueError("empty")
+            if not str(value).strip() or not str(value).isprintable():
+                raise ValueError("empty, or with line breaks")
             return value
         if isinstance(value, type) or not callable(getattr(value, "forward", None)) or not hasattr(value, "config"):
             raise TypeError("not a model")

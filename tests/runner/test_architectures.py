@@ -281,5 +281,5 @@ def test_longrope_text_is_the_models_own_across_the_border_whatever_is_drafted(p
     options = {"compile": "never", "max_len": 60, "num_draft_tokens": 3}
     for drafting in ({"draft": untouched(model)}, {"method": "early-exit"}, {"method": "plain"}):
         llm = LLM(untouched(model), **options, **drafting)
-        found = llm.generate([text], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))[0]
+        found = llm.generate([text], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))[0].outputs[0]
         assert text + list(found.token_ids) == wanted

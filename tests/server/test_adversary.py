@@ -70,7 +70,7 @@ def attacked(target: Path) -> Iterator[ServedProcess]:
 
 @pytest.fixture(scope="module")
 def answer(plain: LLM) -> str:
-    return plain.generate(PROMPT, SamplingParams(max_tokens=24))[0].text
+    return plain.generate(PROMPT, SamplingParams(max_tokens=24))[0].outputs[0].text
 
 
 def check_honest(server: ServedProcess, answer: str) -> None:

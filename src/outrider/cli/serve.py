@@ -195,7 +195,7 @@ def command(
         llm = load(models, methods, **more)
         if models.compile != "never":
             with waiting("compiling"):
-                llm.warmup(1)
+                llm.warmup()
         return llm
 
     with listen(config.host, config.port) as listener:  # a port that is taken is found before the model is loaded

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from outrider import family
 from outrider.engine.options import Speculation, is_tokenizer
 from outrider.engine.policy import POLICIES, FixedLength, LengthPolicy
 from outrider.method_text import split_method
+from outrider.options import declared
 from outrider.proposers.base import Proposer
 from outrider.proposers.method import Setting
 from outrider.registry import (
@@ -32,6 +34,18 @@ if TYPE_CHECKING:
     from outrider.verifiers.base import Verifier
 
 logger = logging.getLogger(__name__)
+
+
+def configurations(options: Mapping[str, Any]) -> tuple[Speculation, RunnerConfig]:
+    """Every option by its name -> the two configurations that declare them. Raises ``OutriderError`` for a wrong value.
+
+    None for a mapping is an empty one; for the drafts of the embedded target, those that come with it.
+    """
+    given = dict(options) | {name: {} for name in ("drafts", "method_options") if options[name] is None}
+    if options["target"] is None and options["drafts"] is None:
+        given["drafts"] = family.drafts()
+    speculation = Speculation(**{name: given[name] for name in declared(Speculation)})
+    return speculation, RunnerConfig(**{name: given[name] for name in declared(RunnerConfig)})
 
 
 def load_tokenizer(

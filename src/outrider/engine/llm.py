@@ -19,6 +19,7 @@ from outrider.engine.config import (
     build_policy,
     build_proposer,
     build_verifiers,
+    configurations,
     eos_token_ids,
     load_tokenizer,
     longest_draft,
@@ -26,13 +27,12 @@ from outrider.engine.config import (
 )
 from outrider.engine.detokenizer import DetokenizerFactory
 from outrider.engine.engine import Engine
-from outrider.engine.options import Speculation
 from outrider.engine.outputs import Chunk, Completion, Emission, Generation, GenerationInterrupted
 from outrider.engine.prompts import as_messages, as_params, as_prompts, as_token_ids, check_text
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.stats import GenerationStats
 from outrider.registry import AUTO
-from outrider.runner import ModelRunner, RunnerConfig
+from outrider.runner import ModelRunner
 from outrider.types import OutriderError, Request, SamplingParams, first_line
 
 if TYPE_CHECKING:
@@ -87,42 +87,14 @@ class LLM:
         of the text itself if there is none. Raises ``OutriderError`` for a wrong value, for a model that cannot be loaded or
         rolled back, and for a draft that does not fit.
         """
-        if model is None:
-            model, drafts = family.TARGET, family.drafts() if drafts is None else drafts
-        limits = (
-            max_len,
-            max_batch,
-            compile,
-            prefill_chunk,
-            kv_memory,
-            prefix_cache,
-            trust_remote_code,
-            max_drafts,
-            self_check,
-        )
-        config = RunnerConfig(dtype, device, *limits)
-        self.speculation = speculation = Speculation(
-            target=model,
-            tokenizer=tokenizer,
-            draft=draft,
-            drafts={} if drafts is None else drafts,
-            method=method,
-            num_draft_tokens=num_draft_tokens,
-            verifier=verifier,
-            proposer=proposer,
-            draft_tokenizer=draft_tokenizer,
-            method_options={} if method_options is None else method_options,
-            same_text=same_text,
-        )
-        self.tokenizer = load_tokenizer(model if tokenizer is None else tokenizer, trust_remote_code)
-        self.runner = ModelRunner.load(model, config)
-        self._start(speculation, config)
-
-    def _start(self, speculation: Speculation, config: RunnerConfig) -> None:
-        """Build what drafts and judges for the loaded target."""
-        self.proposer = build_proposer(speculation, self.runner, self.tokenizer)
-        warn_of_limits(speculation, config, self.runner, self.proposer)
-        self.policy = build_policy(speculation, self.runner, self.proposer)
+        options = {name: value for name, value in locals().items() if name not in ("self", "model")}
+        self.speculation, config = configurations({"target": model, **options})
+        source = family.TARGET if self.speculation.target is None else self.speculation.target
+        self.tokenizer = load_tokenizer(self.speculation.tokenizer or source, trust_remote_code)
+        self.runner = ModelRunner.load(source, config)
+        self.proposer = build_proposer(self.speculation, self.runner, self.tokenizer)
+        warn_of_limits(self.speculation, config, self.runner, self.proposer)
+        self.policy = build_policy(self.speculation, self.runner, self.proposer)
         scheduler = Scheduler(
             self.runner.max_batch,
             self.runner.max_len,
@@ -130,8 +102,8 @@ class LLM:
             DetokenizerFactory(self.tokenizer) if self.tokenizer is not None else None,
             self.runner.borders,
         )
-        verifiers = build_verifiers(speculation)
-        self.engine = Engine(self.runner, self.proposer, verifiers, self.policy, scheduler, speculation.same_text)
+        verifiers, coupled = build_verifiers(self.speculation), self.speculation.same_text
+        self.engine = Engine(self.runner, self.proposer, verifiers, self.policy, scheduler, coupled)
         self._is_closed = False
         self._ids = itertools.count()
         self._inbox: dict[str, deque[Emission]] = {}  # emissions of requests whose reader was not the one who stepped
