@@ -6,36 +6,52 @@ import logging
 import subprocess
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from outrider import cpp_library, progress
 from outrider.cli import console
-from outrider.runner import kernels
 
+Records = Callable[[logging.Logger], "list[logging.LogRecord]"]
 logger = logging.getLogger("outrider.test_progress")
 
 
-def test_progress_is_logged_until_the_work_ends(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch) -> Records:
+    """All that a logger says from now on, whatever other tests have done to logging."""
+
+    def of(said_by: logging.Logger) -> list[logging.LogRecord]:
+        found: list[logging.LogRecord] = []
+
+        def note(record: logging.LogRecord) -> None:
+            found.append(record)
+
+        monkeypatch.setattr(said_by, "handle", note)
+        monkeypatch.setattr(said_by, "isEnabledFor", lambda level: True)
+        return found
+
+    return of
+
+
+def test_progress_is_logged_until_the_work_ends(records: Records, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "PERIOD", 0.05)
-    monkeypatch.setattr(logging.getLogger("outrider"), "propagate", True)
-    caplog.set_level(logging.INFO, logger="outrider")
-    before = threading.active_count()
+    found, before = records(logger), threading.active_count()
     with progress.logged(logger, "digging", expected=0.1):
         time.sleep(0.4)
-    said = [record.getMessage() for record in caplog.records]
+    said = [record.getMessage() for record in found]
     assert said[0] == "digging: about 0 s" and said[-1].startswith("digging: done in")
     assert len(said) >= 4 and "longer than usual" in said[-2]
-    assert {getattr(record, "is_progress", False) for record in caplog.records[1:-1]} == {True}
+    assert {getattr(record, "is_progress", False) for record in found[1:-1]} == {True}
     assert threading.active_count() == before
 
 
-def test_work_that_fails_is_not_said_to_be_done(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("outrider"), "propagate", True)
-    caplog.set_level(logging.INFO, logger="outrider")
+def test_work_that_fails_is_not_said_to_be_done(records: Records) -> None:
+    found = records(logger)
     with pytest.raises(ValueError, match="no"), progress.logged(logger, "digging", expected=9):
         raise ValueError("no")
-    assert [record.getMessage() for record in caplog.records] == ["digging: about 9 s"]
+    assert [record.getMessage() for record in found] == ["digging: about 9 s"]
 
 
 def test_a_wait_outside_a_terminal_goes_on_saying_so(
@@ -48,20 +64,19 @@ def test_a_wait_outside_a_terminal_goes_on_saying_so(
     assert lines[0] == "loading ..." and len(lines) >= 2 and lines[1].startswith("loading ... ")
 
 
-def test_compiling_the_kernels_reports_its_progress(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: object
-) -> None:
+def test_compiling_a_library_reports_its_progress(records: Records, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.setattr(progress, "PERIOD", 0.05)
-    monkeypatch.setattr(logging.getLogger("outrider"), "propagate", True)
-    caplog.set_level(logging.INFO, logger="outrider")
+    found = records(cpp_library.logger)
 
-    def slow(*_: object) -> None:
+    def slow(*_: object, **__: object) -> None:
         time.sleep(0.3)
         raise subprocess.CalledProcessError(1, "g++", stderr="no such thing")
 
-    monkeypatch.setattr(cpp_library, "find_compiler", lambda: "g++")
-    monkeypatch.setattr(cpp_library, "compile_library", slow)
-    kernels.load_cpu_kernels.__wrapped__()
-    said = [record.getMessage() for record in caplog.records]
-    assert said[0].startswith("compiling Outrider's CPU kernels") and "left" in said[1] and "did not compile" in said[-1]
+    monkeypatch.setattr(subprocess, "run", slow)
+    source = tmp_path / "slow.cpp"
+    source.write_text("int x;")
+    with pytest.raises(subprocess.CalledProcessError):
+        cpp_library.library(["g++"], source, [])
+    said = [record.getMessage() for record in found]
+    assert said[0].startswith("compiling slow.cpp") and "left" in said[1] and len(said) >= 3

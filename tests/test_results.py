@@ -57,7 +57,7 @@ def test_every_result_names_its_commit_and_its_processor(make: ModuleType) -> No
 
 def test_a_wrong_ratio_is_found(make: ModuleType) -> None:
     head = "| what | plain tok/s | speculative tok/s | ratio | 95% interval |\n| --- | --- | --- | --- | --- |\n"
-    right, wrong = "| a | 20.0 | 30.0 | 1.50 | 1.4 to 1.6 |", "| b | 20.0 | 30.0 | 1.60 | 1.4 to 1.7 |"
+    right, wrong = "| a | 20 | 30 | 1.50 | 1.4 to 1.6 |", "| b | 20 | 30 | 1.60 | 1.4 to 1.7 |"
     assert make.wrong_ratios(head + right) == [] and make.wrong_ratios(f"{head}{right}\n{wrong}\n") == [wrong]
     assert make.wrong_ratios(f"{head}{right}\n\n| another | table |\n{wrong}") == []
 
@@ -82,7 +82,7 @@ def test_a_page_changes_with_its_file(make: ModuleType, tmp_path: Path) -> None:
         return str(make.page(make.documents(tmp_path)))
 
     before, after = page(30.0), page(31.0)
-    assert "| 20.0 | 30.0 | 1.50 |" in before and "| 20.0 | 31.0 | 1.55 |" in after
+    assert "| 20 | 30 | 1.50 |" in before and "| 20 | 31 | 1.55 |" in after
     assert "test; commit 0123456789ab" in before and "`outrider bench`" in before
 
 
@@ -93,13 +93,13 @@ def test_figures_before_loops_are_the_ones_published(make: ModuleType) -> None:
         "before_loops": {"plain_decode_tok_s": 20.0, "decode_tok_s": 40.0, "decode_speedup_interval": [1.9, 2.1]},
     }
     text = make.page({"x": looping})
-    assert "| 20.0 | 40.0 | 2.00 | 1.90 to 2.10 |" in text and "40%" in text
+    assert "| 20 | 40 | 2.00 | 1.90 to 2.10 |" in text and "40%" in text
 
 
 def test_the_readme_s_table_is_of_one_machine_and_of_cells_that_exist(make: ModuleType) -> None:
     row = make.Row("it", "x", "draft", 4, workload="code")
     table = make.readme_table({"x": result([30.0] * 3)}, [row])
-    assert "| it | 20.0 | 30.0 | 1.50 |" in table and "Processor: test. From `x` in" in table
+    assert "| it | 20 | 30 | 1.50 |" in table and "Processor: test. From `x` in" in table
     other = make.Row("that", "y", "draft", 4, workload="code")
     with pytest.raises(ValueError, match="several machines"):
         make.readme_table({"x": result([30.0] * 3), "y": result([30.0] * 3, device="cpu: other")}, [row, other])

@@ -43,7 +43,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_the_text_of_a_sample_of_architectures_is_generates(name):
+def test_the_text_of_a_sample_of_architectures_is_generates(name, monkeypatch):
+    monkeypatch.setattr("outrider.bench.architectures.compare.NEW_TOKENS", 14)
     result = compare(name, ("plain", "draft"))
     assert (result.verdict, result.reason) == ("runs", "")
     accepted, drafted = map(int, re.findall(r"\d+", result.cells["draft"]))

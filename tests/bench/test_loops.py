@@ -16,7 +16,7 @@ from outrider.bench.documents import headline, loop_warnings
 from outrider.bench.grid import PLAIN_CONTENDER, Group, Plan
 from outrider.bench.loops import MAX_PERIOD, ends_in_loop, in_loops, loop_share, loop_start
 from outrider.bench.measure import Arrival, Batch, Run, generate
-from outrider.engine import PhaseTimes, Round
+from outrider.types import PhaseTimes, Round
 
 NGRAM = Contender("ngram", 3)
 FRESH = list(range(100, 140))  # tokens that do not repeat

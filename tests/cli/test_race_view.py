@@ -68,6 +68,18 @@ def test_a_race_that_is_over_in_a_blink_is_played_back_slowly_and_says_so() -> N
     assert "the lanes take turns on the same processor" in text and "100 tok/s" in text and "200 tok/s" in text
 
 
+def test_an_empty_picture_is_shown_while_nothing_else_is() -> None:
+    view = RaceView(console(80), TITLES, "x")
+    seen: list[str] = []
+
+    def watched() -> Iterator[Round]:
+        seen.append(view.console.file.getvalue())  # type: ignore[attr-defined]
+        yield from rounds()
+
+    drawn(view, watched())
+    assert "reading the prompt" in seen[0] and "running" in seen[0]
+
+
 def test_a_long_race_is_followed_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(race_view, "PATIENCE", 0.0)
     text = drawn(RaceView(console(80), TITLES, "x"), rounds())

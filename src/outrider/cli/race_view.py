@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outrider.bench.race import Step
 
 SHOWN = 8.0  # seconds in which a race that was over in a blink is played back
-PATIENCE = 1.5  # seconds of rounds before the first picture: a race that is over by then is played back instead
+PATIENCE = 4.0  # seconds of rounds before they are shown: a race that is over by then is played back
 FRAMES = 20  # a second
 SIDE_BY_SIDE = 100  # columns from which the lanes stand side by side
 MOST_LINES, LEAST_LINES = 16, 3  # of text in a lane
@@ -94,8 +94,12 @@ class RaceView:
 
     def show(self, rounds: Iterator[Round]) -> None:
         """Play a race to its end: as it runs, or slowed down where it is over too soon to be seen. Leaves the whole texts."""
-        recorded, is_over = taken(rounds, PATIENCE)
-        with Live(console=self.console, auto_refresh=False, transient=True) as live:
+        self.note = "running"
+        with Live(self._picture(self._lines()), console=self.console, auto_refresh=False, transient=True) as live:
+            recorded, is_over = taken(
+                rounds, PATIENCE
+            )  # nothing is drawn meanwhile: the lanes have the processor to themselves
+            self.note = ""
             if is_over:
                 self._play_back(live, recorded)
             else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import multiprocessing
 import sys
 import time
@@ -113,6 +114,8 @@ def _result_of(job: _Job, timeout: float) -> compare.Result | None:
 
 
 def _work(name: str, answer: Connection) -> None:
+    transformers.utils.logging.disable_progress_bar()
+    logging.disable()  # that no early exit of random weights promises a gain, and the like
     answer.send(compare.compare(name))
     answer.close()
 
