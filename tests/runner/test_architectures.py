@@ -134,6 +134,10 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     "whisper": DECODER | {"max_target_positions": 64},  # knows no logits_to_keep
     "longcat_flash": LONGCAT,  # its router multiplies by the weight of a layer of its own
 }
+OWN_ATTENTION: dict[str, dict[str, object]] = {
+    **dict.fromkeys(("bloom", "diffllama", "doge", "falcon", "mpt"), {}),
+    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
+}
 LENGTHS = (3, 20, 37)
 
 
@@ -141,7 +145,7 @@ def small_config(model_type: str, **changes: object):
     default = AutoConfig.for_model(model_type)
     known = {**default.to_dict(), **getattr(default, "attribute_map", {})}
     shape = {name: value for name, value in SMALL.items() if name in known}
-    return AutoConfig.for_model(model_type, **(shape | ARCHITECTURES.get(model_type, {}) | changes))
+    return AutoConfig.for_model(model_type, **(shape | (ARCHITECTURES | OWN_ATTENTION).get(model_type, {}) | changes))
 
 
 def start(model_type: str, lengths=LENGTHS, **config: object) -> Rounds:
@@ -164,6 +168,19 @@ def test_ragged_rounds_and_trees_score_as_the_plain_forward(model_type, operator
     rounds.step([[], [], []], [[], [], []], [31, 32, 33])  # plain decoding
     trees = [[-1, -1, 0, 1, 1], [-1, 0, -1], []]
     rounds.step([[1, 2, 3, 4, 5], [6, 7, 8], []], [[1, 4], [2], []], [41, 42, 43], trees)
+    rounds.step(drafts, [[0], [], [0]], [51, 52, 53])
+
+
+@pytest.mark.parametrize("model_type", OWN_ATTENTION)
+def test_models_with_attention_of_their_own_score_request_after_request(model_type, operators):
+    """In chains alone: their masks know no trees."""
+    rounds = start(model_type)
+    assert rounds.runner.cache.shape.by_request
+    assert not rounds.runner.takes_trees
+    drafts = [[5, 6, 7], [8], [9, 10]]
+    rounds.step(drafts, [[0, 1, 2], [0], [0, 1]], [11, 12, 13])  # all accepted
+    rounds.step(drafts, [[], [], []], [21, 22, 23])
+    rounds.step([[], [], []], [[], [], []], [31, 32, 33])  # plain decoding
     rounds.step(drafts, [[0], [], [0]], [51, 52, 53])
 
 

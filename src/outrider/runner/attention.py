@@ -38,12 +38,24 @@ class PassLayout:
     visible: Tensor  # bool [B, W, M], M >= W: which of the last M slots, a text of W tokens at their end, each token sees
     hidden: Tensor | None = None  # [1, T, H]: what the layer before the first one run gave, where that is not the first
     states: StateShapes = NO_STATES  # of recurrent layers
+    keeps_keys: bool = False  # whether this is the pass of one request, by a model that asks the cache for keys and values
     layers_done: set[int] = field(default_factory=set)  # whose attention has run
 
     def state(self, key: StateKey, shape: StateShape) -> tuple[Tensor, int]:
         """The store [L, R, S, ...] of one recurrent state, and its index there."""
         kind, index = self.states.places[key]
         return self.stores[len(self.stores) - len(self.states.kinds) + kind], index
+
+    def requests(self) -> Iterator[tuple[PassLayout, slice]]:
+        """The pass of each request alone, for a model that asks for its keys and values, and where its tokens stand."""
+        start = 0
+        for b, end in enumerate(self.ends.tolist()):
+            own, one = slice(start, end), slice(b, b + 1)
+            hidden = None if self.hidden is None else self.hidden[:, own]
+            ends = self.ends[one] - start
+            inputs = (self.cache_rows[one], self.bases[one], ends, self.positions[:, own], self.visible[one])
+            yield PassLayout(self.stores, self.places, *inputs, hidden, self.states, keeps_keys=True), own
+            start = end
 
 
 _active: PassLayout | None = None
@@ -57,11 +69,40 @@ def given_hidden() -> Tensor:
 
 
 def position_offsets() -> Tensor | int:
-    """[T]: position less index in the pass, of each token of the pass under way; 0 where there is none."""
-    if _active is None:
-        return 0
+    """[T]: position less index in the pass, of each token of the pass under way; 0 where there is none.
+
+    One number in the pass of one request.
+    """
+    if _active is None or _active.keeps_keys:
+        return num_stored()
     positions = _active.positions[0]
     return positions - torch.arange(positions.shape[0], device=positions.device)
+
+
+def num_stored() -> int:
+    """Tokens before those of the pass whose keys and values the model will be given: none where attention looks them up."""
+    return int(_active.bases[0]) if _active is not None and _active.keeps_keys else 0
+
+
+def stored(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """What a layer attends to: in the pass of one request the keys and values [1, Hkv, S, D] of its text, these included.
+
+    In other passes what was given, since there attention itself looks the others up.
+    """
+    layout = _active
+    if layout is None or not layout.keeps_keys:
+        return key, value
+    place = layout.places[layer] if 0 <= layer < len(layout.places) else None
+    if place is None or layer in layout.layers_done:
+        raise OutriderError(f"layer {layer} stores keys and values that it did not store when the model was looked at")
+    layout.layers_done.add(layer)
+    row, base = int(layout.cache_rows[0]), int(layout.bases[0])
+    found = []
+    for store, new in zip(layout.stores[2 * place[0] : 2 * place[0] + 2], (key, value), strict=True):
+        slots = store[place[1], row]
+        slots[:, base : base + new.shape[2]] = new[0]
+        found.append(slots[None, :, : base + new.shape[2]].to(new.dtype))
+    return found[0], found[1]
 
 
 def rows_of_tokens() -> Tensor | None:
@@ -82,6 +123,10 @@ def active_pass(layout: PassLayout) -> Iterator[None]:
             yield
     finally:
         _active = previous
+
+
+class OwnAttention(OutriderError):
+    """A model whose attention is not the function that Outrider puts in its place."""
 
 
 class Reach(NamedTuple):
@@ -134,15 +179,16 @@ def attend(
 
 
 def check(module: nn.Module, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
-    """Raises ``OutriderError`` for what would be computed wrongly without a word."""
+    """Raises ``OutriderError`` for what would be computed wrongly without a word: ``OwnAttention`` if the model can do it."""
+    kind = type(module).__name__
+    if getattr(module, "is_causal", True) is False:
+        raise OutriderError(f"{kind} needs to see both ways in attention, which Outrider's cache does not support")
     odd = next((name for name in ("position_bias", "sinks") if options.get(name) is not None), None)
     # The mask that Outrider gives is of booleans: another one is the model's.
     if odd is None and attention_mask is not None and attention_mask.dtype != torch.bool:
         odd = "a mask of its own"
-    if odd is None and getattr(module, "is_causal", True) is False:
-        odd = "to see both ways"
     if odd is not None:
-        raise OutriderError(f"{type(module).__name__} needs {odd} in attention, which Outrider's cache does not support")
+        raise OwnAttention(f"{kind} needs {odd} in attention, which Outrider's cache does not support")
 
 
 def reach_of(module: Any, options: dict[str, Any]) -> Reach:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -12,7 +10,7 @@ from transformers.utils.generic import ModelOutput
 from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.kv_cache import KVCache
 from outrider.runner.layer_span import WHOLE, LayerSpan, spanned
-from outrider.runner.loading import cache_arguments, decoder_layers, keeps_logits
+from outrider.runner.loading import decoder_layers, keeps_logits, pass_arguments
 from outrider.types import OutriderError
 
 
@@ -51,19 +49,27 @@ class Pass(nn.Module):
         layout = PassLayout(
             stores, self.cache_shape.places, cache_rows, bases, ends, positions, visible, hidden, self.cache_shape.states
         )
+        if not self.cache_shape.by_request:
+            return self._run(tokens, layout, logits_at)
+        parts = [self._run(tokens[:, own], part) for part, own in layout.requests()]
+        out = [torch.cat(of_requests, 1) for of_requests in zip(*parts, strict=True)]
+        if self.span.head:
+            out[0] = out[0][:, logits_at]
+        return tuple(out)
+
+    def _run(self, tokens: Tensor, layout: PassLayout, logits_at: Tensor | None = None) -> tuple[Tensor, ...]:
+        """The model in one layout: logits, of all tokens where ``logits_at`` is not given, and hidden states."""
         captured: dict[int, Tensor] = {}
         handles = [self._capture(layer, captured) for layer in self.layers]
-        inputs: dict[str, Any] = {
-            "inputs_embeds" if self.span.start else "input_ids": tokens,
-            "position_ids": positions,
-            **cache_arguments(self.model, self._cache[0]),
-        }
+        inputs = {"inputs_embeds" if self.span.start else "input_ids": tokens}
+        inputs |= pass_arguments(self.model, self._cache[0], layout.positions, self.cache_shape.by_request)
         try:
             with active_pass(layout):
-                if self.span.head and self._keeps_logits:
+                if self.span.head and self._keeps_logits and logits_at is not None:
                     out = [self.model(**inputs, logits_to_keep=logits_at).logits]
                 elif self.span.head:
-                    out = [self.model(**inputs).logits[:, logits_at]]
+                    logits = self.model(**inputs).logits
+                    out = [logits if logits_at is None else logits[:, logits_at]]
                 else:
                     self.model.base_model(**inputs)
                     out = []

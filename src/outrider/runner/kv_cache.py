@@ -38,6 +38,8 @@ class CacheShape:
     kinds: tuple[tuple[LayerShape, int], ...]  # each shape that occurs, and how many layers store so
     places: tuple[tuple[int, int] | None, ...]  # by layer: its kind and its index there; None: it stores nothing
     states: StateShapes = NO_STATES  # of recurrent layers
+    # Whether the model attends by code of its own: it is given one request after another, with all keys and values of its text.
+    by_request: bool = False
 
     @classmethod
     def uniform(cls, num_layers: int, num_kv_heads: int, key_dim: int, value_dim: int) -> CacheShape:
@@ -79,14 +81,14 @@ class PassThrough(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        return key_states, value_states
+        return attention.stored(layer_idx, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """[T]: what a token's index in the pass lacks to its position, since models add the two; 0 outside of passes."""
         return attention.position_offsets()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
+        return query_length + attention.num_stored(), 0
 
     @property
     def is_compileable(self) -> bool:

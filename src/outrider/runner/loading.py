@@ -73,26 +73,31 @@ def layers_beyond(keys: Iterable[str], config: PreTrainedConfig) -> list[str]:
     return [key for key, layer in found if layer is not None and int(layer[1]) >= num_layers(config)]
 
 
-def adopt(model: PreTrainedModel) -> PreTrainedModel:
+def adopt(model: PreTrainedModel, by_request: bool = False) -> PreTrainedModel:
     """Puts a loaded model on Outrider's attention, in place, without what reads images and sounds. Raises ``OutriderError``
-    where the architecture does not allow it.
+    where the architecture does not allow it. ``by_request``: it keeps its own attention.
     """
     refuse_encoders(model.config)
     refuse_shared_scales(model)
     if model.get_output_embeddings() is None:
         raise OutriderError(f"{type(model).__name__} has no language-model head: load it with AutoModelForCausalLM")
-    try:
-        model.set_attn_implementation(attention.NAME)
-    except (ValueError, KeyError) as error:
-        raise OutriderError(
-            f"{type(model).__name__} does not use transformers' attention interface: {first_line(error)}"
-        ) from error
-    if text_config(model)._attn_implementation != attention.NAME:
-        raise OutriderError(f"{type(model).__name__} does not let its attention be set: Outrider cannot run it")
+    if not by_request:
+        set_attention(model, attention.NAME)
     drop_towers(model)
     recurrence.bind(model)
     model.eval().requires_grad_(False)
     return model
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Sets the attention that a model calls. Raises ``OutriderError`` where it does not allow that."""
+    kind = type(model).__name__
+    try:
+        model.set_attn_implementation(name)
+    except (ValueError, KeyError) as error:
+        raise OutriderError(f"{kind} does not use transformers' attention interface: {first_line(error)}") from error
+    if text_config(model)._attn_implementation != name:
+        raise OutriderError(f"{kind} does not let its attention be set: Outrider cannot run it")
 
 
 def drop_towers(model: PreTrainedModel) -> None:
@@ -201,14 +206,19 @@ def model_class(config: PreTrainedConfig) -> Any:
     return found[0] if isinstance(found, (list, tuple)) else found
 
 
-def cache_arguments(model: PreTrainedModel, past: Cache) -> dict[str, Any]:
-    """How the model is told of its cache, and that none of its tokens is padding."""
+def pass_arguments(model: PreTrainedModel, past: Cache, positions: Tensor, by_request: bool = False) -> dict[str, Any]:
+    """How the model is told of its cache and of positions [1, T], and that none of its tokens is padding.
+
+    ``by_request``: a model that makes masks of its own, which are right for the one request that it is given.
+    """
     names = inspect.signature(type(model).forward).parameters
     if "past_key_values" not in names and "cache_params" in names:  # of recurrent layers alone, to which a mask would apply
-        return {"cache_params": past, "use_cache": True}
+        return {"position_ids": positions, "cache_params": past, "use_cache": True}
+    if by_request:
+        return {"past_key_values": past, "use_cache": True, **({"position_ids": positions} if "position_ids" in names else {})}
     # A 4-D mask is passed on as it is by every model, and Outrider's attention does not look at it.
-    mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=model.device)
-    return {"past_key_values": past, "attention_mask": mask, "use_cache": True}
+    mask = positions.new_ones((1, 1, 1, 1), dtype=torch.bool)
+    return {"position_ids": positions, "past_key_values": past, "attention_mask": mask, "use_cache": True}
 
 
 def keeps_logits(model: PreTrainedModel) -> bool:

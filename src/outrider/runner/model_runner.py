@@ -60,7 +60,7 @@ class ModelRunner:
         budget = None if config.kv_memory is None else int(config.kv_memory * 2**30)
         self.cache = KVCache(shape, config.max_batch, self.max_len, self.dtype, device, budget, config.max_drafts)
         self.max_drafts = config.max_drafts if shape.states.kinds else None  # of a request in one pass; None: any number
-        self.takes_trees = not shape.states.kinds  # a state has one past
+        self.takes_trees = not shape.states.kinds and not shape.by_request  # a state, or a mask of the model's, has one past
         self.max_len = self.cache.max_len  # less where the memory says so
         self._long_texts = settle_longrope(model, self.max_len, config.max_batch)
         self.layouts = Layouts(self.cache, device, self.max_len)
@@ -104,12 +104,12 @@ class ModelRunner:
         own_attention = loading.text_config(model)._attn_implementation
         if shape is None:
             shape = survey(model)
-        loading.adopt(model)
+        loading.adopt(model, shape.by_request)
         if device.type == "cpu" and linear.is_plain(model) and kernels.load_cpu_kernels():
             linear.pack_model(model)
         runner = cls(model, config, device, name, shape)
         if config.self_check:
-            check_itself(model, runner.cache, runner.layouts, own_attention)
+            check_itself(model, runner.cache, runner.layouts, None if shape.by_request else own_attention)
         return runner
 
     # -- a round ------------------------------------------------------------------------------------------------------------

@@ -33,6 +33,8 @@ class PassRunner:
         self, model: PreTrainedModel, cache: KVCache, compile: str, on_compiled: Callable[[], None] | None = None
     ) -> None:
         """``on_compiled`` is called where a compiled pass takes over from an eager one that was run."""
+        # What is given one request after another is not one function of a pass's inputs.
+        compile = "never" if cache.shape.by_request else compile
         self._model, self._cache, self._compile, self._on_compiled = model, cache, compile, on_compiled
         self._runs: dict[Kind, Run] = {}
         self._compiled: set[Kind] = set()

@@ -35,10 +35,11 @@ TOLERANCE_16_BIT = 0.05  # kernels may round differently, and what is wrong is o
 
 
 @torch.inference_mode()
-def check_itself(model: PreTrainedModel, cache: KVCache, layouts: Layouts, own_attention: str) -> None:
+def check_itself(model: PreTrainedModel, cache: KVCache, layouts: Layouts, own_attention: str | None) -> None:
     """Raises ``OutriderError`` unless passes over the cache give the logits of the model's own forward, without a cache.
 
-    ``own_attention``: transformers' name of the attention that the model was loaded with. Takes three short passes.
+    ``own_attention``: transformers' name of the attention that the model was loaded with; None where it still has that.
+    Takes three short passes.
     """
     kind, vocab_size = type(model).__name__, int(text_config(model).vocab_size)
     length = min(LENGTH, cache.max_len)
@@ -69,17 +70,19 @@ def check_itself(model: PreTrainedModel, cache: KVCache, layouts: Layouts, own_a
             )
 
 
-def _own_logits(model: PreTrainedModel, text: list[int], own_attention: str) -> Tensor:
+def _own_logits(model: PreTrainedModel, text: list[int], own_attention: str | None) -> Tensor:
     """float32 [T, V] of the model's own forward, with the attention that it was loaded with."""
     ids = torch.tensor([text], device=model.device)
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if "position_ids" in inspect.signature(type(model).forward).parameters:
         inputs["position_ids"] = torch.arange(len(text), device=model.device)[None]  # as generate counts
-    model.set_attn_implementation(own_attention)
+    if own_attention is not None:
+        model.set_attn_implementation(own_attention)
     try:
         logits: Tensor = model(**inputs).logits[0].float()
     finally:
-        model.set_attn_implementation(attention.NAME)
+        if own_attention is not None:
+            model.set_attn_implementation(attention.NAME)
     return logits
 
 

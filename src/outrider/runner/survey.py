@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from outrider.runner import attention, recurrence
+from outrider.runner.attention import OwnAttention
 from outrider.runner.kv_cache import CacheShape, LayerShape, PassThrough
-from outrider.runner.loading import cache_arguments, find_decoder_layers, keeps_logits, quiet, text_config
+from outrider.runner.loading import find_decoder_layers, keeps_logits, pass_arguments, quiet, text_config
 from outrider.runner.state_cache import StateKey, StateShape, StateShapes
 from outrider.types import OutriderError, first_line
 
@@ -60,38 +63,95 @@ def survey(model: PreTrainedModel) -> CacheShape:
     Raises ``OutriderError``, with the reason, for a model that Outrider cannot run, and whatever a model without weights raises
     when what it computes depends on numbers.
     """
+    own = text_config(model)._attn_implementation
+    try:
+        return _survey_attention(model)
+    except OwnAttention:
+        model.set_attn_implementation(own)
+        shape = _survey_stores(model)
+        if shape is None:
+            raise
+        return shape
+
+
+def _survey_attention(model: PreTrainedModel) -> CacheShape:
+    """By what attention is called with."""
     global _seen
     name, _seen = type(model).__name__, _Seen(model.device)
     recurrence.bind(model)
-    _set_attention(model, name)
+    try:
+        model.set_attn_implementation(NAME)
+    except (ValueError, KeyError) as error:
+        raise OwnAttention(_not_attending(name)) from error
     ran: set[int] = set()
+    try:
+        with torch.inference_mode(), recurrence.active_states(_seen), _noting_layers(model, ran):
+            model(**_inputs(model, PassThrough()))
+    except OutriderError as error:
+        raise type(error)(f"{model.config.model_type}: {error}; {INSTEAD}") from error
+    except Exception as error:
+        if not _seen.layers and not _seen.states and not model.get_decoder()._can_set_attn_implementation():
+            raise OwnAttention(_not_attending(name)) from error
+        if model.device.type == "meta" and "meta" in str(error):  # what it computes depends on numbers
+            raise
+        raise OutriderError(f"{name} fails on a short text: {first_line(error)}") from error
+    known = {*_seen.layers, *_seen.shared, *(key.layer for key in _seen.states)}
+    kinds = getattr(text_config(model), "layer_types", None) or ()
+    if not ran <= known | {layer for layer, kind in enumerate(kinds) if kind in WITHOUT_CACHE}:
+        raise OwnAttention(_not_attending(name))
+    return CacheShape.of(_seen.layers, _seen.shared, StateShapes.of(_seen.states))
+
+
+def _survey_stores(model: PreTrainedModel) -> CacheShape | None:
+    """By what an ordinary cache is given, of a model that attends by code of its own; None where that does not tell."""
+    cache, seen, ran = _Noting(), _Seen(model.device), set[int]()
+    try:
+        with torch.inference_mode(), recurrence.active_states(seen), _noting_layers(model, ran):
+            model(**_inputs(model, cache, by_request=True))
+    except Exception as error:
+        if model.device.type == "meta" and "meta" in str(error):
+            raise
+        logger.debug("%s does not run one request after another", type(model).__name__, exc_info=True)
+        return None
+    if seen.states or not cache.layers_seen or not ran <= cache.layers_seen.keys():
+        return None
+    return replace(CacheShape.of(cache.layers_seen), by_request=True)
+
+
+class _Noting(PassThrough):
+    """A cache that notes what each layer stores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers_seen: dict[int, LayerShape] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        if layer_idx in self.layers_seen:
+            raise OutriderError("a layer attends more than once")
+        self.layers_seen[layer_idx] = LayerShape(key_states.shape[1], key_states.shape[3], value_states.shape[3])
+        return key_states, value_states
+
+
+def _inputs(model: PreTrainedModel, past: PassThrough, by_request: bool = False) -> dict[str, Any]:
+    ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device=model.device)
+    inputs = {"input_ids": ids, **pass_arguments(model, past, ids, by_request)}
+    return {**inputs, "logits_to_keep": ids[0, :2]} if keeps_logits(model) and not by_request else inputs
+
+
+@contextmanager
+def _noting_layers(model: PreTrainedModel, ran: set[int]) -> Iterator[None]:
+    """Adds to ``ran`` the decoder layers that a forward pass comes to."""
     handles = [
         layer.register_forward_pre_hook(lambda *_, index=index: ran.add(index))
         for index, layer in enumerate(find_decoder_layers(model) or ())
     ]
-    ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device=model.device)
-    inputs: dict[str, Any] = {"input_ids": ids, "position_ids": ids, **cache_arguments(model, PassThrough())}
-    if keeps_logits(model):
-        inputs["logits_to_keep"] = ids[0, :2]
     try:
-        with torch.inference_mode(), recurrence.active_states(_seen):
-            model(**inputs)
-    except OutriderError as error:
-        raise OutriderError(f"{model.config.model_type}: {error}; {INSTEAD}") from error
-    except Exception as error:
-        if not _seen.layers and not _seen.states and not model.get_decoder()._can_set_attn_implementation():
-            raise OutriderError(_not_attending(name)) from error
-        if model.device.type == "meta" and "meta" in str(error):  # what it computes depends on numbers
-            raise
-        raise OutriderError(f"{name} fails on a short text: {first_line(error)}") from error
+        yield
     finally:
         for handle in handles:
             handle.remove()
-    known = {*_seen.layers, *_seen.shared, *(key.layer for key in _seen.states)}
-    kinds = getattr(text_config(model), "layer_types", None) or ()
-    if not ran <= known | {layer for layer, kind in enumerate(kinds) if kind in WITHOUT_CACHE}:
-        raise OutriderError(_not_attending(name))
-    return CacheShape.of(_seen.layers, _seen.shared, StateShapes.of(_seen.states))
 
 
 def survey_without_weights(config: PreTrainedConfig, model_class: Any) -> CacheShape | None:
@@ -119,13 +179,6 @@ def survey_without_weights(config: PreTrainedConfig, model_class: Any) -> CacheS
             return None
 
 
-def _set_attention(model: PreTrainedModel, name: str) -> None:
-    try:
-        model.set_attn_implementation(NAME)
-    except (ValueError, KeyError) as error:
-        raise OutriderError(f"{name} does not let its attention be set ({first_line(error)}): {INSTEAD}") from error
-
-
 def _not_attending(name: str) -> str:
     return (
         f"{name} does not attend by transformers' attention interface in every layer"
@@ -141,7 +194,7 @@ def _attend(
     if layer is None:
         raise OutriderError(f"{type(module).__name__} does not say which layer it belongs to")
     if layer in _seen.layers or layer in _seen.shared:
-        raise OutriderError(
+        raise OwnAttention(
             f"{type(module).__name__} attends more than once in a layer, which Outrider's cache does not support"
         )
     attention.check(module, attention_mask, options)
