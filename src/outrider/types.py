@@ -135,7 +135,8 @@ class Context:
 
     def limited(self, lengths: Sequence[int]) -> Context:
         """The same round with at most ``lengths[b]`` drafts for request b."""
-        return replace(self, limits=tuple([min(pair) for pair in zip(self.limits, lengths, strict=True)]))
+        limits = tuple([min(pair) for pair in zip(self.limits, lengths, strict=True)])
+        return Context(self.requests, limits, self.sampler, self.hidden)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from outrider.sampling import InvalidLogits
 from outrider.types import Proposal
 
 from .test_engine import Features, plain, requests
-from .toy import VOCAB, TableRunner, make_engine, oracle, outputs, run
+from .toy import VOCAB, TableRunner, greedy_continuation, make_engine, oracle, outputs, run
 
 # --- proposers that misbehave -----------------------------------------------------------------------------------------------
 
@@ -209,6 +209,35 @@ def test_a_failing_target_is_an_error_for_that_request_alone(kind):
     wanted = plain(3)
     assert all(wanted[name][0][-len(tokens[name]) :] == tokens[name] for name in ("r0", "r2"))
     assert runner.cached == {}
+
+
+def test_where_a_request_runs_alone_the_proposer_hears_of_its_own_tree():
+    """The target takes no trees and fails for one request: the others' verdicts name the nodes of their own trees."""
+    runner, heard = TableRunner(), {}
+    runner.takes_trees = False
+
+    class Trees(Proposer):
+        """Two right drafts and a wrong one, in another order for r0 than for the others."""
+
+        drafts_trees = True
+
+        def propose(self, context, k):
+            right = [greedy_continuation(runner, request.token_ids, 2) for request in context.requests]
+            first = [name == "r0" for name in context.request_ids]
+            rows = [[a, b, 1] if is_first else [a, 1, b] for (a, b), is_first in zip(right, first, strict=True)]
+            parents = [[-1, 0, -1] if is_first else [-1, -1, 0] for is_first in first]
+            return Proposal(torch.tensor(rows), torch.full((len(rows),), 3), None, torch.tensor(parents))
+
+        def commit(self, context, verdict):
+            paths = zip(context.request_ids, verdict.path.tolist(), verdict.num_accepted.tolist(), strict=True)
+            heard.update({name: path[:count] for name, path, count in paths})
+
+    engine = make_engine(Trees(), 2, runner=runner)
+    for request in requests(3):
+        engine.add(request)
+    runner.nan_for.add("r1")
+    engine.step()
+    assert heard == {"r0": [0, 1], "r2": [0, 2]}
 
 
 def test_the_policy_hears_of_the_rounds_that_it_decided_on_and_of_no_others():

@@ -126,10 +126,12 @@ class Engine:
     def _round(self, batch: Batch) -> list[Emission]:
         """Run one round; where the target fails, one for each request alone, so that only those that cause it fail."""
         lengths = self._lengths(batch)
-        asked = batch.context.limited(lengths)
-        ready = self._prefill_drafts(asked)
-        batch = Batch(batch.entries, ready)
-        k = max(lengths) if max(ready.limits) > 0 else 0
+        k, asked = max(lengths), batch.context
+        if lengths.count(k) < len(lengths):
+            asked = asked.limited(lengths)
+        if k:
+            batch = Batch(batch.entries, self._prefill_drafts(asked))
+            k = k if max(batch.context.limits) > 0 else 0
         try:
             result = run_round(batch, k, self._parts)
         except TargetError as failure:
@@ -182,8 +184,9 @@ class Engine:
         if asked is not None:
             self.policy.observe(asked, round_, is_prefill)
         emissions = [self._emission(entry, b, result, origins[b]) for b, entry in enumerate(batch.entries)]
-        for entry in batch.entries:
-            self.scheduler.move(entry, State.DECODE)
+        if is_prefill:
+            for entry in batch.entries:
+                self.scheduler.move(entry, State.DECODE)
         if ended:
             self.policy.release(ended)
             self._ledger.close(ended)

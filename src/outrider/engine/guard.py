@@ -47,7 +47,7 @@ class GuardedProposer:
         """
         self._proposer, self._vocab_size, self._report = proposer, vocab_size, report
         self._takes_trees = takes_trees
-        self._nodes: Tensor | None = None  # [B, D]: where the drafts of a first path stand in the proposer's tree
+        self._nodes: dict[str, Tensor] = {}  # request -> [D]: where the drafts of a first path stand in the proposer's tree
         self._features = FeatureStore(proposer.needs_hidden)
         self._requests: dict[str, _Drafting] = {}
         self._drafted: set[str] = set()  # requests of this round that the proposer drafted for
@@ -71,7 +71,7 @@ class GuardedProposer:
     def propose(self, context: Context, k: int) -> Proposal:
         """At most k drafts for each request with a limit above 0, none for the others."""
         self._round += 1
-        self._drafted, self._nodes = set(), None
+        self._drafted, self._nodes = set(), {}
         batch = len(context.requests)
         rows = [b for b, limit in enumerate(context.limits) if limit > 0] if k > 0 else []
         if not rows:
@@ -81,8 +81,9 @@ class GuardedProposer:
             view = self._features.attach(context) if self._features.layers else context
             checked = useful(check(self._proposer.propose(view, k), context.limits, k, self._vocab_size), context)
             if not self._takes_trees and checked.proposal.parents is not None:
-                chains, self._nodes = checked.proposal.first_paths()
+                chains, nodes = checked.proposal.first_paths()
                 checked = replace(checked, proposal=chains)
+                self._nodes = dict(zip(context.request_ids, nodes, strict=True))
         except Exception as error:
             self._blame(context.requests, error)
             return self._none(batch)
@@ -94,13 +95,17 @@ class GuardedProposer:
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Tell the proposer the verdict on the requests that it drafted for this round."""
-        rows = [b for b, request_id in enumerate(context.request_ids) if request_id in self._drafted]
+        if not self._drafted:
+            return
+        rows = [b for b, request in enumerate(context.requests) if request.request_id in self._drafted]
         if not rows:
             return
+        verdict = verdict if len(rows) == len(context.requests) else verdict.take(rows)
         context = context.take(rows)
         try:
-            verdict = verdict if len(rows) == len(verdict.path) else verdict.take(rows)
-            self._proposer.commit(context, verdict if self._nodes is None else _in_tree(verdict, self._nodes))
+            if self._nodes:
+                verdict = _in_tree(verdict, torch.stack([self._nodes[request_id] for request_id in context.request_ids]))
+            self._proposer.commit(context, verdict)
         except Exception as error:
             self._fail(context.requests, f"{type(error).__name__}: {error}")
 

@@ -51,29 +51,26 @@ class Ledger:
         without drafts. ``is_prefill``: the pass also read prompts, so its seconds are no price of decoding.
         """
         proposal, lens = result.proposal, result.proposal.lens.tolist()
-        accepted = [len(path) for path in result.paths]
-        last = [_last_origin(proposal, b, lens[b], path) for b, path in enumerate(result.paths)]
-        judged = [count + (origin == "corrected") for count, origin in zip(accepted, last, strict=True)]
+        accepted, judged, origins = [], [], []
+        rows = zip(result.context.requests, lens, result.paths, result.token_ids, strict=True)
+        for b, (request, num_drafts, path, token_ids) in enumerate(rows):
+            last = _last_origin(proposal, b, num_drafts, path) if num_drafts else "plain"
+            accepted.append(len(path))
+            judged.append(len(path) + (last == "corrected"))
+            origins.append((["accepted"] * len(path) + [last])[: len(token_ids)])
+            for stats in (self.of(request.request_id), self.total):
+                stats.count(num_drafts, judged[b], accepted[b], len(token_ids))
         is_cold = not any(lens) and self._num_cold > 0
         drafted_with_model = self._drafts_with_model and result.k > 0
         self._num_cold = NUM_COLD if drafted_with_model else max(self._num_cold - 1, 0)
         depths = path_depths(proposal, lens)
         round_ = Round(result.k, lens, depths, accepted, times, result.scores.first_layer, is_cold, judged)
-        emitted = [len(token_ids) for token_ids in result.token_ids]
-        stats = [self.of(request_id) for request_id in result.context.request_ids]
-        for b, of_request in enumerate(stats):
-            of_request.count(lens[b], judged[b], accepted[b], emitted[b])
-            self.total.count(lens[b], judged[b], accepted[b], emitted[b])
-        self._clock(result, round_, is_prefill, stats, emitted)
-        pairs = zip(accepted, last, emitted, strict=True)
-        return round_, [(["accepted"] * count + [origin])[:length] for count, origin, length in pairs]
+        self._clock(result, round_, is_prefill)
+        return round_, origins
 
-    def _clock(
-        self, result: RoundResult, round_: Round, is_prefill: bool, stats: Sequence[GenerationStats], emitted: Sequence[int]
-    ) -> None:
+    def _clock(self, result: RoundResult, round_: Round, is_prefill: bool) -> None:
         """Book seconds: to the prices of passes, to each request and to the total."""
-        batch, times = len(stats), round_.times
-        requests = result.context.requests
+        requests, times = result.context.requests, round_.times
         cache_len = max([len(request.token_ids) for request in requests])
         is_greedy = all([request.params.is_greedy for request in requests])
         if not is_prefill:
@@ -81,10 +78,12 @@ class Ledger:
             self._costs.record_round(
                 round_.lens, cache_len, times.score, outside, is_greedy, round_.first_layer, round_.is_cold
             )
-        plain = self._costs.plain_round(batch, cache_len, is_greedy)
-        for of_request, num_tokens in zip(stats, emitted, strict=True):
-            of_request.clock(round_, is_prefill, num_tokens, plain)
-        self.total.clock(round_, is_prefill, sum(emitted) / batch, plain)
+        plain = self._costs.plain_round(len(requests), cache_len, is_greedy)
+        num_emitted = 0
+        for request, token_ids in zip(requests, result.token_ids, strict=True):
+            num_emitted += len(token_ids)
+            self.of(request.request_id).clock(round_, is_prefill, len(token_ids), plain)
+        self.total.clock(round_, is_prefill, num_emitted / len(requests), plain)
 
 
 def path_depths(proposal: Proposal, lens: list[int]) -> list[int]:
@@ -101,9 +100,7 @@ def path_depths(proposal: Proposal, lens: list[int]) -> list[int]:
 
 
 def _last_origin(proposal: Proposal, b: int, num_drafts: int, path: list[int]) -> str:
-    """Where the token after the accepted path comes from."""
-    if not num_drafts:
-        return "plain"
+    """Where the token after the accepted path comes from, in a round with drafts."""
     if proposal.parents is None:
         is_leaf = len(path) == num_drafts
     else:
