@@ -1,7 +1,8 @@
 """What each tuned constant of the draft-length policy and its cost book is worth in the simulation.
 
 ``python -m tests.tune.ablation`` neutralises one constant at a time and prints, over a third of the cells (``--all``: over all
-of them), the change of the mean speed and the worst cell against plain decoding. ``--only NAME,NAME`` takes some of them.
+of them), the change of the mean speed and the worst cell against plain decoding. ``--only NAME,NAME`` takes some of them,
+``--together`` all at once.
 Single cells change by a percent or two by luck: ``--seeds`` averages over several texts.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import inf, log
 from types import ModuleType
 
@@ -23,35 +24,32 @@ MANY = 10**9
 NEUTRAL: dict[str, tuple[ModuleType, object]] = {
     "LENGTHS": (policy, tuple(range(MAX_K + 1))),
     "CAPS": (policy, tuple(range(1, MAX_K + 1))),
-    "PERIOD": (policy, 1),
-    "FRESH": (policy, 0),
+    "DECISION_PERIOD": (policy, 1),
+    "EARLY_ROUNDS": (policy, 0),
     "HYSTERESIS": (policy, 1.0),
-    "APART": (policy, 1.0),
+    "SEPARATE_GAIN": (policy, 1.0),
     "ALIKE": (policy, 0.0),
-    "MEMORY": (policy, 1.0),
-    "SHARED_MEMORY": (policy, 1.0),
-    "PROBE_MEMORY": (policy, 1.0),
+    "DECAY": (policy, 1.0),
+    "SHARED_DECAY": (policy, 1.0),
     "FIRST_REACH": (policy, MAX_K),
-    "HORIZON": (policy, MANY),
+    "READ_HORIZON": (policy, MANY),
     "FIRST_PAUSE": (policy, 1),
-    "LONGEST_PAUSE": (policy, MANY),
+    "MAX_PAUSE": (policy, MANY),
     "NEW_REQUEST_WAIT": (policy, MANY),
     "NEW_REQUEST_PAUSE": (policy, MANY),
-    "MOST_DOUBT": (policy, 1),
+    "MAX_DOUBT": (policy, 1),
     "PROBE_RATE": (policy, 0.99),
     "MAX_PROBE": (policy, 1),
-    "RETRY": (policy, 0),
-    "INCOME": (policy, 1.0),
-    "FIRST_PURSE": (policy, 0.0),
-    "FULL_PURSE": (policy, inf),
-    "DEBT": (policy, inf),
-    "RECHECK": (policy, MANY),
-    "THIN": (policy, inf),
-    "OPTIMISM": (acceptance, 0.5),
-    "WEIGHT": (acceptance, 1.0),
-    "HEIRLOOM": (acceptance, inf),
+    "EXPLORATION_SHARE": (policy, 1.0),
+    "FIRST_BUDGET": (policy, 0.0),
+    "MAX_BUDGET": (policy, inf),
+    "PLAIN_CHECK_PERIOD": (policy, MANY),
+    "THIN_GAIN": (policy, inf),
+    "OPTIMISTIC_RATE": (acceptance, 0.5),
+    "EXPECTED_WEIGHT": (acceptance, 1.0),
+    "PRIOR_WEIGHT": (acceptance, inf),
     "CACHE_BUCKET": (cost_book, MANY),
-    "book WEIGHT": (cost_book, 1.0),
+    "WEIGHT": (cost_book, 1.0),
     "SPIKE": (cost_book, inf),
     "FIRST_SPIKE": (cost_book, inf),
     "JUMP": (cost_book, 0.0),
@@ -70,20 +68,18 @@ USERS = (policy, acceptance, cost_book)
 def neutral(name: str) -> Iterator[None]:
     """Within it a constant has its neutral value, in every module that reads it."""
     module, value = NEUTRAL[name]
-    constant = name.rpartition(" ")[2]
-    before = getattr(module, constant)
-    users = [user for user in USERS if getattr(user, constant, None) is before]
-    users = [user for user in users if user is module or constant != "WEIGHT"]  # two modules have one of that name
+    before = getattr(module, name)
+    users = [user for user in USERS if getattr(user, name, None) is before]
     defaults = policy.Track.__init__.__defaults__
     for user in users:
-        setattr(user, constant, value)
-    if constant == "FIRST_PAUSE":
+        setattr(user, name, value)
+    if name == "FIRST_PAUSE":
         policy.Track.__init__.__defaults__ = (0, value, value)
     try:
         yield
     finally:
         for user in users:
-            setattr(user, constant, before)
+            setattr(user, name, before)
         policy.Track.__init__.__defaults__ = defaults
 
 
@@ -96,14 +92,18 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="all cells, not a third")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", default=",".join(NEUTRAL))
+    parser.add_argument("--together", action="store_true", help="all of --only at once, not one at a time")
     args = parser.parse_args()
     chosen = [(grid.cells if args.all else grid.sample)(seed) for seed in range(args.seeds)]
     before = [speeds(cells) for cells in chosen]
     without = [{key: plain(cell) for key, cell in cells.items()} for cells in chosen]
     print(f"{len(chosen[0])} cells, {args.seeds} seeds: worst {worst(before, without):.3f} of plain")
     print("| constant | neutral at | mean | worst cell of plain | most lost in a family |\n|---|---|---|---|---|")
-    for name in args.only.split(","):
-        with neutral(name):
+    names = args.only.split(",")
+    for group in [names] if args.together else [[name] for name in names]:
+        with ExitStack() as stack:
+            for name in group:
+                stack.enter_context(neutral(name))
             after = [speeds(cells) for cells in chosen]
         changes: dict[str, list[float]] = {}
         for then, now in zip(before, after, strict=True):
@@ -111,10 +111,10 @@ def main() -> None:
                 changes.setdefault(key[0], []).append(log(now[key] / then[key]))
         every = [each for values in changes.values() for each in values]
         family = min(changes, key=lambda each: grid.mean(changes[each]))
-        value = NEUTRAL[name][1]
-        said = "all" if isinstance(value, tuple) else f"{value:g}"
+        values = [NEUTRAL[name][1] for name in group]
+        said = ", ".join("all" if isinstance(value, tuple) else f"{value:g}" for value in values)
         print(
-            f"| {name} | {said} | {grid.mean(every):+.2%} | {worst(after, without):.3f} "
+            f"| {', '.join(group)} | {said} | {grid.mean(every):+.2%} | {worst(after, without):.3f} "
             f"| {grid.mean(changes[family]):+.2%} ({family}) |",
             flush=True,
         )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-OPTIMISM = 0.8  # acceptance before anything was seen: high, so that a method is tried until it is known
-WEIGHT = 3.0  # of what is expected of a position before it was seen, in drafts
-HEIRLOOM = 4.0  # rounds' worth of counts that one temperature passes on to a new one
+OPTIMISTIC_RATE = 0.8  # acceptance before anything was seen: high, so that a method is tried until it is known
+EXPECTED_WEIGHT = 3.0  # of what is expected of a position before it was seen, in drafts
+PRIOR_WEIGHT = 4.0  # rounds of counts of one temperature with which a new one begins
 
 
 @dataclass(slots=True)
@@ -27,9 +27,9 @@ class Acceptance:
     def empty(cls, max_k: int) -> Acceptance:
         return cls([0.0] * max_k, [0.0] * max_k)
 
-    def heir(self) -> Acceptance:
+    def as_prior(self) -> Acceptance:
         """The same rates on less evidence."""
-        scale = min(HEIRLOOM / max(self.asked, self.unit), 1 / self.unit)
+        scale = min(PRIOR_WEIGHT / max(self.asked, self.unit), 1 / self.unit)
         reached, accepted = ([count * scale for count in counts] for counts in (self.reached, self.accepted))
         return Acceptance(reached, accepted, self.asked * scale, self.made * scale)
 
@@ -59,7 +59,7 @@ class Acceptance:
         """
         rates = []
         rate = before = expected[0]
-        weight = WEIGHT * self.unit
+        weight = EXPECTED_WEIGHT * self.unit
         for other, reached, accepted in zip(expected, self.reached, self.accepted, strict=False):
             rate = (weight * min(rate * other / before, 1.0) + accepted) / (weight + reached)
             before = other
@@ -68,5 +68,5 @@ class Acceptance:
 
     def made_rate(self, expected: float) -> float:
         """The part of the rounds in which the proposer had a draft."""
-        weight = WEIGHT * self.unit
+        weight = EXPECTED_WEIGHT * self.unit
         return (weight * expected + self.made) / (weight + self.asked)

@@ -3,8 +3,8 @@ the batch.
 
 Knows acceptance counts and seconds, no method. A method never seen is expected to be good, so that the first rounds try it and
 what it is worth is soon known. Three things keep that from being slower than plain decoding: K = 0 is a choice like any other;
-drafting that does not pay is only tried again after a pause that doubles; and time lost by drafting comes out of a purse, into
-which a small part of all time goes.
+drafting that does not pay is only tried again after a pause that doubles; and time lost by drafting comes out of an
+exploration budget, to which a small share of all time is added.
 """
 
 from __future__ import annotations
@@ -15,36 +15,34 @@ from itertools import accumulate, pairwise
 from operator import mul
 
 from outrider.runner.cost_book import CostBook, MethodCosts, RoundPrices
-from outrider.tune.acceptance import OPTIMISM, Acceptance
+from outrider.tune.acceptance import OPTIMISTIC_RATE, Acceptance
 from outrider.tune.sharing import Shares
 from outrider.types import Context, Request, Round
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 23)  # what is chosen from, beside the longest
 CAPS = (1, 2, 4, 8, 16)  # tried as the longest K of all where each request has its own, which is what its drafts are worth
-PERIOD = 6  # rounds between decisions
-FRESH = 16  # drafted rounds in which every one is decided on
+DECISION_PERIOD = 6  # rounds between decisions
+EARLY_ROUNDS = 16  # drafted rounds in which every one is decided on
 HYSTERESIS = 1.02  # a change of K must promise this much
-APART = 1.04  # a K of its own for each request must: what is known of single requests is uncertain, and luck looks like merit
+SEPARATE_GAIN = 1.04  # a K for each request must promise this much: with little known of each, luck looks like merit
 ALIKE = 0.1  # requests whose first drafts are worth the same but for this part get one K
-MEMORY = 0.93  # of a request's counts, per round: about 14 rounds
-SHARED_MEMORY = 0.99  # of the counts that new requests begin with
-PROBE_MEMORY = 0.5  # of the counts when a probe adds to them: what was seen before the pause may be over
+DECAY = 0.93  # of a request's counts, per round: about 14 rounds
+SHARED_DECAY = 0.99  # of the counts that new requests begin with
 FIRST_REACH = 1  # a draft may be twice as long as the longest so far, and one more
-HOTTEST = 2.0  # temperatures above it are one: nobody's texts are likely there, and there must be an end to what is kept
-HORIZON = 64  # tokens over which a proposer's reading of the prompt must have paid
+MAX_TEMPERATURE = 2.0  # higher ones share its counts, so that what is kept stays bounded
+READ_HORIZON = 64  # tokens over which a proposer's reading of the prompt must have paid
 
-FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # rounds without drafts before the next probe
+FIRST_PAUSE, MAX_PAUSE = 8, 256  # rounds without drafts before the next probe
 NEW_REQUEST_WAIT, NEW_REQUEST_PAUSE = 4, 16  # at most, times the batch, when a request joins: its text may be another
-MOST_DOUBT = 8  # times these, where one text after another was not
+MAX_DOUBT = 8  # times these, where one text after another was not
 PROBE_RATE = 0.8  # a probe drafts as many tokens as would pay at this acceptance, at most MAX_PROBE
 MAX_PROBE = 4
-RETRY = 4  # rounds, beside those in which the purse fills, until a probe that could not be paid is considered again
 
-INCOME = 0.02  # of all time, may be lost
-FIRST_PURSE, FULL_PURSE, DEBT = 4.0, 6.0, 4.0  # in plain rounds: to begin with, at most, and owed at most
+EXPLORATION_SHARE = 0.02  # of all time, may be lost
+FIRST_BUDGET, MAX_BUDGET = 4.0, 6.0  # in plain rounds: to begin with, and at most
 
-RECHECK = 48  # drafted rounds after which plain ones are run, if drafting wins no more than THIN
-THIN = 1.3
+PLAIN_CHECK_PERIOD = 48  # drafted rounds after which plain ones are run, if drafting wins no more than THIN_GAIN
+THIN_GAIN = 1.3
 
 
 @dataclass(slots=True)
@@ -78,7 +76,7 @@ class DraftLengthPolicy:
         self._lengths = [k for k in LENGTHS if k < max_k] + [max_k]
         self._tracks: dict[str, Track] = {}
         self._shared: dict[float, Acceptance] = {}  # by temperature: it moves acceptance more than anything else
-        self._purse = FIRST_PURSE
+        self._budget = FIRST_BUDGET
         self._reach = FIRST_REACH  # the longest draft so far
         self._requests: tuple[Request, ...] = ()
         self._batch: list[Track] = []
@@ -115,17 +113,17 @@ class DraftLengthPolicy:
             self._enter(context)
         elif self._wait > 0:
             return 0
-        elif self._plain is None or (self._k and (self._age >= PERIOD or self._num_drafted < FRESH)):
+        elif self._plain is None or (self._k and (self._age >= DECISION_PERIOD or self._num_drafted < EARLY_ROUNDS)):
             self._decide(context, self._lens)
         self._age += 1
         if self._plain is None:
             return 0
         if self._k == 0:
             return self._probe(context) if self._wait <= 0 else 0
-        if self._purse < 0:
+        if self._budget < 0:
             self._wait = self._pause
             return 0
-        if self._num_unchecked >= RECHECK and self._edge < THIN:
+        if self._num_unchecked >= PLAIN_CHECK_PERIOD and self._edge < THIN_GAIN:
             return 0
         return self._k
 
@@ -138,7 +136,7 @@ class DraftLengthPolicy:
                 self._num_unchecked = 0
             self._wait -= 1
             if self._plain is not None:
-                self._purse = min(self._purse + INCOME * times.total / self._plain, FULL_PURSE)
+                self._budget = min(self._budget + EXPLORATION_SHARE * times.total / self._plain, MAX_BUDGET)
         if round_.k == 0:
             return
         # Committed tokens that the proposer had not been asked about, before those of this round.
@@ -180,11 +178,11 @@ class DraftLengthPolicy:
     def _track(self, request: Request) -> Track:
         track = self._tracks.get(request.request_id)
         if track is None:
-            temperature = round(min(request.params.temperature, HOTTEST), 1)
+            temperature = round(min(request.params.temperature, MAX_TEMPERATURE), 1)
             shared = self._shared.get(temperature)
             if shared is None:
                 nearest = min(self._shared, key=lambda other: abs(other - temperature), default=None)
-                shared = Acceptance.empty(self.max_k) if nearest is None else self._shared[nearest].heir()
+                shared = Acceptance.empty(self.max_k) if nearest is None else self._shared[nearest].as_prior()
                 self._shared[temperature] = shared
             track = self._tracks[request.request_id] = Track(shared, Acceptance.empty(self.max_k))
         return track
@@ -209,13 +207,12 @@ class DraftLengthPolicy:
         for b in self._tried:
             track = self._batch[b]
             if round_.num_accepted[b]:
-                track.pause, self._age = FIRST_PAUSE, PERIOD
+                track.pause, self._age = FIRST_PAUSE, DECISION_PERIOD
             elif round_.depths[b]:
-                track.pause = min(2 * track.pause, LONGEST_PAUSE)
+                track.pause = min(2 * track.pause, MAX_PAUSE)
             track.rest = track.pause
 
     def _learn(self, drafted_for: Sequence[int], round_: Round) -> None:
-        memory = PROBE_MEMORY if self._is_probe else MEMORY
         self._num_drafted += 1
         self._num_unchecked += 1
         self._reach = max(self._reach, *round_.depths)
@@ -224,14 +221,14 @@ class DraftLengthPolicy:
             track.num_seen = len(self._requests[b].token_ids)
             num_drafts, num_accepted = round_.depths[b], round_.num_accepted[b]
             if num_drafts:
-                track.own.fade(memory)
-                track.shared.fade(SHARED_MEMORY)
+                track.own.fade(DECAY)
+                track.shared.fade(SHARED_DECAY)
             track.own.add(num_drafts, num_accepted)
             track.shared.add(num_drafts, num_accepted)
         self._judge_tries(round_)
 
     def _book(self, round_: Round, num_drafting: int, catch_up: float, is_prefill: bool) -> None:
-        """Takes out of the purse what the round lost against plain decoding, or puts into it what it won.
+        """Takes out of the budget what the round lost against plain decoding, or puts into it what it won.
 
         At usual prices: a hiccup is not the drafts' fault. A probe pays for the text that the proposer had to catch up with.
         Where drafting was decided on, that is paid once and for all that follows.
@@ -245,8 +242,8 @@ class DraftLengthPolicy:
         if not is_prefill:
             seconds = min(round_.times.total, seconds)
         won = 1 + sum(round_.num_accepted) / batch - (seconds + catch_up) / plain
-        income = INCOME * (round_.times.total / plain + won)
-        self._purse = min(max(self._purse + won + income, -DEBT), FULL_PURSE)
+        income = EXPLORATION_SHARE * (round_.times.total / plain + won)
+        self._budget = min(self._budget + won + income, MAX_BUDGET)
 
     # --- decisions ----------------------------------------------------------------------------------------------------------
 
@@ -260,18 +257,18 @@ class DraftLengthPolicy:
             self._lens = [0] * batch
             return
         longest = min(2 * self._reach + 1, self.max_k)
-        expected, worths, made, reading = [OPTIMISM] * longest, [], [], []
+        expected, worths, made, reading = [OPTIMISTIC_RATE] * longest, [], [], []
         for b, (track, request) in enumerate(zip(self._batch, self._requests, strict=True)):
             own, limit = request.num_draft_tokens, context.limits[b]
             worths.append(track.worths(expected, longest if own is None else own))  # no more than it wants
             made.append(track.made_rate())
-            reading.append(self.costs.catch_up(self._num_unseen(b)) / min(HORIZON, 1 + limit))
+            reading.append(self.costs.catch_up(self._num_unseen(b)) / min(READ_HORIZON, 1 + limit))
         shares = Shares(worths, made, self._nodes(longest), reading, prices)
         lengths = [k for k in self._lengths if 0 < k <= longest]
         speed, lens = shares.best_together(lengths)
         if not shares.are_alike(ALIKE):
             apart = shares.best([k for k in lengths if k in CAPS or k == lengths[-1]])
-            speed, lens = apart if apart[0] >= APART * speed else (speed, lens)
+            speed, lens = apart if apart[0] >= SEPARATE_GAIN * speed else (speed, lens)
         plain = batch / prices.plain
         if max(before) <= longest:
             kept = shares.speed(before) if any(before) else plain
@@ -304,15 +301,15 @@ class DraftLengthPolicy:
         k = shares.best_together(range(1, longest + 1))[1][0]
         seconds = self.costs.round(k, [sum(nodes[:k])] * batch, k, batch, len(context.requests[0].token_ids))
         seconds += self.costs.catch_up(sum([self._num_unseen(b) for b in range(batch)]))
-        lacking = seconds / prices.plain - 1 - self._purse
+        lacking = seconds / prices.plain - 1 - self._budget
         if lacking > 0:
-            self._wait = RETRY + int(lacking / INCOME)
+            self._wait = 1 + int(lacking / EXPLORATION_SHARE)
             return 0
         self._is_probe, self._stake = True, max(1.0, seconds / prices.plain - 1)
         return k
 
     def _judge_probe(self, round_: Round, context: Context) -> None:
-        """A probe that failed doubles the pause; one that held goes on, until the estimate says so or the purse is empty."""
+        """A probe that failed doubles the pause; one that held goes on, until the estimate says so or the budget is empty."""
         made = [(drafts, accepted) for drafts, accepted in zip(round_.depths, round_.num_accepted, strict=True) if drafts]
         if not made:  # nothing is known that was not before
             self._wait = self._pause
@@ -323,6 +320,6 @@ class DraftLengthPolicy:
         elif all([drafts == accepted for drafts, accepted in made]):
             self._wait = 0
         else:
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            self._pause = min(2 * self._pause, MAX_PAUSE)
             self._wait = int(self._pause * self._stake)
-            self._doubt = min(2 * self._doubt, MOST_DOUBT)
+            self._doubt = min(2 * self._doubt, MAX_DOUBT)
