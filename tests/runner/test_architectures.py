@@ -135,7 +135,7 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     "longcat_flash": LONGCAT,  # its router multiplies by the weight of a layer of its own
 }
 OWN_ATTENTION: dict[str, dict[str, object]] = {
-    **dict.fromkeys(("bloom", "diffllama", "doge", "falcon", "mpt"), {}),
+    **{kind: {} for kind in ("bloom", "diffllama", "doge", "falcon", "mpt")},
     "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
 }
 LENGTHS = (3, 20, 37)
