@@ -90,7 +90,7 @@ def test_the_command_line_page_is_up_to_date() -> None:
 
 
 def test_links_and_files_named_in_the_documentation_exist() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")]
     missing = []
     for page in pages:
         text = page.read_text()
@@ -104,7 +104,7 @@ def test_links_and_files_named_in_the_documentation_exist() -> None:
 
 
 def test_anchors_and_options_named_in_the_documentation_exist() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")]
     anchors = {page.resolve(): {anchor(line) for line in re.findall(r"^#+ (.*)$", page.read_text(), re.M)} for page in pages}
     options = set(re.findall(r"--[a-z][\w-]*", (ROOT / "docs" / "cli.md").read_text())) | {"--help"}
     missing = []

@@ -23,6 +23,7 @@ from outrider.engine import LLM
 from outrider.engine.plan import KEYS, Plan, served_name
 from outrider.runner import kernels
 from outrider.server import run
+from outrider.server.config import ServerConfig
 from outrider.server.protocol import ChatBody, CompletionBody
 from outrider.types import OutriderError
 
@@ -92,7 +93,9 @@ def test_zero_is_a_value_that_was_given() -> None:
         (["--port", "0", "--max-batch", "0"], "max_batch"),
         (["--port", "0", "--kv-memory", "0"], "kv_memory"),
         (["--port", "0", "--kv-memory", "nan"], "kv_memory"),
-        (["--max-queue", "0"], "at least 1"),
+        (["--max-queue", "0"], "invalid max_queue 0: expected at least 1"),
+        (["--schema-timeout", "0"], "invalid schema_timeout 0.0: expected a number above 0"),
+        (["--worker-memory", "inf"], "worker_memory"),
         (["--api-keys", "none"], "keys cannot be read"),
     ],
 )
@@ -181,6 +184,15 @@ def test_the_curl_examples_of_the_page_run(served: Served) -> None:
         )
         assert done.returncode == 0, f"{example}\n{done.stdout}\n{done.stderr}"
         assert done.stdout
+
+
+def test_the_limits_that_are_promised_are_the_defaults() -> None:
+    page, config = (PAGE.parents[1] / "SECURITY.md").read_text(), ServerConfig()
+    units = {"MiB": 1 << 20}
+    promised = re.findall(r"`--([a-z-]+)`,? (\d+)(?: (MiB))?", page)
+    assert len(promised) == 12
+    for name, number, unit in promised:
+        assert getattr(config, name.replace("-", "_")) == int(number) * units.get(unit, 1), name
 
 
 def test_the_page_names_every_field_and_metrics_that_there_are(served: Served) -> None:

@@ -412,6 +412,21 @@ def test_a_schema_that_is_nested_too_deep_is_the_callers_mistake(served: Served,
     assert depth > 200 or "more than 64 levels" in answer.json()["error"]["message"]
 
 
+def test_a_call_that_is_being_prepared_ends_with_its_client_and_its_time(
+    load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(load(), request_timeout=0.5) as server:
+        monkeypatch.setattr(server.service._prompts, "encode", lambda *_: asyncio.sleep(60))
+        answer = server.post("/v1/completions", prompt=PROMPT)
+        assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
+        assert not server.service.bridge.num_open
+    with serving(load()) as server:
+        monkeypatch.setattr(server.service._prompts, "encode", lambda *_: asyncio.sleep(60))
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(server.url + "/v1/completions", json={"prompt": PROMPT}, timeout=0.5)
+        until(lambda: not server.service.bridge.num_open)
+
+
 def test_a_malformed_body_costs_no_more_than_a_mistake() -> None:
     """Each item of a list, tried as each kind of prompt, was a mistake of its own: 3 MB came to 3 GB."""
     for kind, body in (

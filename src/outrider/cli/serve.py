@@ -154,8 +154,6 @@ def command(
 ) -> None:
     """Serve a model to OpenAI's clients: completions and chat, streamed or whole, drafted for and unchanged by it."""
     from outrider.cli.bench_documents import check_writable
-    from outrider.cli.console import waiting
-    from outrider.cli.session import load
     from outrider.engine.plan import Plan, served_name
     from outrider.types import OutriderError
 
@@ -190,18 +188,22 @@ def command(
         "trust_remote_code": listening.trust_remote_code,
     }
 
-    def prepared() -> LLM:
-        """With all compiled, unless that is not wanted: no client waits for it, and no answer changes because of it."""
-        llm = load(models, methods, **more)
-        if models.compile != "never":
-            with waiting("compiling"):
-                llm.warmup()
-        return llm
-
     with listen(config.host, config.port) as listener:  # a port that is taken is found before the model is loaded
-        llm = load_aside(prepared)
+        llm = load_aside(lambda: prepared(models, methods, **more))
         log_json()
         serve(llm, config, keys, listener)
+
+
+def prepared(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
+    """The model with all compiled, unless that is not wanted: no client waits for it, and no answer changes because of it."""
+    from outrider.cli.console import waiting
+    from outrider.cli.session import load
+
+    llm = load(models, methods, **more)
+    if models.compile != "never":
+        with waiting("compiling"):
+            llm.warmup()
+    return llm
 
 
 def serve_elsewhere(

@@ -173,16 +173,11 @@ def loading(what: str) -> Iterator[Status | None]:
     gc.enable()
 
 
-def compile_if_asked(llm: LLM, models: ModelOptions) -> None:
-    """Compiles what would be compiled at its first use, where ``models`` says so."""
+def prepare(llm: LLM, models: ModelOptions) -> None:
+    """Before the clock runs: compiles where that was asked for, and learns what a plain pass takes, for the summary."""
     if models.compile == "always":
         with waiting("compiling"):
             llm.warmup()
-
-
-def prepare(llm: LLM, models: ModelOptions) -> None:
-    """Before the clock runs: compiles where that was asked for, and learns what a plain pass takes, for the summary."""
-    compile_if_asked(llm, models)
     llm.price_plain()
 
 

@@ -12,6 +12,8 @@ from outrider.server.pool import WorkerPool
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from outrider.engine import LLM
     from outrider.server.config import Client, ServerConfig
 
@@ -33,12 +35,24 @@ def tools(llm: LLM) -> dict[str, Any] | None:
     return {
         "tokenizer": backend.to_str(),
         "split_special_tokens": found.split_special_tokens,
-        "template": found.get_chat_template() if found.chat_template else None,
-        "special_tokens": {name: str(token) for name, token in found.special_tokens_map.items()},
+        "template": _template(found),
+        "special_tokens": {name: _plain(token) for name, token in found.special_tokens_map.items()},
         "vocab_size": max(llm.runner.vocab_size, len(found)),
         "mask_size": llm.runner.vocab_size,
         "eos_token_ids": sorted(eos_token_ids(llm.runner, found)),
     }
+
+
+def _template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    try:
+        return str(tokenizer.get_chat_template()) if tokenizer.chat_template else None
+    except ValueError:  # several, none of which is the default
+        return None
+
+
+def _plain(token: Any) -> Any:
+    """A special token, or several, as JSON has them."""
+    return [str(each) for each in token] if isinstance(token, (list, tuple)) else str(token)
 
 
 class Prompts:
@@ -52,6 +66,7 @@ class Prompts:
         """``given``: what ``tools`` found."""
         self._llm, self._aside = llm, aside
         self.pool: WorkerPool | None = None
+        self._has_template = given is not None and given["template"] is not None
         if given is not None:
             limits = {"seconds": config.text_timeout, "memory": int(config.worker_memory * 2**30), "nice": 0, "for_texts": True}
             self.pool = WorkerPool("tokenise a text", {**given, **limits}, config.workers, eager=True)
@@ -72,8 +87,7 @@ class Prompts:
         if len(messages) > most:  # none is written with less than a token
             raise OutriderError(f"{len(messages)} messages do not fit the context of {most}: send fewer")
         num_characters = self._check_size("".join(message["content"] for message in messages))
-        tokenizer = self._llm.tokenizer
-        if self.pool is None or tokenizer is None or not tokenizer.chat_template:
+        if not self._has_template:
             return [await self._aside(lambda: self._rendered(messages))]
         return await self._tokenised({"messages": messages}, num_characters, client)
 

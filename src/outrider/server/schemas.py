@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from time import thread_time
 from typing import TYPE_CHECKING
 
-from llguidance import LLMatcher
-from llguidance._lib import LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from tokenizers import Tokenizer
 
 if TYPE_CHECKING:
-    from llguidance._lib import LLTokenizer
+    from llguidance import LLTokenizer
 
 Job = dict[str, Any]
 SLOWDOWN = 5.0  # times the processor time that a job may take, where other processes want the processor too
