@@ -268,9 +268,10 @@ class Biases:
 
 @dataclass(frozen=True)
 class Source:
-    """A model: a folder, a hub id or a loaded transformers model."""
+    """A model: a folder, a hub id or a loaded transformers model; ``heads``: loaded heads, which have no config, too."""
 
     expected: str = "a folder, a hub id or a loaded transformers model"
+    heads: bool = False
     flag_type: Any = str
 
     def read(self, value: Any) -> Any:
@@ -279,7 +280,8 @@ class Source:
             if not str(value).strip() or not str(value).isprintable():
                 raise ValueError("empty, or with line breaks")
             return value
-        if isinstance(value, type) or not callable(getattr(value, "forward", None)) or not hasattr(value, "config"):
+        is_module = not isinstance(value, type) and callable(getattr(value, "forward", None))
+        if not is_module or not (self.heads or hasattr(value, "config")):
             raise TypeError("not a model")
         return value
 

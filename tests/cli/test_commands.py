@@ -199,7 +199,7 @@ def test_chat_keeps_the_conversation(outrider: Run, target: Path, draft: Path, m
     ("options", "said"),
     [
         (["--max-len", "9" * 20], f"max_len {'9' * 20}: the model's window and the memory for its cache hold 512 tokens"),
-        (["--k", "1000000", "--method", "ngram"], "k 1000000: ngram drafts at most 64 tokens a round"),
+        (["--k", "1000000", "--method", "ngram"], "num_draft_tokens 1000000: ngram drafts at most 64 tokens a round"),
         (["--k", "64", "--method", "ngram", "--max-len", "512"], None),
         (["--k", "5", "--method", "plain"], None),
     ],

@@ -111,7 +111,7 @@ def test_an_interrupted_search_goes_on_where_it_ended(
         (["--workloads", "code", "--report", "x.pdf"], ".html"),
         (["--workloads", "code", "--resume"], "--resume"),
         (["--workloads", "code", "--out", "found.json"], "--out and --json are both found.json"),
-        (["--workloads", "code", "--max-tokens", "0"], "max_tokens must be at least 1"),
+        (["--workloads", "code", "--max-tokens", "0"], "invalid max_tokens 0"),
         (["--workloads", "code", "--max-tokens", "600"], "no room for a prompt"),
     ],
 )

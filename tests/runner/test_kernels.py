@@ -401,11 +401,11 @@ def compiler(monkeypatch, tmp_path):
 def test_half_a_library_in_the_cache_is_built_anew_and_a_whole_one_is_not(compiler):
     """Loading half a library ends the process with a bus error, at every start."""
     command = kernels.cpp_library.find_compiler()
-    file = kernels._library_file(command)
-    assert file.read_text() == "whole" and kernels._library_file(command) == file
+    file = kernels._library_file(command, "cpu.cpp")
+    assert file.read_text() == "whole" and kernels._library_file(command, "cpu.cpp") == file
     assert len(compiler.read_text().splitlines()) == 1
     file.write_text("wh")
-    assert kernels._library_file(command) == file and file.read_text() == "whole"
+    assert kernels._library_file(command, "cpu.cpp") == file and file.read_text() == "whole"
     assert len(compiler.read_text().splitlines()) == 2
 
 
@@ -417,7 +417,7 @@ def test_a_library_that_does_not_load_is_a_warning(compiler, caplog):
 def test_cxx_is_a_command_line(compiler, monkeypatch, caplog):
     program = os.environ["CXX"]
     monkeypatch.setenv("CXX", f"'{program}' -pipe '-DWORDS=two words'")
-    kernels._library_file(kernels.cpp_library.find_compiler())
+    kernels._library_file(kernels.cpp_library.find_compiler(), "cpu.cpp")
     assert compiler.read_text().startswith("-pipe -DWORDS=two words -O3")
     monkeypatch.setenv("CXX", "g++ '-pipe")
     assert kernels.load_cpu_kernels.__wrapped__() is False

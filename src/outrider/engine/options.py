@@ -73,7 +73,7 @@ class Speculation:
         TokenizerLike(), None, "Tokenizer of the target (default: the one in its folder; a loaded model has none)."
     )
     draft: ModelSource | None = option(
-        Source(), None, "What drafts, a small model or heads: a folder or a hub id.", panel=MODELS, in_plan=True
+        Source(heads=True), None, "What drafts, a small model or heads: a folder or a hub id.", panel=MODELS, in_plan=True
     )
     drafts: Mapping[str, ModelSource] = option(
         Keyed("a mapping from names to models", Source()), dict, "Drafts that come with the target, by name."

@@ -51,7 +51,7 @@ def load_model(
             )
         model, info = loaded
     except Exception as error:  # broken files fail in more ways than can be listed
-        raise OutriderError(f"cannot load {source}: {_reason(error)}") from error
+        raise OutriderError(f"cannot load {source}: {reason(error)}") from error
     # What follows transformers would fill with random numbers, or drop.
     for name, found, wanted in sorted(info["mismatched_keys"]):
         raise OutriderError(f"the weights in {source} are not its config's: {name} is {list(found)}, expected {list(wanted)}")
@@ -151,7 +151,7 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
         config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:  # a config may be wrong in more ways than can be listed
         hint = "" if looks_local else " (neither a local folder nor a hub id that can be reached)"
-        raise OutriderError(f"cannot read the config of {source}{hint}: {_reason(error)}") from error
+        raise OutriderError(f"cannot read the config of {source}{hint}: {reason(error)}") from error
     if not trust_remote_code and model_class(config) is None:
         raise OutriderError(f"{source} is a {config.model_type} model, not a causal language model")
     check_sizes(str(source), vars(text_config(config)))
@@ -165,13 +165,15 @@ def check_file(path: Path) -> None:
         config = json.loads(path.read_bytes())
     except ValueError as error:
         raise OutriderError(f"cannot read the config of {path.parent}: config.json is not JSON: {first_line(error)}") from error
-    if not isinstance(config, dict):
-        raise OutriderError(
-            f"cannot read the config of {path.parent}: config.json must be an object, not a {type(config).__name__}"
-        )
-    for part in (config, config.get("text_config")):
-        if isinstance(part, dict):
-            check_sizes(str(path.parent), part)
+    for name, part in (
+        ("config.json", config),
+        ("text_config", config.get("text_config") if isinstance(config, dict) else None),
+    ):
+        if not isinstance(part, dict) and (part is not None or name == "config.json"):
+            raise OutriderError(
+                f"cannot read the config of {path.parent}: {name} must be an object, not a {type(part).__name__}"
+            )
+        check_sizes(str(path.parent), part or {})
 
 
 def check_sizes(source: str, config: Mapping[str, Any]) -> None:
@@ -226,7 +228,7 @@ def keeps_logits(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """What a loader says, in one line, without the names of Python's exceptions."""
     if isinstance(error, StrictDataclassError) and isinstance(error.__cause__, Exception):  # what checked the field says why
         return first_line(error.__cause__)
