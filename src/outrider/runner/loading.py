@@ -165,15 +165,13 @@ def check_file(path: Path) -> None:
         config = json.loads(path.read_bytes())
     except ValueError as error:
         raise OutriderError(f"cannot read the config of {path.parent}: config.json is not JSON: {first_line(error)}") from error
-    for name, part in (
-        ("config.json", config),
-        ("text_config", config.get("text_config") if isinstance(config, dict) else None),
-    ):
-        if not isinstance(part, dict) and (part is not None or name == "config.json"):
+    text = config.get("text_config") if isinstance(config, dict) else None
+    for name, part in (("config.json", config), ("text_config", {} if text is None else text)):
+        if not isinstance(part, dict):
             raise OutriderError(
                 f"cannot read the config of {path.parent}: {name} must be an object, not a {type(part).__name__}"
             )
-        check_sizes(str(path.parent), part or {})
+        check_sizes(str(path.parent), part)
 
 
 def check_sizes(source: str, config: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from outrider.runner import attention, recurrence
 from outrider.runner.attention import OwnAttention
 from outrider.runner.kv_cache import CacheShape, LayerShape, PassThrough
-from outrider.runner.loading import find_decoder_layers, keeps_logits, pass_arguments, quiet, text_config
+from outrider.runner.loading import find_decoder_layers, keeps_logits, pass_arguments, quiet, reason, text_config
 from outrider.runner.state_cache import StateKey, StateShape, StateShapes
 from outrider.types import OutriderError, first_line
 
@@ -167,7 +167,7 @@ def survey_without_weights(config: PreTrainedConfig, model_class: Any) -> CacheS
                 model = model_class._from_config(config, dtype=torch.float32, attn_implementation="eager")
         except Exception as error:  # a config may lie in more ways than can be listed
             raise OutriderError(
-                f"the config of {config.model_type} describes no model: {type(error).__name__}: {first_line(error)}"
+                f"the config of {config.model_type} describes no model: {type(error).__name__}: {reason(error)}"
             ) from error
         model.set_experts_implementation("batched_mm")  # whose shapes do not depend on which experts are chosen
         try:
