@@ -519,7 +519,7 @@ def test_loading_leaves_no_threads_of_openmps_behind() -> None:
 
     before = num_threads()
     assert load_aside(load) > before + 1 or torch.get_num_threads() == 1
-    until(lambda: num_threads() == before)
+    until(lambda: num_threads() <= before)  # threads of other tests may end meanwhile
 
 
 def test_an_error_while_loading_is_the_callers() -> None:
