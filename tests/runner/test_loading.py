@@ -294,7 +294,7 @@ def test_layers_that_round_a_whole_pass_by_one_scale_are_refused():
 
 
 def test_a_model_that_counts_positions_from_the_cache_in_a_way_nobody_knows_is_refused(monkeypatch):
-    """The guard: what passes say is held against the model's own forward."""
+    """The self-check compares passes over the cache with the model's own forward."""
     config = small_config("bart", d_model=32, decoder_layers=2, decoder_attention_heads=4, is_encoder_decoder=False)
     model = make_model(config)
     monkeypatch.setattr(PassThrough, "get_seq_length", lambda *_: 0)  # as the cache answered before

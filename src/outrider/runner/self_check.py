@@ -1,4 +1,4 @@
-"""The guard against wrong text: a model that was loaded is held against its own forward pass without a cache.
+"""Guard against wrong text: compare a loaded model over Outrider's cache with its own forward pass without a cache.
 
 Architectures differ in ways that nobody lists. One short text is run over Outrider's cache in every way that a request is (its
 prompt at once and in pieces, one token, several, again after a rollback; several requests in one pass), and what comes out
