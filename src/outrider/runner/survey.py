@@ -166,9 +166,7 @@ def survey_without_weights(config: PreTrainedConfig, model_class: Any) -> CacheS
             with torch.device("meta"):
                 model = model_class._from_config(config, dtype=torch.float32, attn_implementation="eager")
         except Exception as error:  # a config may lie in more ways than can be listed
-            raise OutriderError(
-                f"the config of {config.model_type} describes no model: {type(error).__name__}: {reason(error)}"
-            ) from error
+            raise OutriderError(f"the config of {config.model_type} describes no model: {reason(error)}") from error
         model.set_experts_implementation("batched_mm")  # whose shapes do not depend on which experts are chosen
         try:
             return survey(model.eval())
