@@ -59,7 +59,7 @@ def main() -> int:
 
 def audited(args: argparse.Namespace, seed: int, out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The command with one seed: where it ran, and what of its document is worth keeping."""
-    words = ["audit", "--methods", args.methods, "--tv", str(args.tv), "--seed", str(seed), "--out", str(out)]
+    words = ["audit", "--method", args.methods, "--tv", str(args.tv), "--seed", str(seed), "--out", str(out)]
     run = subprocess.run([sys.executable, "-m", "outrider", *words], capture_output=True, text=True)
     if not out.exists():
         said = run.stderr.strip().splitlines()[-1:] or [f"exit code {run.returncode}"]

@@ -161,7 +161,7 @@ def test_bench_compares_methods_with_a_draft_each(embedded, capsys, monkeypatch)
 
     methods = "draft,medusa,eagle:draft=eagle1:top_k=2"
     small = ["--workloads", "code", "--num-prompts", "1", "--max-tokens", "4", "--repeat", "1", "--compile", "never"]
-    monkeypatch.setattr(sys, "argv", ["outrider", "bench", "--methods", methods, "--k", "2", *small])
+    monkeypatch.setattr(sys, "argv", ["outrider", "bench", "--method", methods, "-k", "2", *small])
     assert main() == 0
     document = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert {"draft", "medusa", "eagle:draft=eagle1:top_k=2"} <= {cell["method"] for cell in document["cells"]}

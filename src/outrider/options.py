@@ -12,12 +12,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any, Protocol
 
 from outrider.errors import OutriderError
 
 OPTION = "option"  # key of an Option in a field's metadata
-MODELS, METHOD, SAMPLING, LIMITS = "Models", "Drafts", "Sampling", "Limits"  # headings of the help
+MODELS, METHOD, SAMPLING, LISTEN, LIMITS = "Models", "Drafts", "Sampling", "Listening", "Limits"  # headings of the help
 INT32 = 2**31 - 1
 
 
@@ -287,6 +288,20 @@ class Source:
 
 
 @dataclass(frozen=True)
+class File:
+    """A path."""
+
+    expected: str = "a path"
+    flag_type: Any = Path
+
+    def read(self, value: Any) -> Path:
+        path = Path(path_or_text(value))
+        if not str(value).strip() or "\0" in str(value):
+            raise ValueError("no path")
+        return path
+
+
+@dataclass(frozen=True)
 class Keyed:
     """A mapping from text to ``values`` (anything, unless said)."""
 
@@ -341,8 +356,6 @@ def has_methods(*names: str) -> Callable[[Any], bool]:
 
 def path_or_text(value: Any) -> Any:
     """A path-like object as text or a ``Path``: those two are all that libraries take. Raises TypeError for bytes."""
-    from pathlib import Path
-
     if isinstance(value, (str, Path)):
         return value
     text = fspath(value)
@@ -358,8 +371,17 @@ def _check_bounds(number: float, at_least: float | None, at_most: float | None) 
 
 def _bounds(at_least: float | None, at_most: float | None, above: float | None = None) -> str:
     parts: Iterable[str | None] = (
-        None if above is None else f"above {above:.15g}",
-        None if at_least is None else f"at least {at_least:.15g}",
-        None if at_most is None or at_most == INT32 else f"at most {at_most:.15g}",
+        None if above is None else f"above {_figure(above)}",
+        None if at_least is None else f"at least {_figure(at_least)}",
+        None if at_most is None else f"at most {_figure(at_most)}",
     )
     return "".join(f", {part}" for part in parts if part)
+
+
+def _figure(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:.15g}"
+
+
+def flag_name(name: str) -> str:
+    """``max_tokens`` -> ``--max-tokens``."""
+    return "--" + name.replace("_", "-")

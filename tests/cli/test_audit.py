@@ -18,7 +18,7 @@ Run = Callable[..., "tuple[int, str, str]"]
 QUICK = [
     "--compile",
     "never",
-    "--k",
+    "-k",
     2,
     "--num-prompts",
     2,
@@ -55,7 +55,7 @@ def read(path: Path) -> dict[str, Any]:
 @pytest.mark.usefixtures("two_controls")
 def test_a_certificate_is_written_and_the_exit_code_is_0(outrider: Run, models: list[object], tmp_path: Path) -> None:
     out, html = tmp_path / "audit.json", tmp_path / "audit.html"
-    code, shown, err = outrider("audit", *models, *QUICK, "--methods", "draft", "--out", out, "--html", html)
+    code, shown, err = outrider("audit", *models, *QUICK, "--method", "draft", "--out", out, "--html", html)
     assert code == 0, (shown, err)
     assert "certified" in shown and "2 of 2 caught" in shown
     document = read(out)
@@ -71,7 +71,7 @@ def test_a_certificate_is_written_and_the_exit_code_is_0(outrider: Run, models: 
 
 
 def test_a_lossy_verifier_ends_with_exit_code_3(outrider: Run, models: list[object]) -> None:
-    options = [*QUICK, "--methods", "draft", "--verifier", "typical", "--temperature", 0]
+    options = [*QUICK, "--method", "draft", "--verifier", "typical", "--temperature", 0]
     code, shown, _ = outrider("audit", *models, *options)
     assert code == 3 and "LOSSY" in shown
 
@@ -79,11 +79,11 @@ def test_a_lossy_verifier_ends_with_exit_code_3(outrider: Run, models: list[obje
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--methods", "nonsense"], "unknown method"),
-        (["--methods", "plain"], "plain decoding is what"),
-        (["--methods", "draft", "--k", "0"], "fixed number of drafts"),
-        (["--methods", "draft", "--k", "1,2"], "for --same-text"),
-        (["--methods", "medusa"], "medusa"),
+        (["--method", "nonsense"], "unknown method"),
+        (["--method", "plain"], "plain decoding is what"),
+        (["--method", "draft", "-k", "0"], "fixed number of drafts"),
+        (["--method", "draft", "-k", "1,2"], "for --same-text"),
+        (["--method", "medusa"], "medusa"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--same-text", "--resume"], "--out"),
     ],
@@ -98,7 +98,7 @@ def test_same_text_compares_every_cell_and_goes_on_where_it_ended(
 ) -> None:
     monkeypatch.setattr(same_text, "Grid", partial(same_text.Grid, repeat=1))  # of the cost
     out = tmp_path / "grid.json"
-    options = ["--compile", "never", "--methods", "draft", "--k", "1,3", "--batch", "1,2", "--max-tokens", 8]
+    options = ["--compile", "never", "--method", "draft", "-k", "1,3", "--batch", "1,2", "--max-tokens", 8]
     options += ["--num-prompts", 3]
     code, shown, err = outrider("audit", "--same-text", *models, *options, "--out", out)
     assert code == 0, (shown, err)
@@ -135,7 +135,7 @@ def test_same_text_compares_every_cell_and_goes_on_where_it_ended(
 
 def test_methods_that_all_ask_for_too_much_are_told(outrider: Run, models: list[object], tmp_path: Path) -> None:
     out, html = tmp_path / "audit.json", tmp_path / "audit.html"
-    options = [*QUICK, "--methods", "draft,suffix", "--max-samples", 1, "--out", out, "--html", html]
+    options = [*QUICK, "--method", "draft,suffix", "--max-samples", 1, "--out", out, "--html", html]
     code, shown, _ = outrider("audit", *models, *options)
     assert code == 3 and "draft: what is asked would take" in shown and "suffix: " in shown
     assert set(read(out)["not_possible"]) == {"draft", "suffix"} and "not possible" in html.read_text()

@@ -130,19 +130,19 @@ def test_vocabularies_that_differ(outrider: Run, target: Path, other_vocabulary:
 def test_an_unknown_method_lists_the_known_ones(outrider: Run, target: Path) -> None:
     known = ("plain", "draft", "ngram")
     assert_one_line(outrider("generate", "--target", target, "--method", "magic", "hi"), "unknown method 'magic'", *known)
-    assert_one_line(outrider("bench", "--target", target, "--methods", "ngram,magic"), "unknown method 'magic'", *known)
+    assert_one_line(outrider("bench", "--target", target, "--method", "ngram,magic"), "unknown method 'magic'", *known)
 
 
 @pytest.mark.parametrize("k", ["-1", "-7", "many", "2.5", ""])
 def test_a_k_that_is_no_number_of_drafts(outrider: Run, target: Path, k: str) -> None:
-    assert_one_line(outrider("generate", "--target", target, "--k", k, "hi"), "--k")
-    assert_one_line(outrider("bench", "--target", target, f"--k=2,{k}"), "--k")
+    assert_one_line(outrider("generate", "--target", target, "-k", k, "hi"), "-k")
+    assert_one_line(outrider("bench", "--target", target, f"-k=2,{k}"), "-k")
 
 
 def test_the_method_draft_without_a_draft(outrider: Run, target: Path) -> None:
     assert_one_line(outrider("generate", "--target", target, "--method", "draft", "hi"), "draft")
     for methods in ("draft", "ngram,suffix+draft"):
-        assert_one_line(outrider("bench", "--target", target, "--methods", methods), "--draft")
+        assert_one_line(outrider("bench", "--target", target, "--method", methods), "--draft")
 
 
 def test_a_prompt_longer_than_the_context(outrider: Run, target: Path) -> None:
@@ -231,9 +231,13 @@ def test_a_method_that_does_not_fit_is_found_before_the_others_are_warmed_up(
         raise AssertionError("it was warmed up")
 
     monkeypatch.setattr(grid, "warm_up", never)
-    command = ["bench", "--target", target, "--compile", "never", "--workloads", "math", "--methods", "suffix,ngram:max_n=x"]
+    command = ["bench", "--target", target, "--compile", "never", "--workloads", "math", "--method", "suffix,ngram:max_n=x"]
     assert_one_line(outrider(*command), "ngram:max_n=x: ", "wrong type")
-    assert_one_line(outrider("audit", "--target", target, "--compile", "never", "--k", 900), "--k ask for", "context of 512")
+    assert_one_line(
+        outrider("audit", "--target", target, "--compile", "never", "-k", 900),
+        "-k ask for",
+        "context of 512",
+    )
 
 
 def test_bench_prompts_longer_than_the_context(outrider: Run, target: Path, tmp_path: Path) -> None:

@@ -34,10 +34,20 @@ def test_a_head_is_trained_and_drafts(outrider: Run, target: Path, text: Path, t
     assert made.code == 0, made.err
     assert f"--method {method}" in made.err
     assert outrider("train", kind, *common, *FAST, *options).code == 0  # again: nothing is left to do
-    used = ("--method", method, "--k", "2", "--max-tokens", "12", "--compile", "never", "--json")
+    used = ("--method", method, "-k", "2", "--max-tokens", "12", "--compile", "never", "--json")
     drafted = outrider("generate", "--target", target, "--draft", tmp_path / "head", *used, "def add(")
     plain = outrider(
-        "generate", "--target", target, "--k", "0", "--max-tokens", "12", "--compile", "never", "--json", "def add("
+        "generate",
+        "--target",
+        target,
+        "-k",
+        "0",
+        "--max-tokens",
+        "12",
+        "--compile",
+        "never",
+        "--json",
+        "def add(",
     )
     assert drafted.code == 0, drafted.err
     assert json.loads(drafted.out)["text"] == json.loads(plain.out)["text"]
@@ -58,7 +68,10 @@ def test_a_model_is_trained_and_drafts(outrider: Run, text: Path, tmp_path: Path
     assert " ".join(map(str, drafting)) in made.err
     final = target if kind == "draft" else tmp_path / "made"
     used = ("--target", final, "--max-tokens", "12", "--compile", "never", "--json", "def add(")
-    drafted, plain = outrider("generate", *drafting, "--k", "2", *used), outrider("generate", "--k", "0", *used)
+    drafted, plain = (
+        outrider("generate", *drafting, "-k", "2", *used),
+        outrider("generate", "-k", "0", *used),
+    )
     assert drafted.code == 0, drafted.err
     assert json.loads(drafted.out)["text"] == json.loads(plain.out)["text"]
 

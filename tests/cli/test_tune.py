@@ -19,7 +19,7 @@ from outrider.engine.plan import Plan
 from outrider.proposers.plain import PlainProposer
 
 Run = Callable[..., "tuple[int, str, str]"]
-QUICK = ["--compile", "never", "--num-prompts", 3, "--max-tokens", 20, "--repeat", 1, "--k", "1,3"]
+QUICK = ["--compile", "never", "--num-prompts", 3, "--max-tokens", 20, "--repeat", 1, "-k", "1,3"]
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def traffic(tmp_path: Path) -> Path:
 def test_a_plan_is_written_that_serve_reads(outrider: Run, target: Path, draft: Path, traffic: Path, tmp_path: Path) -> None:
     out, page = tmp_path / "plan.toml", tmp_path / "tune.html"
     code, shown, err = outrider(
-        "tune", "--target", target, "--draft", draft, "--traffic", traffic, *QUICK, "--methods", "draft,suffix,early-exit",
+        "tune", "--target", target, "--draft", draft, "--traffic", traffic, *QUICK, "--method", "draft,suffix,early-exit",
         "--batch", "1,2", "--out", out, "--report", page,
     )  # fmt: skip
     assert code == 0, err
@@ -68,7 +68,7 @@ def test_an_interrupted_search_goes_on_where_it_ended(
     from outrider.search import search
 
     out = tmp_path / "plan.toml"
-    command = ["tune", "--target", target, "--traffic", traffic, *QUICK, "--methods", "ngram,suffix", "--out", out]
+    command = ["tune", "--target", target, "--traffic", traffic, *QUICK, "--method", "ngram,suffix", "--out", out]
     generate, ran = search.generate, list[str]()
 
     def interrupted(contenders: Any, contender: Contender, *args: Any) -> Any:
@@ -102,11 +102,11 @@ def test_an_interrupted_search_goes_on_where_it_ended(
         (["--workloads", "code", "--traffic", "x.jsonl"], "say what the plan is for"),
         (["--workloads", "opera"], "unknown workload"),
         (["--traffic", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--workloads", "code", "--methods", "plain"], "name a method that drafts"),
-        (["--workloads", "code", "--methods", "nonsense"], "unknown method"),
-        (["--workloads", "code", "--methods", "medusa"], "medusa"),
-        (["--workloads", "code", "--k", "0"], "from 1 on"),
-        (["--workloads", "code", "--k", "auto"], "--k"),
+        (["--workloads", "code", "--method", "plain"], "name a method that drafts"),
+        (["--workloads", "code", "--method", "nonsense"], "unknown method"),
+        (["--workloads", "code", "--method", "medusa"], "medusa"),
+        (["--workloads", "code", "-k", "0"], "from 1 on"),
+        (["--workloads", "code", "-k", "auto"], "-k"),
         (["--workloads", "code", "--batch", "0"], "from 1 on"),
         (["--workloads", "code", "--report", "x.pdf"], ".html"),
         (["--workloads", "code", "--resume"], "--resume"),

@@ -305,7 +305,22 @@ def test_what_is_refused_whatever_drafts_leaves_no_folder(export: Any, tmp_path:
 
 
 def test_no_drafts_stay_no_drafts_on_the_way(models: Path, tmp_path: Path) -> None:
-    assert main(["export", "--to", "vllm", "--target", str(models / "target"), "--k", "0", "--out", str(tmp_path / "out")]) == 0
+    assert (
+        main(
+            [
+                "export",
+                "--to",
+                "vllm",
+                "--target",
+                str(models / "target"),
+                "-k",
+                "0",
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 0
+    )
     assert "speculative-config" not in vllm_settings(tmp_path / "out")
 
 
@@ -339,7 +354,7 @@ def test_the_command_writes_a_folder_and_names_its_script(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plan.toml").write_text(f'target = "{models / "target"}"\nmethod = "ngram"\nk = 2\n')
-    assert main(["export", "plan.toml", "--to", "vllm", "--k", "7"]) == 0
+    assert main(["export", "plan.toml", "--to", "vllm", "-k", "7"]) == 0
     said = capsys.readouterr()
     assert said.out == "outrider-vllm/run.sh\n" and "earliest match" in said.err
     assert vllm_settings(tmp_path / "outrider-vllm")["speculative-config"]["num_speculative_tokens"] == 7

@@ -57,7 +57,20 @@ def test_usage_stands_in_every_chunk_where_it_is_asked_for(served: Served) -> No
 
 
 def command(target: Path, repeat: int) -> list[str]:
-    options = ["--target", target, "--method", "ngram", "--k", 2, "--compile", "never", "--max-len", 256, "--concurrency", 2]
+    options = [
+        "--target",
+        target,
+        "--method",
+        "ngram",
+        "-k",
+        2,
+        "--compile",
+        "never",
+        "--max-len",
+        256,
+        "--concurrency",
+        2,
+    ]
     more = ["--requests", 1, "--repeat", repeat, "--max-tokens", 8, "--workloads", "story", "--num-prompts", 1]
     return [str(word) for word in ("bench", "serve", *options, *more, "--out", "out.json")]
 

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, parse_k, parse_list, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, given, parse_k, parse_list, with_groups
+from outrider.engine.options import Speculation
+from outrider.registry import AUTO
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,11 +33,11 @@ EXAMPLES = """Examples:
 
 outrider audit
 
-outrider audit --methods draft,suffix,medusa:draft=./heads --temperature 0.8 --top-p 0.95 --out audit.json --html audit.html
+outrider audit --method draft,suffix,medusa:draft=./heads --temperature 0.8 --top-p 0.95 --out audit.json --html audit.html
 
 outrider audit --target ./my-model --draft ./my-draft --prompts mine.jsonl
 
-outrider audit --same-text --methods all --k 1,3,5,8 --batch 1,4 --prompts HumanEval.jsonl.gz --out same-text.json
+outrider audit --same-text --method all -k 1,3,5,8 --batch 1,4 --prompts HumanEval.jsonl.gz --out same-text.json
 """
 EXIT_NOT_CERTIFIED = 3
 MOST_TEXTS = 256  # at a time, where nothing else was asked for
@@ -47,17 +49,10 @@ MEMORY = 1 << 30  # bytes of the cache that they may fill
 class AuditOptions:
     """What is asked, and how sure one wants to be."""
 
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            help="Methods, separated by commas; name:draft=folder for one with a draft or heads of its own; all for every other"
-            " (default: draft if there is one, else ngram).",
-            rich_help_panel=WHAT,
-        ),
-    ] = None
-    k: Annotated[
-        str | None, typer.Option("--k", help="Drafts a round (default: 4; --same-text: 1,3,5,8).", rich_help_panel=WHAT)
-    ] = None
+    method: str | None = given(Speculation, several=True, more="all: every other one.", panel=WHAT)
+    num_draft_tokens: str | None = given(
+        Speculation, several=True, more="A fixed number (default: 4; with --same-text: 1,3,5,8).", panel=WHAT
+    )
     batch: Annotated[
         str | None,
         typer.Option(
@@ -108,25 +103,26 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     """
     from outrider.cli.bench_documents import check_outputs
     from outrider.cli.session import load, resolve
-    from outrider.engine.config import build_verifiers, default_method
-    from outrider.engine.methods import ALL, chosen_methods, fitting_proposers
-    from outrider.method_text import split_methods
+    from outrider.engine.config import build_verifiers
+    from outrider.engine.methods import ALL, chosen_methods, fitting_proposers, methods_in
     from outrider.types import OutriderError
 
     check_outputs({"--out": output.out, "--html": output.html})
-    lengths = parse_list("--k", asked.k or ("1,3,5,8" if models.same_text else "4"), _parse_length)
+    lengths = parse_list(
+        "--num-draft-tokens", asked.num_draft_tokens or ("1,3,5,8" if models.same_text else "4"), _parse_length
+    )
     batches = parse_list("--batch", asked.batch or ("1,4" if models.same_text else str(MOST_TEXTS)), int)
     if min(batches) < 1:
         raise OutriderError("--batch must be at least 1")
     if not models.same_text and (len(lengths) > 1 or len(batches) > 1 or output.resume):
-        raise OutriderError("several values of --k or --batch, and --resume, are for --same-text")
+        raise OutriderError("several values of --num-draft-tokens or --batch, and --resume, are for --same-text")
     params = sampling.params(
         max_tokens=64 if sampling.max_tokens is None else sampling.max_tokens,
         seed=sampling.seed or 0,
         temperature=(0.8 if models.same_text else 1.0) if sampling.temperature is None else sampling.temperature,
     )
     drafts = resolve(models, MethodOptions()).get("drafts") or {}
-    names = [name.strip() for name in split_methods(asked.methods or default_method(models.draft, drafts))]
+    names = methods_in(asked.method or AUTO, models.draft, drafts)
     methods = chosen_methods(names)
     texts = read_prompts(asked, models.same_text)
     llm = load(
@@ -317,8 +313,8 @@ def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: i
     for number, prompt in enumerate(found, start=1):
         if not prompt or len(prompt) + more > llm.runner.max_len:
             raise OutriderError(
-                f"prompt {number} has {len(prompt)} tokens; with the {more} that --max-tokens and --k ask for it must fit the"
-                f" context of {llm.runner.max_len}"
+                f"prompt {number} has {len(prompt)} tokens; with the {more} that --max-tokens and --num-draft-tokens ask for"
+                f" it must fit the context of {llm.runner.max_len}"
             )
     return found
 
@@ -374,5 +370,5 @@ def _parse_length(text: str) -> int:
 
     k = parse_k(text)
     if not isinstance(k, int) or k < 1:
-        raise OutriderError(f"--k {text}: an audit needs a fixed number of drafts, 1 or more")
+        raise OutriderError(f"invalid --num-draft-tokens {text}: an audit needs a fixed number of drafts, 1 or more")
     return k

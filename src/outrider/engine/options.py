@@ -81,8 +81,8 @@ class Speculation:
     method: str = option(
         Text("a method: name, name:option=value or two names joined by a plus"),
         AUTO,
-        "Where drafts come from: a method's name, with :option=value after it where wanted, or two methods joined by a plus; "
-        "auto: the draft if there is one, else n-grams of the text itself.",
+        f"Where drafts come from: {', '.join(PROPOSERS)}, with :option=value after the name where wanted, or two methods joined "
+        "by a plus; auto: the draft if there is one, else n-grams of the text itself.",
         panel=METHOD,
         in_plan=True,
     )

@@ -1,6 +1,7 @@
 """A plan: which models, which method and which limits, in a TOML file that a person can read and change.
 
-Every key is an option of ``LLM`` under the name that the command line gives it; what is left out is the default.
+Its keys are the options that are declared with ``in_plan``, under the names that Python and the command line give them; what is
+left out is the default.
 """
 
 from __future__ import annotations
@@ -12,28 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from outrider.engine.options import Speculation
+from outrider.errors import OutriderError
 from outrider.method_text import with_drafts
-from outrider.types import OutriderError
+from outrider.options import Option, declared
+from outrider.runner.config import RunnerConfig
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-# key -> type, option of LLM (None: the same name), what the comment beside it says
-KEYS: dict[str, tuple[type | tuple[type, ...], str | None, str]] = {
-    "target": (str, None, "folder or hub id; left out: the embedded model"),
-    "draft": (str, None, "folder or hub id of what drafts: a small model, or heads"),
-    "method": (str, None, "where drafts come from"),
-    "k": ((int, str), "num_draft_tokens", "drafts a round: a number, or auto"),
-    "verifier": (str, None, "acceptance rule"),
-    "same_text": (bool, None, "the same tokens with and without drafts"),
-    "max_batch": (int, None, "sequences that run at once"),
-    "max_len": (int, None, "longest context in tokens, prompt included"),
-    "kv_memory": ((int, float), None, "GiB that the target's cache may take"),
-    "dtype": (str, None, "float32, bfloat16, float16 or auto"),
-    "device": (str, None, "cpu, cuda, cuda:1"),
-    "compile": (str, None, "auto, always or never"),
+KEYS: dict[str, Option] = {
+    name: option for config in (Speculation, RunnerConfig) for name, option in declared(config).items() if option.in_plan
 }
 FOLDERS = frozenset(("target", "draft"))  # keys that may name one
 HEAD = "# A plan for outrider serve. Every line may be left out: then the default holds.\n"
@@ -48,7 +40,7 @@ class Plan:
 
     @classmethod
     def read(cls, file: Path) -> Plan:
-        """Raises ``OutriderError`` for a file that is none, an unknown key and a value of the wrong type."""
+        """Raises ``OutriderError`` for a file that is not TOML, for an unknown key and for a wrong value."""
         if file.is_char_device() or file.is_block_device():  # /dev/null would be a plan of nothing but defaults
             raise OutriderError(f"{file} is a device: give a plan file")
         try:
@@ -60,8 +52,10 @@ class Plan:
         for key, value in values.items():
             if key not in KEYS:
                 raise OutriderError(f"{file}: unknown key {key!r}; known: {', '.join(KEYS)}")
-            if not isinstance(value, KEYS[key][0]) or (isinstance(value, bool) and KEYS[key][0] is not bool):
-                raise OutriderError(f"{file}: {key} = {value!r} has the wrong type")
+            try:
+                values[key] = KEYS[key].read(key, value)
+            except OutriderError as error:
+                raise OutriderError(f"{file}: {error}") from None
         return cls(values, file.parent)
 
     def write(self, file: Path, notes: Sequence[str] = ()) -> None:
@@ -70,9 +64,7 @@ class Plan:
 
     def text(self, notes: Sequence[str] = ()) -> str:
         """What ``write`` writes."""
-        lines = [
-            f"{key} = {_toml(self.values[key])}  # {comment}" for key, (_, _, comment) in KEYS.items() if key in self.values
-        ]
+        lines = [f"{key} = {_toml(self.values[key])}  # {option.help}" for key, option in KEYS.items() if key in self.values]
         said = "".join(f"# {line}\n" for note in notes for line in note.splitlines())
         return HEAD + said + "\n" + "\n".join(lines) + "\n"
 

@@ -4,55 +4,57 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.types import OutriderError
+from outrider.errors import OutriderError
+from outrider.options import INT32, LIMITS, LISTEN, File, Number, Text, Whole, check, option
 
 KEYS_VARIABLE = "OUTRIDER_API_KEYS"
 
 
+COUNT, SECONDS = Whole(1, INT32), Number(above=0)
+
+
 @dataclass(frozen=True)
 class ServerConfig:
-    """Where the server listens and what it puts up with."""
+    """Where the server listens and what it allows. Raises ``OutriderError`` for a value of the wrong type or out of bounds."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    name: str = "outrider"  # of the model, in /v1/models and in every answer
-    max_queue: int = 256  # sequences that may wait for a place; beyond them the answer is 429
-    max_choices: int = 64  # sequences of one call: prompts times n
-    max_body: int = 4 << 20  # bytes
-    header_timeout: float = 10.0  # seconds for a call's headers to arrive
-    body_timeout: float = 30.0  # seconds for a body to arrive
-    idle_timeout: float = 30.0  # seconds that a connection may lie still between two calls, or with an answer that is not read
-    request_timeout: float = 600.0  # seconds from a call's first byte to its last token
-    stream_interval: float = 0.02  # seconds between two chunks of a stream, at least; 0: what a round gives goes out at once
-    shutdown_grace: float = 60.0  # seconds that running streams get to finish
-    workers: int = 2  # processes that tokenise, and as many that try schemas out once there are some
-    worker_memory: float = 1.0  # GiB that each of them may take beside what it starts with
-    text_timeout: float = 10.0  # seconds of processor time for the tokenization of one call's prompts
-    schema_timeout: float = 2.0  # seconds of processor time for a JSON schema's compilation
-    max_schema_values: int = 5000  # objects, lists, strings and numbers in a JSON schema
-    max_schema_depth: int = 64  # levels of them
-    max_schema_choices: int = 256  # alternatives in one anyOf, oneOf or allOf of it
-    stall_timeout: float = 60.0  # seconds without a step of the engine, or of the workers, after which /ready is 503
-    record: Path | None = None  # file that what clients ask for is appended to, text included
+    host: str = option(Text(), "127.0.0.1", "Address to listen on; 127.0.0.1 is this machine only.", panel=LISTEN)
+    port: int = option(Whole(0, 65535), 8000, "Port to listen on; 0 takes a free one.", panel=LISTEN)
+    name: str = option(Text(), "outrider", "Name of the model for clients.", panel=LISTEN)
+    max_queue: int = option(COUNT, 256, "Sequences that may wait for a place; beyond them the answer is 429.", panel=LIMITS)
+    max_choices: int = option(COUNT, 64, "Sequences of one call: prompts times n.", panel=LIMITS)
+    max_body: int = option(COUNT, 4 << 20, "Bytes of one call's body.", panel=LIMITS)
+    header_timeout: float = option(SECONDS, 10.0, "Seconds for a call's headers to arrive.", panel=LIMITS)
+    body_timeout: float = option(SECONDS, 30.0, "Seconds for a call's body to arrive.", panel=LIMITS)
+    idle_timeout: float = option(
+        SECONDS, 30.0, "Seconds that a connection may be idle between two calls, or with an unread answer.", panel=LIMITS
+    )
+    request_timeout: float = option(SECONDS, 600.0, "Seconds from a call's first byte to its last token.", panel=LIMITS)
+    stream_interval: float = option(
+        Number(0), 0.02, "Seconds between two chunks of a stream, at least; 0 sends each round's tokens at once.", panel=LIMITS
+    )
+    shutdown_grace: float = option(SECONDS, 60.0, "Seconds from a signal to the end of the process, at most.", panel=LIMITS)
+    workers: int = option(COUNT, 2, "Processes that tokenise, and as many that try out schemas.", panel=LIMITS)
+    worker_memory: float = option(SECONDS, 1.0, "GiB that each of these processes may take.", panel=LIMITS)
+    text_timeout: float = option(SECONDS, 10.0, "Processor seconds to tokenise the prompts of one call.", panel=LIMITS)
+    schema_timeout: float = option(SECONDS, 2.0, "Processor seconds to compile a JSON schema.", panel=LIMITS)
+    max_schema_values: int = option(COUNT, 5000, "Objects, lists, strings and numbers in a JSON schema.", panel=LIMITS)
+    max_schema_depth: int = option(COUNT, 64, "Levels of a JSON schema.", panel=LIMITS)
+    max_schema_choices: int = option(COUNT, 256, "Alternatives in one anyOf, oneOf or allOf of a JSON schema.", panel=LIMITS)
+    stall_timeout: float = option(
+        SECONDS, 60.0, "Seconds without a step of the engine, or of the workers, after which /ready is 503.", panel=LIMITS
+    )
+    record: Path | None = option(
+        File(), None, "Append what clients ask for to this file, text included; outrider tune reads it.", panel=LISTEN
+    )
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.type == "int" and each.name != "port" and value < 1:
-                raise OutriderError(f"invalid {each.name} {value}: expected at least 1")
-            if each.type == "float" and each.name != "stream_interval" and not 0 < value < math.inf:
-                raise OutriderError(f"invalid {each.name} {value}: expected a number above 0")
-        if not 0 <= self.stream_interval < float("inf"):
-            raise OutriderError("stream_interval is in seconds: 0 or more")
-        if not 0 <= self.port < 1 << 16:
-            raise OutriderError(f"there is no port {self.port}")
+        check(self)
 
 
 @dataclass(frozen=True)
