@@ -12,7 +12,7 @@ AUTO = "auto"  # the method, or the number of drafts, that fits
 
 
 class Registry:
-    """Maps a name to ``module:attribute``, imported only when asked for, so that listing the names costs nothing."""
+    """Maps a name to ``module:attribute``, imported on first use, so that listing names is cheap."""
 
     def __init__(self, kind: str, entries: dict[str, str], joint: str | None = None) -> None:
         """``joint`` makes one entry of two, for names joined by "+"."""
@@ -23,7 +23,7 @@ class Registry:
     def register(self, name: str, entry: Any) -> None:
         """Add a name: ``"package.module:attribute"`` or the object itself. Raises ``OutriderError`` where it is taken."""
         if name in self._entries:
-            raise OutriderError(f"{self.kind} {name!r} is registered already")
+            raise OutriderError(f"{self.kind} {name!r} is already registered")
         self._entries[name] = entry
 
     def __contains__(self, name: object) -> bool:

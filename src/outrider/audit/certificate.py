@@ -1,4 +1,4 @@
-"""The audit of one method: greedy text, sampled text, controls; and what follows from them, as one JSON-ready document."""
+"""Audit of one method: greedy output, sampled output, controls, and the verdict as a JSON-ready document."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from outrider.audit.sampling import AS_IS, STRESSED, Question, SamplingResult, S
 
 Verdict = Literal["certified", "not certified", "void", "lossy"]
 VERDICTS: dict[Verdict, str] = {
-    "certified": "not to be told from plain decoding, and every wrong verifier was",
-    "not certified": "the text is not that of plain decoding",
-    "void": "nothing follows: the audit could not have shown a difference",
+    "certified": "statistically indistinguishable from plain decoding; every wrong verifier was caught",
+    "not certified": "the output differs from plain decoding",
+    "void": "no conclusion: the audit could not have detected a difference",
     "lossy": "the verifier is lossy by design and cannot be certified",
 }
 
 
 @dataclass
 class Certificate:
-    """What was found of one method. ``sampling`` is None where only greedy text was asked for."""
+    """Results for one method. ``sampling`` is None if only greedy output was tested."""
 
     method: str
     verifier: str
-    is_lossless: bool  # what the verifier says of itself
+    is_lossless: bool  # declared by the verifier
     question: Question
     greedy: GreedyResult
     sampling: SamplingResult | None = None
 
     @property
     def findings(self) -> list[str]:
-        """What speaks against plain decoding's text and law, in plain words."""
+        """Return the evidence against equality with plain decoding."""
         found = []
         if self.greedy.num_defects:
-            found.append(f"greedy text differs on {self.greedy.num_defects} prompt(s), and not by a tie")
+            found.append(f"greedy output differs on {self.greedy.num_defects} prompt(s) beyond ties")
         if self.sampling is None:
             return found
         outcome, alpha = self.sampling.outcome, self.question.alpha
         if outcome.impossible and self.greedy.rounding == 0:
-            found.append(f"{outcome.impossible} sampled token(s) that the sampler settings rule out")
+            found.append(f"{outcome.impossible} sampled token(s) with probability zero under the sampler settings")
         for part, tests in outcome.tests.items():
             for test, value in zip(tests, outcome.adjusted[part], strict=True):
                 if value <= alpha:
@@ -50,12 +50,12 @@ class Certificate:
 
     @property
     def doubts(self) -> list[str]:
-        """Why nothing would follow from the tests."""
+        """Return why the tests would be inconclusive."""
         doubts = [] if self.sampling is None else self.sampling.reasons_void()
         if not self.greedy.is_rounding:
             doubts.append(
-                f"log-probabilities after equal texts are up to {self.greedy.rounding:.2g} apart with and without drafts: more"
-                " than rounding explains"
+                f"log-probabilities after equal prefixes differ by up to {self.greedy.rounding:.2g} with and without drafts:"
+                " more than rounding explains"
             )
         return doubts
 
@@ -69,7 +69,7 @@ class Certificate:
 
 
 def audit(rig: Rig, method: str, way: Way, question: Question, say: Say) -> Certificate:
-    """Audits one method. At temperature 0 there is nothing to sample."""
+    """Audit one method. At temperature 0 only greedy output is tested."""
     say("greedy text", 0, 0)
     greedy = audit_greedy(rig, way, question.prompts, question.params)
     verifier = way.verifier
@@ -80,7 +80,7 @@ def audit(rig: Rig, method: str, way: Way, question: Question, say: Say) -> Cert
 
 
 def document(certificate: Certificate) -> dict[str, Any]:
-    """The certificate as JSON."""
+    """Return the certificate as JSON-ready data."""
     question, greedy = certificate.question, certificate.greedy
     return {
         "method": certificate.method,
@@ -161,7 +161,7 @@ def _test(test: Test, adjusted: float, question: Question) -> dict[str, Any]:
 
 
 def _difference(each: Difference) -> dict[str, Any]:
-    """None for what is infinite, which JSON does not know: the score of a token that cannot be, and the gap to it."""
+    """Replace infinity by None for JSON: the score of an impossible token, and the gap to it."""
     scores = [score if math.isfinite(score) else None for score in each.plain_logprobs]
     return asdict(each) | {"plain_logprobs": scores, "gap": each.gap if math.isfinite(each.gap) else None}
 

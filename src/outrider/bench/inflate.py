@@ -1,15 +1,15 @@
-"""Builds a checkpoint that computes the same function as a small Llama-shaped model at the cost of a large one.
+"""Build a checkpoint that computes the same function as a small Llama-shaped model at the cost of a large one.
 
-The text, and so the acceptance of every draft, is the small model's; the time of a pass is a 1B or 8B model's; every engine
-that reads Hugging Face folders loads the result. How:
+Output and acceptance are the small model's; the time of a pass is a 1B or 8B model's; every engine that reads Hugging Face
+folders loads the result. Construction:
 
 - The hidden state is padded with zeros. RMSNorm then averages over H instead of h values, so its weights are scaled by
   sqrt(h/H) and its epsilon by h/H: exact in bfloat16 where H/h is a power of four. Where it is twice a power of four, every
-  real feature is stored twice (the second copy has norm weight 0: nothing reads it), and the ratio that counts is one again.
+  real feature is stored twice (the second copy has norm weight 0 and is never read), which restores that ratio.
 - In a real layer, the output projections of extra heads and feed-forward rows are zero. Extra layers, spread evenly between the
-  real ones, have value and up projections that are zero where the hidden state is not, so that what they write is zero.
-- All other new weights are random, of the scale of a trained model's, and no two tensors are equal: an engine that keeps equal
-  constants once would otherwise read a good part of the model from its cache.
+  real ones, have value and up projections that are zero where the hidden state is not, so that their output is zero.
+- All other new weights are random at the scale of a trained model's, and no two tensors are equal: an engine that deduplicates
+  equal constants would otherwise read a part of the model from its cache.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outrider.bench.widening import Inflater, Noise
 from outrider.disk_cache import lasting_dir
 from outrider.types import OutriderError
 
-FORMAT = 2  # part of the cache key: raise it when the same source and size give other weights
+FORMAT = 2  # part of the cache key: increment it when the same source and size give other weights
 SHARD_BYTES = 1 << 29
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # same tensor names, same residual structure
 
@@ -41,14 +41,14 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # same tensor names, same 
 def _read_source(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config_file = source / "config.json"
     if not config_file.is_file():
-        raise OutriderError(f"{source} is not a model folder: it has no config.json")
+        raise OutriderError(f"{source} is not a model folder: config.json is missing")
     try:
         config = json.loads(config_file.read_text())
     except ValueError as error:
-        raise OutriderError(f"{config_file} is no JSON: {error}") from None
+        raise OutriderError(f"{config_file} is not valid JSON: {error}") from None
     if config.get("model_type") not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
-        raise OutriderError(f"cannot inflate a {config.get('model_type')} model; Llama-shaped ones only: {known}")
+        raise OutriderError(f"cannot inflate a {config.get('model_type')} model: expected a Llama-shaped one ({known})")
     files = sorted(source.glob("*.safetensors"))
     if not files:
         raise OutriderError(f"{source} has no .safetensors file")
@@ -58,7 +58,7 @@ def _read_source(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             with safe_open(file, framework="pt") as opened:
                 weights.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
         except SafetensorError as error:
-            raise OutriderError(f"{file} cannot be read: {error}") from None
+            raise OutriderError(f"cannot read {file}: {error}") from None
     if config.get("tie_word_embeddings"):
         weights.pop("lm_head.weight", None)
     return config, weights
@@ -67,14 +67,14 @@ def _read_source(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def inflate(
     source: str | Path, out: str | Path, size: str | int | Shape = "1b", *, seed: int = 0, progress: bool = True
 ) -> Path:
-    """Writes ``source`` inflated to ``size`` (a name, a number of parameters or a ``Shape``) into the new folder ``out``.
+    """Write ``source`` inflated to ``size`` (a name, a number of parameters or a ``Shape``) to the new folder ``out``.
 
-    The folder appears under its name only when it is complete. Raises ``OutriderError`` where ``out`` exists, the source is
-    not a Llama-shaped folder, the shape cannot hold it or the disk is too small.
+    The folder appears only when it is complete. Raises ``OutriderError`` if ``out`` exists, the source is not a Llama-shaped
+    folder, the shape cannot hold it or the disk is too small.
     """
     source, out = Path(source), Path(out)
     if out.exists():
-        raise OutriderError(f"{out} exists already: delete it or give another folder")
+        raise OutriderError(f"{out} already exists: delete it or give another folder")
     config, weights = _read_source(source)
     params = num_params(size) if isinstance(size, str) else size
     large = params if isinstance(params, Shape) else shape_for(config, params)
@@ -85,7 +85,9 @@ def inflate(
         total = count_params(config, large)
         free = shutil.disk_usage(part).free
         if free < total * dtype.itemsize * 1.02:
-            raise OutriderError(f"{out}: needs {total * dtype.itemsize / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free")
+            raise OutriderError(
+                f"not enough disk space for {out}: {total * dtype.itemsize / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free"
+            )
         _copy_tokenizer(source, part)
         written = _write_shards(inflater.tensors(weights), part, total if progress else 0)
         _write_config(part, config, inflater, written, seed)
@@ -94,7 +96,7 @@ def inflate(
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Where to write what will be ``out`` once it is whole: nothing is left of a failure, which is an ``OutriderError``."""
+    """Yield a temporary folder that becomes ``out`` on success and is deleted on failure, raised as ``OutriderError``."""
     part = out.with_name(f"{out.name}.part-{os.getpid()}")
     try:
         yield part
@@ -168,19 +170,19 @@ def _write_config(out: Path, config: Mapping[str, Any], inflater: Inflater, para
             "seed": seed,
         },
     }
-    if "layer_types" in new:  # one entry a layer, and all the same in the supported models
+    if "layer_types" in new:  # one entry per layer, all equal in the supported models
         new["layer_types"] = [new["layer_types"][0]] * large.layers
     (out / "config.json").write_text(json.dumps(new, indent=2) + "\n")
 
 
 def inflated(source: str | Path, size: str = "1b", *, progress: bool = True) -> Path:
-    """The cached folder of ``source`` inflated to ``size``, built where it is missing: keyed by content, size and format."""
+    """Return the cached folder of ``source`` inflated to ``size``, built if missing; keyed by content, size and format."""
     source = Path(source)
     num_params(size)
     digest = hashlib.sha256(f"{FORMAT}/{size.lower()}".encode())
     for file in [source / "config.json", *sorted(source.glob("*.safetensors")), *sorted(source.glob("token*"))]:
         if not file.is_file():
-            raise OutriderError(f"{source} is not a model folder: it has no {file.name}")
+            raise OutriderError(f"{source} is not a model folder: {file.name} is missing")
         digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
     folder = lasting_dir("inflated") / f"{source.resolve().name}-{size.lower()}-{digest.hexdigest()[:12]}"
     return folder if folder.is_dir() else inflate(source, folder, size, progress=progress)
@@ -194,7 +196,7 @@ def _main() -> int:
     parser.add_argument("source", help="a Llama-shaped Hugging Face folder")
     parser.add_argument("out", nargs="?", help="the new folder (default: the cache folder)")
     parser.add_argument("--size", default="1b", help="350m, 1b, 8b, ... (default 1b)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights (with OUT only)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (with OUT only)")
     args = parser.parse_args()
     try:
         built = inflate(args.source, args.out, args.size, seed=args.seed) if args.out else inflated(args.source, args.size)

@@ -1,4 +1,4 @@
-"""``outrider audit``: a certificate that the running system cannot be told from plain decoding, or the proof that it can."""
+"""``outrider audit``: certify that the running system is statistically indistinguishable from plain decoding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from outrider.types import SamplingParams
     from outrider.verifiers.base import Verifier
 
-WHAT, OUTPUT = "What is audited", "Output"
+WHAT, OUTPUT = "Audit", "Output"
 EXAMPLES = """Examples:
 
 outrider audit
@@ -40,14 +40,14 @@ outrider audit --target ./my-model --draft ./my-draft --prompts mine.jsonl
 outrider audit --same-text --method all -k 1,3,5,8 --batch 1,4 --prompts HumanEval.jsonl.gz --out same-text.json
 """
 EXIT_NOT_CERTIFIED = 3
-MOST_TEXTS = 256  # at a time, where nothing else was asked for
-NO_PART = ("max_tokens", "logit_bias", "stop", "ignore_eos")  # of settings: said elsewhere, no option, or without effect
-MEMORY = 1 << 30  # bytes of the cache that they may fill
+MOST_TEXTS = 256  # sequences per batch by default
+NO_PART = ("max_tokens", "logit_bias", "stop", "ignore_eos")  # settings that an audit does not use, or that have no option
+MEMORY = 1 << 30  # bytes of KV cache for these sequences
 
 
 @dataclass(frozen=True)
 class AuditOptions:
-    """What is asked, and how sure one wants to be."""
+    """What to audit, and with which error probabilities."""
 
     method: str | None = given(Speculation, several=True, more="all: every other one.", panel=WHAT)
     num_draft_tokens: str | None = given(
@@ -56,50 +56,50 @@ class AuditOptions:
     batch: Annotated[
         str | None,
         typer.Option(
-            help="Texts at a time (default: as many as a GiB holds, 256 at most; --same-text: 1,4).", rich_help_panel=WHAT
+            help="Batch size (default: what fits into 1 GiB, at most 256; with --same-text: 1,4).", rich_help_panel=WHAT
         ),
     ] = None
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
-            help="A JSONL file (or .gz) of prompts instead of the built-in ones; may be given several times.",
+            help="JSONL file (or .gz) of prompts instead of the built-in ones; repeatable.",
             rich_help_panel=WHAT,
         ),
     ] = None
     num_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Prompts, of each file (default: 6; --same-text: all).", rich_help_panel=WHAT)
+        int | None, typer.Option(min=1, help="Prompts per file (default: 6; with --same-text: all).", rich_help_panel=WHAT)
     ] = None
     power: Annotated[
-        float, typer.Option(min=0.5, max=0.9999, help="Chance to catch what is to be caught.", rich_help_panel=WHAT)
+        float, typer.Option(min=0.5, max=0.9999, help="Probability of detecting a deviation of --tv.", rich_help_panel=WHAT)
     ] = 0.99
-    tv: Annotated[
-        float, typer.Option(min=0.002, max=0.5, help="Total variation distance to be caught.", rich_help_panel=WHAT)
-    ] = 0.05
+    tv: Annotated[float, typer.Option(min=0.002, max=0.5, help="Total variation distance to detect.", rich_help_panel=WHAT)] = (
+        0.05
+    )
     alpha: Annotated[
-        float, typer.Option(min=1e-9, max=0.2, help="Chance of any false alarm in the audit.", rich_help_panel=WHAT)
+        float, typer.Option(min=1e-9, max=0.2, help="Probability of any false alarm in the audit.", rich_help_panel=WHAT)
     ] = 0.01
     max_samples: Annotated[
-        int, typer.Option(min=1, help="Refuse what would take more samples a method.", rich_help_panel=WHAT)
+        int, typer.Option(min=1, help="Refuse audits that need more samples per method.", rich_help_panel=WHAT)
     ] = 100_000
 
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Where the result goes."""
+    """Output files."""
 
     out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file.", rich_help_panel=OUTPUT)] = None
-    html: Annotated[Path | None, typer.Option(help="Write a page that opens offline.", rich_help_panel=OUTPUT)] = None
+    html: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.", rich_help_panel=OUTPUT)] = None
     resume: Annotated[
-        bool, typer.Option("--resume", help="With --same-text: go on where --out ends.", rich_help_panel=OUTPUT)
+        bool, typer.Option("--resume", help="With --same-text: continue the run stored in --out.", rich_help_panel=OUTPUT)
     ] = False
 
 
 @with_groups
 def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions, sampling: SamplingOptions) -> int:
-    """Certify that sampled and greedy text is plain decoding's; exit code 0 only if so, 3 if not.
+    """Certify that output is statistically indistinguishable from plain decoding's; exit code 0 if so, else 3.
 
-    Wrong verifiers run in the same way and must be caught, else the certificate is void. With --same-text: every method, draft
-    length and batch says the same tokens.
+    Deliberately wrong verifiers run in the same way and must be caught, otherwise the certificate is void. --same-text tests
+    that every method, draft length and batch size emits the same tokens.
     """
     from outrider.cli.bench_documents import check_outputs
     from outrider.cli.session import load, resolve
@@ -113,7 +113,7 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     )
     batches = parse_list("--batch", asked.batch or ("1,4" if models.same_text else str(MOST_TEXTS)), int)
     if min(batches) < 1:
-        raise OutriderError("--batch must be at least 1")
+        raise OutriderError("invalid --batch: expected numbers of at least 1")
     if not models.same_text and (len(lengths) > 1 or len(batches) > 1 or output.resume):
         raise OutriderError("several values of --num-draft-tokens or --batch, and --resume, are for --same-text")
     params = sampling.params(
@@ -146,7 +146,7 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
 
 @dataclass(frozen=True)
 class Run:
-    """What is needed to go through an audit and to write it down."""
+    """State of one audit run."""
 
     llm: LLM
     asked: AuditOptions
@@ -158,10 +158,10 @@ class Run:
     models: ModelOptions
     verifier: Verifier
     proposers: dict[str, Proposer]
-    reasons: dict[str, str]  # method -> why this target cannot have it
+    reasons: dict[str, str]  # method -> why it does not fit this target
 
     def certificates(self) -> int:
-        """One certificate a method; those that are done are written even if the rest is interrupted."""
+        """Write one certificate per method; finished ones are written even if the rest is interrupted."""
         from outrider.audit import tables
         from outrider.audit.certificate import audit, document
         from outrider.audit.rig import Rig, Way
@@ -169,7 +169,7 @@ class Run:
         from outrider.types import OutriderError
 
         asked, seed, started = self.asked, self.params.seed, perf_counter()
-        alpha = asked.alpha / max(len(self.proposers), 1)  # one false alarm in all, whatever the number of methods
+        alpha = asked.alpha / max(len(self.proposers), 1)  # shared by all methods, so that --alpha holds for the whole audit
         found: list[dict[str, Any]] = []
         is_over = False
         rig = Rig(self.llm.runner, self.batches[0])
@@ -199,7 +199,7 @@ class Run:
         return 0 if certified else EXIT_NOT_CERTIFIED
 
     def same_text(self) -> int:
-        """The grid cell by cell; ``--out`` holds all that is done after each of them."""
+        """Run the grid cell by cell; ``--out`` is rewritten after each cell."""
         from outrider.audit import tables
         from outrider.audit.same_text import Grid, SameText
         from outrider.bench.documents import write_whole
@@ -237,7 +237,7 @@ class Run:
         except KeyboardInterrupt:
             if self.output.out is not None and comparison.results:
                 told = f"{len(comparison.results)} of {total} comparisons are in {self.output.out}"
-                err.print(f"{told}; the same command with --resume goes on there", markup=False, soft_wrap=True)
+                err.print(f"{told}; repeat the command with --resume to continue", markup=False, soft_wrap=True)
             raise
         finally:
             if comparison.results:
@@ -245,23 +245,22 @@ class Run:
         return 0 if result()["certified"] else EXIT_NOT_CERTIFIED
 
     def _earlier(self, plan: dict[str, Any]) -> dict[str, Any]:
-        """What ``--out`` holds already: its cells, and the seconds that they took."""
+        """Return the cells stored in ``--out`` and the seconds that they took."""
         from outrider.types import OutriderError
 
         if not self.output.resume:
             return {"cells": [], "seconds": 0.0}
         if self.output.out is None or not self.output.out.exists():
-            raise OutriderError("--resume goes on with the file that --out names, and there is none")
+            raise OutriderError("--resume needs the existing file of an interrupted run: give it with --out")
         try:
             earlier = json.loads(self.output.out.read_text(encoding="utf-8"))
             differing = [name for name, value in json.loads(json.dumps(plan)).items() if earlier["grid"].get(name) != value]
             found = {"cells": list(earlier["cells"]), "seconds": float(earlier["seconds"])}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise OutriderError(f"{self.output.out} is no document of outrider audit --same-text") from None
+            raise OutriderError(f"{self.output.out} is not a document of outrider audit --same-text") from None
         if differing:
             raise OutriderError(
-                f"{self.output.out} is of another comparison, with other {', '.join(differing)}: give the same options, or"
-                " another --out"
+                f"{self.output.out} was made with other {', '.join(differing)}: give the same options, or another --out"
             )
         return found
 
@@ -279,7 +278,7 @@ class Run:
         }
 
     def _write(self, result: dict[str, Any], view: RenderableType) -> None:
-        """Files before the screen, whose reader may go away."""
+        """Write files first, then the screen, which may be closed."""
         from rich.console import Console
 
         from outrider.audit.page import page
@@ -291,7 +290,7 @@ class Run:
 
 
 def read_prompts(asked: AuditOptions, is_grid: bool) -> list[Any]:
-    """Prompts, read before a model is loaded so that a mistake shows at once."""
+    """Read prompts before a model is loaded, so that errors appear at once."""
     from outrider.audit.prompts import PROMPTS
     from outrider.bench.workloads import Prompt, from_file
 
@@ -302,12 +301,12 @@ def read_prompts(asked: AuditOptions, is_grid: bool) -> list[Any]:
 
 
 def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: int) -> list[list[int]]:
-    """Prompts as token ids. Raises ``OutriderError`` for one that leaves no room in the context."""
+    """Return prompts as token ids. Raises ``OutriderError`` for a prompt that does not fit the context."""
     from outrider.bench.workloads import encode
     from outrider.types import OutriderError
 
     if llm.tokenizer is None:
-        raise OutriderError("there is no tokenizer with the target, so no prompt can be read")
+        raise OutriderError("the target has no tokenizer: prompts cannot be encoded")
     found = [encode(llm.tokenizer, prompt) for prompt in prompts]
     more = max(max_tokens, 2 * longest + 4)
     for number, prompt in enumerate(found, start=1):
@@ -320,13 +319,13 @@ def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: i
 
 
 def texts_in_memory(llm: LLM, num_tokens: int) -> int:
-    """How many texts of that length ``MEMORY`` holds, two at least: a row has 256 slots and doubles as it grows."""
+    """Return how many sequences of that length fit into ``MEMORY``, at least two. Rows have 256 slots and grow by doubling."""
     cache = llm.runner.cache
     return max(2, MEMORY // (cache.shape.floats_per_token * cache.dtype.itemsize * max(256, 2 * num_tokens)))
 
 
 def settings_of(params: SamplingParams) -> dict[str, Any]:
-    """The sampler settings that are not the default ones, and the temperature. What ends a text plays no part in an audit."""
+    """Return the temperature and all non-default sampler settings. Stop conditions are not used in an audit."""
     from dataclasses import fields
 
     told = {each.name: getattr(params, each.name) for each in fields(params)}
@@ -337,7 +336,7 @@ def settings_of(params: SamplingParams) -> dict[str, Any]:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], Callable[[str, int, float], None]]]:
-    """Yields what makes, for each method, a function of (what is done, steps since the last call, steps in all)."""
+    """Yield a factory of progress callbacks per method: (description, steps since the last call, total steps)."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from outrider.cli.console import err

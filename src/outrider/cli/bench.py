@@ -1,4 +1,4 @@
-"""``outrider bench``: methods, draft lengths and workloads against plain decoding in the same run."""
+"""``outrider bench``: methods, draft lengths and workloads, compared with plain decoding in the same run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from outrider.bench.grid import Group, Plan
     from outrider.engine import LLM
 
-GRID, OUTPUT = "What is measured", "Output"
+GRID, OUTPUT = "Measurement", "Output"
 EXAMPLES = """Examples:
 
 outrider bench
@@ -45,12 +45,12 @@ __all__ = ["COMMANDS", "EXAMPLES", "command"]
 
 @dataclass(frozen=True)
 class GridOptions:
-    """The axes of the measurement; several values are separated by commas."""
+    """Axes of the measurement; values are separated by commas."""
 
     method: str | None = given(Speculation, several=True, more="(default: draft if there is one, and ngram).", panel=GRID)
     num_draft_tokens: str = given(Speculation, "4,auto", several=True, panel=GRID)
     temperature: str = given(SamplingParams, "0", several=True, panel=GRID)
-    batch: Annotated[str, typer.Option(help="Prompts at a time.", rich_help_panel=GRID)] = "1"
+    batch: Annotated[str, typer.Option(help="Batch sizes.", rich_help_panel=GRID)] = "1"
     workloads: Annotated[
         str | None,
         typer.Option(help="Built-in prompts: code,edit,json,summary,math,chat,story (default: all).", rich_help_panel=GRID),
@@ -59,10 +59,10 @@ class GridOptions:
         Path | None,
         typer.Option(help="HumanEval, GSM8K, MT-bench, Spec-Bench or your own, as JSONL (.gz).", rich_help_panel=GRID),
     ] = None
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.", rich_help_panel=GRID)] = 4
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens for each prompt.", rich_help_panel=GRID)] = 64
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts per workload.", rich_help_panel=GRID)] = 4
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per prompt.", rich_help_panel=GRID)] = 64
     repeat: Annotated[int, typer.Option(min=1, help="Repeats; medians are shown.", rich_help_panel=GRID)] = 3
-    seed: Annotated[int, typer.Option(help="Of sampling; repeat r uses seed + r.", rich_help_panel=GRID)] = 0
+    seed: Annotated[int, typer.Option(help="Sampling seed; repeat r uses seed + r.", rich_help_panel=GRID)] = 0
     inflate: Annotated[
         str | None,
         typer.Option(help="Measure the same function at the cost of a larger model: 350m, 1b, 8b.", rich_help_panel=GRID),
@@ -71,13 +71,15 @@ class GridOptions:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Where the results go, beside the screen."""
+    """Output files."""
 
-    out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file too.", rich_help_panel=OUTPUT)] = None
-    html: Annotated[Path | None, typer.Option(help="Write a report with plots, one HTML file.", rich_help_panel=OUTPUT)] = None
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON document to this file.", rich_help_panel=OUTPUT)] = None
+    html: Annotated[Path | None, typer.Option(help="Write a report with plots as one HTML file.", rich_help_panel=OUTPUT)] = (
+        None
+    )
 
     def check(self) -> None:
-        """Refuses now what would lose the results of minutes later."""
+        """Check output files before minutes of measuring."""
         check_outputs({"--out": self.out, "--html": self.html})
         if self.html is not None:
             from outrider.bench.html import check_installed
@@ -127,7 +129,7 @@ def command(
         with progress() as report:
             for group in run_grid(contenders, plan, report):
                 groups.append(group)
-    except BaseException:  # Ctrl-C, or a target that failed: what was measured before stays
+    except BaseException:  # Ctrl-C, or a target failure: keep the measurements so far
         if groups:
             finish(plan, groups, llm, extra | {"interrupted": True}, outputs)
         raise
@@ -135,7 +137,7 @@ def command(
 
 
 def prepare(contenders: Contenders, chosen: Sequence[Contender]) -> None:
-    """Loads what every method needs. Raises ``OutriderError`` for one that does not fit: before the others are warmed up."""
+    """Load every method. Raises ``OutriderError`` for one that does not fit, before the others are warmed up."""
     from outrider.cli.console import waiting
     from outrider.types import OutriderError
 
@@ -206,14 +208,14 @@ def read_workloads(grid: GridOptions) -> dict[str, list[Any]]:
 
 
 def encode_workloads(llm: LLM, prompts: Mapping[str, Sequence[Any]]) -> dict[str, list[list[int]]]:
-    """Prompts as the target's token ids."""
+    """Return prompts as the target's token ids."""
     from outrider.bench.workloads import encode
 
     return {name: [encode(llm.tokenizer, prompt) for prompt in group] for name, group in prompts.items()}
 
 
 def check_axes(temperatures: Sequence[float], batches: Sequence[int]) -> None:
-    """Refuses values out of range before a model is loaded, or a large one built."""
+    """Check ranges before a model is loaded or inflated."""
     from outrider.types import OutriderError, SamplingParams
 
     for temperature in temperatures:
@@ -223,22 +225,22 @@ def check_axes(temperatures: Sequence[float], batches: Sequence[int]) -> None:
 
 
 def check_plan(plan: Plan, llm: LLM) -> None:
-    """Refuses what could only fail after minutes: prompts that leave no room in the context."""
+    """Refuse prompts that do not fit the context before minutes of measuring."""
     from outrider.types import OutriderError
 
     for name, prompts in plan.workloads.items():
         for number, prompt in enumerate(prompts, start=1):
             if len(prompt) + plan.max_tokens > llm.runner.max_len:
                 raise OutriderError(
-                    f"prompt {number} of {name!r} has {len(prompt)} tokens; with --max-tokens {plan.max_tokens} that is more "
-                    f"than the context of {llm.runner.max_len}"
+                    f"prompt {number} of {name!r} has {len(prompt)} tokens; with --max-tokens {plan.max_tokens} it exceeds "
+                    f"the context of {llm.runner.max_len}"
                 )
 
 
 def inflate_heads(
     chosen: Sequence[Contender], given: Mapping[str, Any], target: str | None, size: str | None
 ) -> dict[str, Any]:
-    """``draft`` and ``drafts`` with the heads among them inflated as their target ``target`` was; models stay as they are."""
+    """Return ``draft`` and ``drafts`` with heads inflated like their target ``target``; draft models are unchanged."""
     if size is None or target is None:
         return {}
     from outrider.bench.inflate_heads import inflated_head
@@ -259,5 +261,5 @@ def inflate_heads(
 
 
 def name_of(target: str | None, inflated: str | None) -> str:
-    """The target's name in results: as it was given; of an inflated one its folder's, not where the cache lies."""
+    """Return the target's name for results: as given, or the folder name of an inflated one without its cache path."""
     return Path(target).name if target and inflated else target or "embedded"

@@ -1,4 +1,4 @@
-"""``outrider bench serve``: load on a server, plain and speculative in turn."""
+"""``outrider bench serve``: measure a server under load, plain and speculative in turn."""
 
 from __future__ import annotations
 
@@ -26,70 +26,77 @@ LOAD, SERVER, OUTPUT = "Load", "Server", "Output"
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What is asked for, and how often; several values are separated by commas."""
+    """The load; values are separated by commas."""
 
-    concurrency: Annotated[str, typer.Option(help="Clients at a time.", rich_help_panel=LOAD)] = "1,2,4,8,16,32,64"
-    rate: Annotated[str | None, typer.Option(help="Requests a second, arriving at random.", rich_help_panel=LOAD)] = None
-    requests: Annotated[int, typer.Option(min=1, help="Requests of each client.", rich_help_panel=LOAD)] = 4
-    arrivals: Annotated[int, typer.Option(min=1, help="Requests of a run with a rate.", rich_help_panel=LOAD)] = 32
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.", rich_help_panel=LOAD)] = 64
+    concurrency: Annotated[str, typer.Option(help="Numbers of concurrent clients.", rich_help_panel=LOAD)] = "1,2,4,8,16,32,64"
+    rate: Annotated[str | None, typer.Option(help="Requests per second, with random arrivals.", rich_help_panel=LOAD)] = None
+    requests: Annotated[int, typer.Option(min=1, help="Requests per client.", rich_help_panel=LOAD)] = 4
+    arrivals: Annotated[int, typer.Option(min=1, help="Requests per run with a rate.", rich_help_panel=LOAD)] = 32
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.", rich_help_panel=LOAD)] = 64
     temperature: float = given(SamplingParams, 0.0, panel=LOAD)
     workloads: Annotated[
         str, typer.Option(help="Built-in prompts, mixed: code,edit,json,summary,math,chat,story.", rich_help_panel=LOAD)
     ] = "code,edit,json,summary,math,chat,story"
-    prompts: Annotated[Path | None, typer.Option(help="Prompts of your own, as JSONL (.gz).", rich_help_panel=LOAD)] = None
+    prompts: Annotated[Path | None, typer.Option(help="Your own prompts, as JSONL (.gz).", rich_help_panel=LOAD)] = None
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.", rich_help_panel=LOAD)] = 8
     shared_prefix: Annotated[
-        int, typer.Option(min=0, help="Characters that all prompts of a run begin with.", rich_help_panel=LOAD)
+        int, typer.Option(min=0, help="Characters of a common prefix of all prompts of a run.", rich_help_panel=LOAD)
     ] = 0
     repeat: Annotated[int, typer.Option(min=1, help="Repeats; medians are shown.", rich_help_panel=LOAD)] = 3
     rest: Annotated[
-        float, typer.Option(min=0, help="Seconds before each run: some servers spin on after a request.", rich_help_panel=LOAD)
+        float,
+        typer.Option(
+            min=0, help="Seconds of rest before each run, for servers that spin after a request.", rich_help_panel=LOAD
+        ),
     ] = 0.0
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and sampling.", rich_help_panel=LOAD)] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals and sampling.", rich_help_panel=LOAD)] = 0
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Who is asked."""
+    """The server."""
 
     url: Annotated[
-        str | None, typer.Option(help="A running server (default: start one of these models).", rich_help_panel=SERVER)
+        str | None, typer.Option(help="A running server (default: start one with these models).", rich_help_panel=SERVER)
     ] = None
     plain_url: Annotated[
         str | None,
-        typer.Option(help="The same model without drafts, where it cannot be asked per request.", rich_help_panel=SERVER),
+        typer.Option(
+            help="A server of the same model without drafts, if drafts cannot be disabled per request.", rich_help_panel=SERVER
+        ),
     ] = None
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="For it.", rich_help_panel=SERVER)] = None
     max_batch: int | None = given(RunnerConfig, panel=SERVER)
     inflate: Annotated[
         str | None,
-        typer.Option(help="Start it with the same function at a larger model's cost: 350m, 1b, 8b.", rich_help_panel=SERVER),
+        typer.Option(help="Inflate its target to a larger model's cost: 350m, 1b, 8b.", rich_help_panel=SERVER),
     ] = None
 
 
 @dataclass(frozen=True)
 class ResultOptions:
-    """What counts, and where it goes."""
+    """Latency targets and output files."""
 
     slo_first_token: Annotated[
-        float, typer.Option(help="Milliseconds to the first token of a good answer.", rich_help_panel=OUTPUT)
+        float, typer.Option(help="Target for the first token, in milliseconds.", rich_help_panel=OUTPUT)
     ] = 2000.0
-    slo_token: Annotated[float, typer.Option(help="Mean milliseconds of its later tokens.", rich_help_panel=OUTPUT)] = 200.0
+    slo_token: Annotated[
+        float, typer.Option(help="Target for the mean time per later token, in milliseconds.", rich_help_panel=OUTPUT)
+    ] = 200.0
     out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file too.", rich_help_panel=OUTPUT)] = None
 
 
 @with_groups
 def command(
     *,
-    plan: Annotated[Path | None, typer.Argument(help="A plan for the server that is started.")] = None,
+    plan: Annotated[Path | None, typer.Argument(help="Plan for the started server.")] = None,
     load: LoadOptions,
     server: ServerOptions,
     result: ResultOptions,
     models: ModelOptions,
     methods: MethodOptions,
 ) -> None:
-    """Put a server under load, plain and speculative in turn: speed, latencies, goodput, acceptance by number of clients."""
+    """Measure a server under load, plain and speculative in turn: speed, latencies, goodput and acceptance."""
     from outrider.types import OutriderError
 
     try:
@@ -110,7 +117,7 @@ def command(
 
 
 def read_traffic(load: LoadOptions) -> Traffic:
-    """The prompts, workloads mixed, and what is asked of each. Raises ``OutriderError`` for a file that holds none."""
+    """Return the mixed prompts and their requests. Raises ``OutriderError`` for a file without prompts."""
     from outrider.bench import workloads
     from outrider.bench.load.sweep import Traffic
 
@@ -137,7 +144,7 @@ def read_traffic(load: LoadOptions) -> Traffic:
 
 
 def read_loads(load: LoadOptions) -> list[Load]:
-    """Numbers of clients, then rates. Raises ``OutriderError`` for a number that is none."""
+    """Return numbers of clients, then rates. Raises ``OutriderError`` for an invalid number."""
     from outrider.bench.load.arrivals import Load
     from outrider.types import OutriderError
 
@@ -152,7 +159,7 @@ def read_loads(load: LoadOptions) -> list[Load]:
 
 @contextmanager
 def address(server: ServerOptions, plan: Path | None, models: ModelOptions, methods: MethodOptions) -> Iterator[str]:
-    """Where requests go: the server named, or one that is started for as long as it is measured."""
+    """Yield the server's address: the given one, or a server started for the measurement."""
     from outrider.bench.load.own_server import own_server
     from outrider.cli.bench_target import inflate_target
     from outrider.cli.console import waiting
@@ -163,13 +170,13 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
     if server.url is not None:
         own = (plan, server.inflate, server.max_batch)
         if own != (None, None, None) or models != ModelOptions() or methods != MethodOptions():
-            raise OutriderError("--url is a server that runs already: leave out models, methods, --max-batch and --inflate")
+            raise OutriderError("--url names a running server: leave out models, methods, --max-batch and --inflate")
         yield root(server.url)
         return
     if server.plain_url is not None:
-        raise OutriderError("--plain-url goes with --url: a server that is started is asked for both")
+        raise OutriderError("--plain-url needs --url: a started server serves both modes")
     known = joined(Plan() if plan is None else Plan.read(plan), models, methods, server)
-    known = Plan({"compile": "always", **known.values})  # or what is measured is the compiler
+    known = Plan({"compile": "always", **known.values})  # compile first, or the compiler is measured
     if server.inflate is not None:
         inflated, _ = inflate_target(replace(ModelOptions(), target=known.given("target")), server.inflate)
         known = Plan({**embedded_draft(known), "target": str(inflated.target)})
@@ -182,12 +189,12 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
 
 
 def root(url: str) -> str:
-    """A server's address without the path that OpenAI's clients are given."""
+    """Return a server's address without the /v1 path of OpenAI's clients."""
     return url.rstrip("/").removesuffix("/v1")
 
 
 def embedded_draft(plan: Any) -> dict[str, Any]:
-    """The plan's values; the embedded target's draft is named, since an inflated target is a folder like any other."""
+    """Return the plan's values, with the embedded draft named: an inflated target has no drafts of its own."""
     from outrider.family import DRAFT
 
     needs_draft = plan.given("target") is None and plan.given("draft") is None
@@ -195,7 +202,7 @@ def embedded_draft(plan: Any) -> dict[str, Any]:
 
 
 def modes(url: str, plain_url: str | None, headers: dict[str, str]) -> list[Mode]:
-    """Plain and speculative. A server of Outrider's is asked for both; another's is what it is. Raises ``OutriderError``."""
+    """Return the modes: plain and speculative for an Outrider server, as served for others. Raises ``OutriderError``."""
     from outrider.bench.load.sweep import PLAIN, SPECULATIVE, Mode
 
     owner = owner_of(url, headers)
@@ -208,7 +215,7 @@ def modes(url: str, plain_url: str | None, headers: dict[str, str]) -> list[Mode
 
 
 def owner_of(url: str, headers: dict[str, str]) -> object:
-    """Whose server that is, as its list of models says. Raises ``OutriderError`` where it does not speak OpenAI's language."""
+    """Return the server's owner from its list of models. Raises ``OutriderError`` if it is not OpenAI-compatible."""
     import httpx
 
     from outrider.types import OutriderError
@@ -222,7 +229,7 @@ def owner_of(url: str, headers: dict[str, str]) -> object:
 
 
 def measure(sweep: Sweep) -> bool:
-    """Runs the sweep with its progress shown. Returns whether Ctrl-C ended it: what was measured by then stays."""
+    """Run the sweep with progress shown. Return whether Ctrl-C ended it; measurements so far are kept."""
     import httpx
 
     from outrider.cli.progress import progress
@@ -239,7 +246,7 @@ def measure(sweep: Sweep) -> bool:
 
 
 def finish(sweep: Sweep, options: ResultOptions, extra: dict[str, Any]) -> None:
-    """The document to its file, the table to stderr, the document to stdout as the last line; nothing where nothing is."""
+    """Write the document to its file and stdout and the table to stderr; nothing if nothing was measured."""
     from outrider.bench.load.cells import Objective
     from outrider.bench.load.report import document, table, verdict
     from outrider.cli.bench_documents import write_or_say

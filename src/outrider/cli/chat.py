@@ -1,4 +1,4 @@
-"""``outrider chat``: a conversation through the tokenizer's chat template."""
+"""``outrider chat``: hold a conversation through the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ outrider chat --system "Answer in one sentence." "Why is the sky blue?"
 
 echo "Why is the sky blue?" | outrider chat --target ./my-model
 
-Ctrl-C stops an answer, Ctrl-D or /exit ends the conversation, /new begins another one.
+Ctrl-C stops an answer, Ctrl-D or /exit ends the conversation, /new starts another one.
 
 Without --temperature it samples at 0.7 with --top-p 0.9.
 """
@@ -31,8 +31,8 @@ Without --temperature it samples at 0.7 with --top-p 0.9.
 @with_groups
 def command(
     *,
-    message: Annotated[str | None, typer.Argument(help="Ask this one thing and exit; - reads standard input.")] = None,
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    message: Annotated[str | None, typer.Argument(help="Send one message and exit; - reads standard input.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Colour each token: accepted draft, corrected, bonus.")] = False,
     models: ModelOptions,
     methods: MethodOptions,
@@ -48,7 +48,9 @@ def command(
     llm = load(models, methods, max_batch=1)
     prepare(llm, models)
     history = [{"role": "system", "content": system}] if system else []
-    llm.chat_prompt([*history, {"role": "user", "content": "Hello"}])  # a tokenizer without a template is refused now
+    llm.chat_prompt(
+        [*history, {"role": "user", "content": "Hello"}]
+    )  # refuse a tokenizer without a template before the first turn
     if question is not None:
         _answer(llm, history, question, params, show)
         return
@@ -59,20 +61,20 @@ def command(
         elif question:
             try:
                 _answer(llm, history, question, params, show)
-            except llm_error() as error:  # an answer that cannot be given must not end the conversation
+            except llm_error() as error:  # a failed answer must not end the conversation
                 print(f"error: {error}", file=sys.stderr)
                 history.pop()
 
 
 def llm_error() -> type[Exception]:
-    """The error class, imported when it is needed."""
+    """Return the error class; imported lazily."""
     from outrider.types import OutriderError
 
     return OutriderError
 
 
 def _ask() -> str | None:
-    """The next line typed; None at the end of the conversation, "" where Ctrl-C threw a line away."""
+    """Return the next line; None at the end of the conversation, "" after Ctrl-C."""
     with suppress(ImportError):  # not on every system; gives input() line editing and a history
         import readline  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""``outrider doctor``: does this draft fit this target? In plain words, before anything is served."""
+"""``outrider doctor``: check whether a draft fits a target before it is served."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _show(checkup: Checkup, method: str) -> None:
     if found is not None:
         places = ", ".join(f"{rate:.0%}" for rate in found.by_position)
         tau, prompts = found.mean_acceptance_length, found.num_prompts
-        out.print(f"acceptance   of draft 1, 2, ... where it was reached: {places}; {tau:.2f} tokens a pass")
+        out.print(f"acceptance   of draft 1, 2, ... where reached: {places}; {tau:.2f} tokens per pass")
         out.print(
             f"speed        plain {found.plain_tok_s:.1f} tok/s, {method} {found.tok_s:.1f}, over {prompts} prompts",
             markup=False,

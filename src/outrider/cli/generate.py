@@ -1,4 +1,4 @@
-"""``outrider generate``: one prompt, its continuation as it comes, and what it cost."""
+"""``outrider generate``: stream the continuation of one prompt, then a summary."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ cat notes.txt | outrider generate --target ./my-model --method ngram --max-token
 @with_groups
 def command(
     *,
-    prompt: Annotated[str | None, typer.Argument(help="The text to continue; - or nothing reads standard input.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; - or no argument reads standard input.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Colour each token: accepted draft, corrected, bonus.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the text.")] = False,
     models: ModelOptions,
     methods: MethodOptions,
     sampling: SamplingOptions,
 ) -> None:
-    """Continue a text, showing it as it comes and then what it cost."""
+    """Stream the continuation of a text, then print a summary."""
     from outrider.cli.app import EXIT_INTERRUPTED
     from outrider.cli.session import load, prepare, read_prompt, start
 
@@ -57,7 +57,7 @@ def command(
 
 
 def stream_to_screen(llm: LLM, prompt: str | list[int], params: SamplingParams, show: bool = False) -> str:
-    """Streams to stdout, then a summary to stderr. Ctrl-C ends the answer and nothing else. Returns the text."""
+    """Stream to stdout, then print a summary to stderr. Ctrl-C ends only the answer. Return the text."""
     from outrider.cli.console import err, legend, painter_for, say_error, summary
     from outrider.cli.session import streamed
 
@@ -80,12 +80,12 @@ def stream_to_screen(llm: LLM, prompt: str | list[int], params: SamplingParams, 
     if last is not None:
         err.print(summary(last.stats, perf_counter() - started))
         if llm.runner.passes.is_provisional:
-            err.print("[dim]passes were not compiled yet, nor are those plain decoding is priced by: see --compile always[/]")
+            err.print("[dim]passes were not compiled, nor were those used to predict plain decoding: see --compile always[/]")
     return text
 
 
 def _document(llm: LLM, prompt: str, params: SamplingParams) -> dict[str, Any]:
-    """Everything about one completion, for programs; after Ctrl-C as far as it has come, its ``finish_reason`` "abort"."""
+    """Return one completion as JSON-ready data; after Ctrl-C the partial one, with ``finish_reason`` "abort"."""
     from outrider.cli.console import waiting
     from outrider.engine import GenerationInterrupted
 
@@ -105,7 +105,7 @@ def _document(llm: LLM, prompt: str, params: SamplingParams) -> dict[str, Any]:
 
 
 def stats_document(stats: GenerationStats) -> dict[str, Any]:
-    """Statistics under the names of docs/glossary.md."""
+    """Return statistics under the names of docs/glossary.md."""
     return {
         "tok_s": stats.tok_s,
         "plain_tok_s": stats.plain_tok_s,

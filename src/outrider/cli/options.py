@@ -1,4 +1,4 @@
-"""Groups of command-line options, shared by the commands: a dataclass field is an option.
+"""Groups of command-line options, shared by the commands. Each dataclass field is an option.
 
 What an option is called, what it takes and what it is for stands once, where it is declared: in ``SamplingParams``,
 ``Speculation``, ``RunnerConfig`` or ``ServerConfig``. A field here says that a command has it. Every default here means "not
@@ -44,7 +44,7 @@ def given(config: type, default: Any = None, *, several: bool = False, more: str
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which models, and how they run."""
+    """Models and how to run them."""
 
     target: str | None = given(Speculation)
     draft: str | None = given(Speculation)
@@ -58,7 +58,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class MethodOptions:
-    """Where drafts come from, and how many."""
+    """Source and number of drafts."""
 
     method: str | None = given(Speculation)
     num_draft_tokens: str | int | None = given(Speculation)
@@ -66,7 +66,7 @@ class MethodOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How a token is chosen from the model's probabilities."""
+    """Sampling settings."""
 
     max_tokens: int | None = given(SamplingParams)
     temperature: float | None = given(SamplingParams)
@@ -87,13 +87,13 @@ class SamplingOptions:
         return replace(self, temperature=READABLE_TEMPERATURE, top_p=READABLE_TOP_P if self.top_p is None else self.top_p)
 
     def params(self, **more: Any) -> SamplingParams:
-        """The values given, over the defaults of ``SamplingParams``. Raises ``OutriderError`` for one out of range."""
+        """Return ``SamplingParams`` with the given values. Raises ``OutriderError`` for a value out of range."""
         named = {each.name: getattr(self, each.name) for each in fields(self)} | {"stop": self.stop or None}
         return SamplingParams(**{name: value for name, value in (named | more).items() if value is not None})
 
 
 def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
-    """Lets a command take option groups: each dataclass parameter becomes one option per field."""
+    """Let a command take option groups: each dataclass parameter becomes one option per field."""
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
@@ -154,13 +154,13 @@ def parse_k(value: str | int | None) -> int | str:
 
 
 def parse_list(option: str, text: str, parse: Callable[[str], Result]) -> tuple[Result, ...]:
-    """``"1,4,8"`` -> parsed items, each once. Raises ``OutriderError`` for one that ``parse`` refuses."""
+    """Parse ``"1,4,8"`` into distinct items. Raises ``OutriderError`` for an item that ``parse`` refuses."""
     items: list[Result] = []
     for item in (part.strip() for part in text.split(",")):
         try:
             value = parse(item)
         except ValueError:
-            raise OutriderError(f"{option} {text!r}: {item!r} does not fit here") from None
+            raise OutriderError(f"invalid {option} {text!r}: cannot read {item!r}") from None
         if value not in items:
             items.append(value)
     return tuple(items)

@@ -1,4 +1,4 @@
-"""``outrider serve``: an OpenAI-compatible server around one target and whatever drafts for it."""
+"""``outrider serve``: an OpenAI-compatible server for one target and its drafting method."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ outrider serve --engine vllm plan.toml -- --tensor-parallel-size 4 --pipeline-pa
 curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "def quicksort(", "max_tokens": 64}'
 """
 ELSEWHERE = "Another engine"
-MAX_BATCH = 32  # sequences at once, unless said: the cache grows with those that come
+MAX_BATCH = 32  # default limit of concurrent sequences; the cache grows with them
 
 
 @dataclass(frozen=True)
 class ListenOptions:
-    """Where, and for whom."""
+    """Address, keys and logging."""
 
     host: str | None = given(ServerConfig)
     port: int | None = given(ServerConfig)
@@ -81,18 +81,19 @@ class LimitOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Which engine, where it is not Outrider's own."""
+    """Another engine instead of Outrider's."""
 
     engine: Annotated[
-        str | None, typer.Option(help="vllm: run the plan there, with its own options behind --.", rich_help_panel=ELSEWHERE)
+        str | None, typer.Option(help="vllm: run the plan on vLLM; its own options follow --.", rich_help_panel=ELSEWHERE)
     ] = None
     engine_python: Annotated[
-        str | None, typer.Option(help="Python of its environment (default: found on PATH).", rich_help_panel=ELSEWHERE)
+        str | None,
+        typer.Option(help="Python of that engine's environment (default: searched on PATH).", rich_help_panel=ELSEWHERE),
     ] = None
     own_code: Annotated[
         bool,
         typer.Option(
-            "--own-code", help="Draft with Outrider's proposer where it has one of its own.", rich_help_panel=ELSEWHERE
+            "--own-code", help="Use Outrider's proposer even where the engine has its own.", rich_help_panel=ELSEWHERE
         ),
     ] = False
 
@@ -100,9 +101,9 @@ class EngineOptions:
 @with_groups
 def command(
     *,
-    plan: Annotated[Path | None, typer.Argument(help="A TOML file with options; those given here go before it.")] = None,
+    plan: Annotated[Path | None, typer.Argument(help="TOML file with options; command-line options take precedence.")] = None,
     engine_options: Annotated[
-        list[str] | None, typer.Argument(help="With --engine, behind --: options of that engine.", show_default=False)
+        list[str] | None, typer.Argument(help="With --engine, after --: options of that engine.", show_default=False)
     ] = None,
     elsewhere: EngineOptions,
     listening: ListenOptions,
@@ -110,7 +111,7 @@ def command(
     models: ModelOptions,
     methods: MethodOptions,
 ) -> None:
-    """Serve a model to OpenAI's clients: completions and chat, streamed or whole, drafted for and unchanged by it."""
+    """Run an OpenAI-compatible server with lossless speculative decoding."""
     from outrider.cli.bench_documents import check_writable
     from outrider.cli.console import waiting
     from outrider.cli.session import load
@@ -118,12 +119,12 @@ def command(
     from outrider.types import OutriderError
 
     passed = list(engine_options or ())
-    if plan is not None and str(plan).startswith("-"):  # what stands behind -- where there is no plan
+    if plan is not None and str(plan).startswith("-"):  # arguments after --, without a plan
         plan, passed = None, [str(plan), *passed]
     if elsewhere.engine is not None:
         serve_elsewhere(plan, passed, elsewhere, listening, limits, (models, methods))
     if passed or elsewhere.engine_python is not None or elsewhere.own_code:
-        raise OutriderError("options of another engine need --engine: outrider serve --engine vllm plan.toml -- ...")
+        raise OutriderError("options after -- need --engine: outrider serve --engine vllm plan.toml -- ...")
     try:
         from outrider.server.bridge import load_aside
         from outrider.server.run import listen, log_json, serve
@@ -141,7 +142,7 @@ def command(
         "trust_remote_code": listening.trust_remote_code,
     }
 
-    with listen(config.host, config.port) as listener:  # a port that is taken is found before the model is loaded
+    with listen(config.host, config.port) as listener:  # find a port in use before loading the model
         llm = load_aside(lambda: prepared(models, methods, **more))
         log_json()
         serve(llm, config, keys, listener)
@@ -167,7 +168,7 @@ def serve_elsewhere(
     limits: LimitOptions,
     drafting: tuple[ModelOptions, MethodOptions],
 ) -> NoReturn:
-    """Becomes the other engine's server. Raises ``OutriderError`` where it is not there, or an option means nothing to it."""
+    """Replace this process by the other engine's server. Raises ``OutriderError`` if it is missing or cannot take an option."""
     from outrider.cli.session import check_source
     from outrider.engine.plan import Plan
     from outrider.export.engine import write
@@ -201,7 +202,7 @@ def server_config(models: ModelOptions, listening: ListenOptions, limits: LimitO
 
 
 def filled(options: Options, plan: Plan) -> Options:
-    """Options with the plan's values where the command line gives none."""
+    """Return the options, completed by the plan's values."""
     from outrider.engine.plan import KEYS
 
     left = [each.name for each in fields(options) if each.name in KEYS and not is_given(getattr(options, each.name))]

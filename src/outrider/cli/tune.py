@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TRAFFIC, SEARCH, OUTPUT = "The traffic", "The search", "Output"
 PLAN = "plan.toml"
-MAX_TOKENS = 96  # of an answer, unless said
+MAX_TOKENS = 96  # default limit per answer
 EXAMPLES = """Examples:
 
 outrider tune --traffic requests.jsonl
@@ -38,12 +38,12 @@ outrider tune --traffic requests.jsonl --resume
 
 @dataclass(frozen=True)
 class TrafficOptions:
-    """What the plan is for."""
+    """The traffic."""
 
     traffic: Annotated[
         Path | None,
         typer.Option(
-            help="JSONL (.gz) of prompts, or of the bodies of OpenAI requests with their own sampling settings.",
+            help="JSONL (.gz) of prompts, or of OpenAI request bodies with their sampling settings.",
             rich_help_panel=TRAFFIC,
         ),
     ] = None
@@ -52,19 +52,19 @@ class TrafficOptions:
         typer.Option(help="Built-in prompts instead: code,edit,json,summary,math,chat,story.", rich_help_panel=TRAFFIC),
     ] = None
     num_prompts: Annotated[
-        int, typer.Option(min=1, help="Prompts to measure with, spread over the traffic.", rich_help_panel=TRAFFIC)
+        int, typer.Option(min=1, help="Prompts to use, spread over the traffic.", rich_help_panel=TRAFFIC)
     ] = 16
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What is tried."""
+    """The search space."""
 
     method: str = given(Speculation, "all", several=True, more="all: every other one.", panel=SEARCH)
     num_draft_tokens: str | None = given(
         Speculation, several=True, more="auto is always tried too (default: 1,2,3,4,5,6,8,12,15).", panel=SEARCH
     )
-    batch: Annotated[str, typer.Option(help="Texts at a time that the plan is for.", rich_help_panel=SEARCH)] = "1"
+    batch: Annotated[str, typer.Option(help="Batch sizes that the plan is for.", rich_help_panel=SEARCH)] = "1"
     repeat: Annotated[
         int, typer.Option(min=1, help="Times that the finalists run on all prompts, at most.", rich_help_panel=SEARCH)
     ] = 3
@@ -72,17 +72,15 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Where the result goes."""
+    """Output files."""
 
-    out: Annotated[Path | None, typer.Option(help=f"The plan (default: {PLAN}).", rich_help_panel=OUTPUT)] = None
-    report: Annotated[Path | None, typer.Option(help="Write a report, one HTML file.", rich_help_panel=OUTPUT)] = None
+    out: Annotated[Path | None, typer.Option(help=f"File for the plan (default: {PLAN}).", rich_help_panel=OUTPUT)] = None
+    report: Annotated[Path | None, typer.Option(help="Write a report as one HTML file.", rich_help_panel=OUTPUT)] = None
     json: Annotated[
         Path | None,
-        typer.Option(help="All that was found, kept as it is found (default: beside the plan, .json).", rich_help_panel=OUTPUT),
+        typer.Option(help="File for intermediate results (default: the plan's name with .json).", rich_help_panel=OUTPUT),
     ] = None
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on where an interrupted search ended.", rich_help_panel=OUTPUT)
-    ] = False
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted search.", rich_help_panel=OUTPUT)] = False
 
     @property
     def plan(self) -> Path:
@@ -93,13 +91,13 @@ class OutputOptions:
         return self.json or self.plan.with_suffix(".json")
 
     def check(self) -> None:
-        """Refuses now what would lose the results of minutes later, and to replace a plan that was not named."""
+        """Check output files before minutes of measuring; refuse to overwrite a plan that was not named."""
         from outrider.types import OutriderError
 
         if self.out is None and self.plan.exists():
-            raise OutriderError(f"{self.plan} is there already: give --out {self.plan} to replace it, or another name")
+            raise OutriderError(f"{self.plan} already exists: give --out {self.plan} to replace it, or another name")
         if self.report is not None and self.report.suffix.lower() not in (".html", ".htm"):
-            raise OutriderError(f"--report {self.report}: it is an HTML file, so name it .html")
+            raise OutriderError(f"invalid --report {self.report}: expected a name that ends in .html")
         check_outputs({"--out": self.plan, "--json": self.journal, "--report": self.report})
         if self.report is not None:
             from outrider.bench.html import check_installed
@@ -157,13 +155,13 @@ def command(
     except KeyboardInterrupt:
         from outrider.cli.console import err
 
-        err.print(f"what was found so far is in {output.journal}; the same command with --resume goes on from there")
+        err.print(f"intermediate results are in {output.journal}; repeat the command with --resume to continue")
         raise
     finish(search, chosen, models, output)
 
 
 def finish(search: Search, chosen: Choice, models: ModelOptions, output: OutputOptions) -> None:
-    """The plan, the document and the report to their files; the table and where they are to the screen."""
+    """Write plan, document and report to their files and the table to the screen."""
     from rich.console import Console
 
     from outrider.engine.plan import Plan
@@ -186,7 +184,7 @@ def finish(search: Search, chosen: Choice, models: ModelOptions, output: OutputO
 
 
 def plan_values(models: ModelOptions, chosen: Choice, search: Search) -> dict[str, Any]:
-    """The plan's keys: what was chosen, and what was given to run the models."""
+    """Return the plan's keys: the choice, and the options that the models ran with."""
     from outrider.method_text import split_method, with_drafts
     from outrider.registry import PROPOSERS
 
@@ -203,13 +201,13 @@ def plan_values(models: ModelOptions, chosen: Choice, search: Search) -> dict[st
 
 
 def _findable(source: str) -> str:
-    """A local folder by its whole path, so that the plan works from anywhere."""
+    """Return the absolute path of a local folder, so that the plan works from any directory."""
     path = Path(source).expanduser()
     return str(path.resolve()) if path.is_dir() else source
 
 
 def read_question(asked: SearchOptions) -> Question:
-    """Raises ``OutriderError`` for lengths and batches that cannot be."""
+    """Raise ``OutriderError`` for invalid lengths and batch sizes."""
     from outrider.search import Question
     from outrider.types import OutriderError
 
@@ -223,15 +221,13 @@ def read_question(asked: SearchOptions) -> Question:
 
 
 def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[Asked]:
-    """The prompts, read before a model is loaded so that a mistake shows at once."""
+    """Read the prompts before a model is loaded, so that errors appear at once."""
     from outrider.search.traffic import read_builtin, read_file
     from outrider.types import OutriderError
 
     defaults = sampling.params(max_tokens=MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens)
     if (traffic.traffic is None) == (traffic.workloads is None):
-        raise OutriderError(
-            "say what the plan is for: either --traffic FILE, or --workloads code,edit,... for built-in prompts"
-        )
+        raise OutriderError("no traffic: give either --traffic FILE, or --workloads code,edit,... for built-in prompts")
     if traffic.traffic is not None:
         return read_file(traffic.traffic, traffic.num_prompts, defaults)
     assert traffic.workloads is not None
@@ -239,7 +235,7 @@ def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[Ask
 
 
 def check_drafts(asked: SearchOptions) -> None:
-    """Refuses a folder that is none before the seconds that loading takes."""
+    """Refuse an invalid folder before loading."""
     from outrider.cli.session import check_source
     from outrider.method_text import split_method, split_methods
 
@@ -250,7 +246,7 @@ def check_drafts(asked: SearchOptions) -> None:
 
 
 def fingerprint(models: ModelOptions, asked: SearchOptions, question: Question, texts: Sequence[Text]) -> dict[str, Any]:
-    """All that the findings depend on."""
+    """Return everything that the results depend on."""
     traffic = repr([(text.prompt, text.params) for text in texts])
     return {
         "models": asdict(models),

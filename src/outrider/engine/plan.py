@@ -1,4 +1,4 @@
-"""A plan: which models, which method and which limits, in a TOML file that a person can read and change.
+"""Plans: models, method and limits in a readable TOML file.
 
 Its keys are the options that are declared with ``in_plan``, under the names that Python and the command line give them; what is
 left out is the default.
@@ -27,16 +27,16 @@ else:
 KEYS: dict[str, Option] = {
     name: option for config in (Speculation, RunnerConfig) for name, option in declared(config).items() if option.in_plan
 }
-FOLDERS = frozenset(("target", "draft"))  # keys that may name one
-HEAD = "# A plan for outrider serve. Every line may be left out: then the default holds.\n"
+FOLDERS = frozenset(("target", "draft"))  # keys that may name a folder
+HEAD = "# A plan for outrider serve. Every line is optional.\n"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The values of a plan file, by their keys."""
+    """Values of a plan file by key."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    folder: Path = Path()  # where relative paths begin
+    folder: Path = Path()  # base of relative paths
 
     @classmethod
     def read(cls, file: Path) -> Plan:
@@ -46,9 +46,9 @@ class Plan:
         try:
             values = tomllib.loads(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise OutriderError(f"the plan cannot be read: {error}") from error
+            raise OutriderError(f"cannot read the plan: {error}") from error
         except tomllib.TOMLDecodeError as error:
-            raise OutriderError(f"{file} is not TOML: {error}") from error
+            raise OutriderError(f"{file} is not valid TOML: {error}") from error
         for key, value in values.items():
             if key not in KEYS:
                 raise OutriderError(f"{file}: unknown key {key!r}; known: {', '.join(KEYS)}")
@@ -59,17 +59,17 @@ class Plan:
         return cls(values, file.parent)
 
     def write(self, file: Path, notes: Sequence[str] = ()) -> None:
-        """Every value on a line of its own, with a comment that says what it is; ``notes`` are comments above them."""
+        """Write one commented line per value, below ``notes`` as comments."""
         file.write_text(self.text(notes), encoding="utf-8")
 
     def text(self, notes: Sequence[str] = ()) -> str:
-        """What ``write`` writes."""
+        """Return the text that ``write`` writes."""
         lines = [f"{key} = {_toml(self.values[key])}  # {option.help}" for key, option in KEYS.items() if key in self.values]
         said = "".join(f"# {line}\n" for note in notes for line in note.splitlines())
         return HEAD + said + "\n" + "\n".join(lines) + "\n"
 
     def given(self, key: str) -> Any:
-        """The value of a key, None where the plan leaves it out; a folder beside the plan is found from anywhere."""
+        """Return the value of a key or None; folders are resolved relative to the plan."""
         value = self.values.get(key)
         if value is not None and key in FOLDERS:
             return self._found(value)
@@ -80,7 +80,7 @@ class Plan:
 
 
 def served_name(target: str | None) -> str:
-    """What clients call the model: the last part of its folder, its hub id, or outrider for the embedded one."""
+    """Return the model name for clients: the folder's last part, the hub id, or outrider for the embedded model."""
     if target is None:
         return "outrider"
     path = Path(target).expanduser()
@@ -88,5 +88,5 @@ def served_name(target: str | None) -> str:
 
 
 def _toml(value: str | float | bool) -> str:
-    """What JSON writes of these kinds is TOML too."""
+    """Format a value; JSON and TOML agree on these types."""
     return json.dumps(value, ensure_ascii=False)

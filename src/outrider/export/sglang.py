@@ -1,6 +1,6 @@
 """SGLang: flags of ``python -m sglang.launch_server``, as of 0.5.21.
 
-It counts the last committed token among the drafts: ``--speculative-num-draft-tokens`` is one more than everyone else's.
+It counts the last committed token as a draft: ``--speculative-num-draft-tokens`` is one more than in other engines.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from outrider.types import OutriderError
 
 LAUNCH = ("python", "-m", "sglang.launch_server")
 SMALLER = "give the plan a draft model, or an EAGLE head trained on the target"
-TREE_NODES = 60  # drafts of a tree on a GPU, where Outrider's are as many
+TREE_NODES = 60  # drafts per tree on a GPU, as in Outrider
 
 
 class Sglang(Engine):
-    """Small models, EAGLE's heads as chains or trees, and its own trie of n-grams."""
+    """Supports draft models, EAGLE heads as chains or trees, and its own trie of n-grams."""
 
     name: ClassVar[str] = "SGLang"
     module: ClassVar[str] = "sglang"
@@ -47,7 +47,7 @@ class Sglang(Engine):
     def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
         flags, notes = self._drafting(wanted, folder)
         if flags and not wanted.has_own_k:
-            notes = [f"{wanted.k} drafts a round is a usual number, measure yours.", *notes]
+            notes = [f"{wanted.k} drafts per round is a typical number: measure yours.", *notes]
         environment = gpu_environment(wanted.device)
         general = {
             "model-path": wanted.target,
@@ -69,7 +69,7 @@ class Sglang(Engine):
         return Export(command, environment=environment, notes=notes)
 
     def _drafting(self, wanted: Wanted, folder: Path) -> tuple[dict[str, str | int], list[str]]:
-        """SGLang's flags for the drafts, without their dashes, and what will be different there."""
+        """Return SGLang's flags for drafting, without dashes, and the differences to Outrider."""
         kind, k = wanted.kind, wanted.k
         chain: dict[str, str | int] = {
             "speculative-num-steps": k,
@@ -81,11 +81,11 @@ class Sglang(Engine):
         if isinstance(kind, SmallModel):
             if kind.other_tokenizer:
                 raise OutriderError(
-                    "SGLang takes only drafts with the target's tokenizer: give the plan another, or export to transformers"
+                    "SGLang needs a draft with the target's tokenizer: give the plan another draft, or export to transformers"
                 )
             return {"speculative-algorithm": "STANDALONE", "speculative-draft-model-path": kind.source, **chain}, []
         if isinstance(kind, Lookup):
-            note = "SGLang looks n-grams up in a trie of all requests, whatever min_n and max_n are; it needs a CUDA GPU."
+            note = "SGLang uses a trie over all requests and ignores min_n and max_n; it needs a CUDA GPU."
             return {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": k + 1}, [note]
         if isinstance(kind, FeatureHead):
             source, generation = heads.feature_head(kind, wanted, folder)

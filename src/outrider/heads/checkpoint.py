@@ -1,4 +1,4 @@
-"""Reading and writing a head's folder: a config.json and tensors, in whatever file their makers put them."""
+"""Read and write folders of heads: config.json and tensors in any of the usual files."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ EAGLE = DraftKind("eagle", "an EAGLE head", r"^((model|eagle_module|draft_model)
 
 
 def find_folder(source: str | Path) -> Path:
-    """A local folder, or the download of a hub id. Raises ``OutriderError`` where there is none."""
+    """Return a local folder, or the download of a hub id. Raises ``OutriderError`` if there is none."""
     path = Path(source).expanduser()
     if path.is_dir():
         return path
     if path.exists() or str(source).startswith((".", "/", "~")) or str(source).count("/") != 1:
-        raise OutriderError(f"no head at {source}: give the folder that holds its config.json and weights, or a hub id")
+        raise OutriderError(f"no head at {source}: expected a folder with config.json and weights, or a hub id")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(str(source), allow_patterns=["*.json", *FILES, "*.safetensors", "*.bin"]))
-    except Exception as error:  # the hub fails in more ways than can be listed
-        raise OutriderError(f"cannot get {source} from the hub: {first_line(error)}") from error
+    except Exception as error:  # the hub client raises many kinds of exceptions
+        raise OutriderError(f"cannot download {source} from the hub: {first_line(error)}") from error
 
 
 def folder_of(source: object) -> Path:
-    """``find_folder`` for whatever a user gave. Raises ``OutriderError`` for what can be neither a folder nor a hub id."""
+    """Return ``find_folder`` of a user's value. Raises ``OutriderError`` if it is neither a folder nor a hub id."""
     if not isinstance(source, (str, Path)):
-        raise OutriderError(f"heads are a folder, a hub id or a loaded module of outrider.heads, not {type(source).__name__}")
+        raise OutriderError(f"invalid heads {type(source).__name__}: expected a folder, a hub id or a module of outrider.heads")
     return find_folder(source)
 
 
@@ -69,7 +69,7 @@ def kind_of(folder: Path) -> DraftKind | None:
         return None
     try:
         names = list(_tensor_names(folder))
-    except Exception:  # broken files: whoever loads them says how
+    except Exception:  # broken files are reported when they are loaded
         return None
     kinds = (MEDUSA, EAGLE, MODEL)  # heads may come with an embedding of their own
     return next((kind for kind in kinds if any(re.search(kind.mark, name) for name in names)), None)
@@ -89,26 +89,26 @@ def _tensor_names(folder: Path) -> Iterator[str]:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and all tensors, on the CPU. Raises ``OutriderError``: no such files, cut short, NaN or infinity in them."""
+    """Read config.json and all tensors, on the CPU. Raises ``OutriderError`` for missing or broken files, NaN or infinity."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except OSError:
-        raise OutriderError(f"{folder} holds no config.json: not a head's folder") from None
+        raise OutriderError(f"{folder} is not a head's folder: config.json is missing") from None
     except ValueError as error:
-        raise OutriderError(f"{folder}/config.json is no JSON: {first_line(error)}") from error
+        raise OutriderError(f"{folder}/config.json is not valid JSON: {first_line(error)}") from error
     if not isinstance(config, dict):
-        raise OutriderError(f"{folder}/config.json is no config: it holds a {type(config).__name__}")
+        raise OutriderError(f"{folder}/config.json must be an object, got a {type(config).__name__}")
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(folder):
         try:
             tensors |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-        except Exception as error:  # a truncated file fails in many ways
-            raise OutriderError(f"{file} cannot be read, download or copy it again: {first_line(error)}") from error
+        except Exception as error:  # truncated files raise many kinds of exceptions
+            raise OutriderError(f"cannot read {file}: {first_line(error)}; download or copy it again") from error
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise OutriderError(f"{folder}: {name} is no tensor but a {type(tensor).__name__}: not a head's weights alone")
+            raise OutriderError(f"{folder}: {name} must be a tensor, got a {type(tensor).__name__}")
         if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float32)):
-            raise OutriderError(f"{folder}: the weights of {name} hold NaN or infinity")
+            raise OutriderError(f"{folder}: the weights of {name} contain NaN or infinity")
     return config, tensors
 
 
@@ -119,19 +119,19 @@ def _weight_files(folder: Path) -> list[Path]:
             try:
                 names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise OutriderError(f"{index} names no files: {first_line(error)}") from error
+                raise OutriderError(f"{index} is not a weight index: {first_line(error)}") from error
             missing = [name for name in names if not (folder / name).exists()]
             if missing:
-                raise OutriderError(f"{folder} lacks {missing[0]}, which {index.name} names")
+                raise OutriderError(f"{folder} has no {missing[0]}, which {index.name} lists")
             return [folder / name for name in names]
     found = [folder / name for name in FILES if (folder / name).exists()]
     if not found:
-        raise OutriderError(f"{folder} holds no weights: looked for {', '.join(FILES)}")
+        raise OutriderError(f"{folder} has no weights: expected one of {', '.join(FILES)}")
     return found[:1]
 
 
 def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """A folder as ``read_folder`` reads it, the weights in safetensors."""
+    """Write a folder for ``read_folder``, with weights in safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, folder / "model.safetensors",
@@ -139,20 +139,20 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: object, ignored: Sequence[str] = ()) -> None:
-    """Loads every parameter and persistent buffer of a module. ``ignored``: patterns of names that may be left over.
+    """Load every parameter and persistent buffer of a module. ``ignored``: patterns of names that may be unused.
 
-    Raises ``OutriderError`` naming the first tensor that is missing, unknown or of another shape.
+    Raises ``OutriderError`` with the first tensor that is missing, unknown or of another shape.
     """
     wanted = module.state_dict()
     missing = [name for name in wanted if name not in tensors]
     if missing:
-        raise OutriderError(f"{source} lacks weights of the head: {len(missing)} tensors, the first {missing[0]}")
+        raise OutriderError(f"{source} lacks {len(missing)} tensors of the head, the first {missing[0]}")
     unknown = [name for name in tensors if name not in wanted and not any(re.search(pattern, name) for pattern in ignored)]
     if unknown:
-        raise OutriderError(
-            f"{source} holds {len(unknown)} tensors that this kind of head does not have, the first {unknown[0]}"
-        )
+        raise OutriderError(f"{source} has {len(unknown)} unknown tensors for this kind of head, the first {unknown[0]}")
     for name, there in wanted.items():
         if there.shape != tensors[name].shape:
-            raise OutriderError(f"{source}: {name} is {list(tensors[name].shape)}, by its config it is {list(there.shape)}")
+            raise OutriderError(
+                f"{source}: {name} has shape {list(tensors[name].shape)}, expected {list(there.shape)} from its config"
+            )
     module.load_state_dict({name: tensors[name].to(there.dtype) for name, there in wanted.items()})

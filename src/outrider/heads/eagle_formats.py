@@ -1,8 +1,8 @@
 """EAGLE heads on disk: EAGLE-1/2, EAGLE-3 native and speculators are read; EAGLE-1, native and speculators are written.
 
-The layers an EAGLE-3 head reads are counted in two ways. ``eagle_aux_hidden_state_layer_ids`` at the top of a config (vLLM,
-speculators) counts as transformers' ``hidden_states`` do; inside ``eagle_config`` (SGLang, SpecForge, ModelOpt) it counts
-layers from 0 and means what they put out, one less. Both are written.
+The layers of an EAGLE-3 head are numbered in two ways. ``eagle_aux_hidden_state_layer_ids`` at the top of a config (vLLM,
+speculators) follows transformers' ``hidden_states``; inside ``eagle_config`` (SGLang, SpecForge, ModelOpt) it counts layers
+from 0 and means their outputs, one less. Both are written.
 """
 
 from __future__ import annotations
@@ -41,66 +41,66 @@ LAYER_KEYS = (
     "mlp_bias",
     "hidden_act",
 )
-# Llama's layer but for what shows in the weights: biases of attention are read, norms within a head are refused by name.
+# Llama's layer, except for what the weights show: attention biases are read, norms within a head are refused by name.
 LLAMA_LIKE = ("llama", "eagle", "qwen2", "qwen3")
-SECTIONS = ("transformer_layer_config", "model", "eagle_config", "outrider")  # of a config that are configs
+SECTIONS = ("transformer_layer_config", "model", "eagle_config", "outrider")  # nested configs
 FORMATS = ("native", "speculators")
 
 
 def load(source: str | Path, num_layers: int, vocab_size: int, target_hidden_size: int) -> EagleHead:
-    """Reads a head for a target of these sizes, float32. Raises ``OutriderError`` for what is missing or does not fit."""
+    """Read a head for a target of these sizes, in float32. Raises ``OutriderError`` if parts are missing or do not fit."""
     folder = find_folder(source)
     config, tensors = read_folder(folder)
     kind = config.get("speculators_model_type")
     if kind not in (None, "eagle3"):
-        raise OutriderError(f"{source} is a speculators head of the kind {kind!r}: of these, eagle3 can be loaded")
+        raise OutriderError(f"unsupported speculators head {kind!r} in {source}: expected eagle3")
     tensors = {_plain_name(name): tensor for name, tensor in tensors.items()}
     odd = [key for key in SECTIONS if not isinstance(config.get(key) or {}, dict)]
     if odd:
-        raise OutriderError(f"{source}: {odd[0]} in its config is no config but a {type(config[odd[0]]).__name__}")
+        raise OutriderError(f"{source}: {odd[0]} in config.json must be an object, got a {type(config[odd[0]]).__name__}")
     layer = config.get("transformer_layer_config") or config.get("model") or config
     if "fc.weight" not in tensors:
-        raise OutriderError(f"{source} has no fc.weight: not an EAGLE head")
+        raise OutriderError(f"{source} is not an EAGLE head: fc.weight is missing")
     if layer.get("model_type", "llama") not in LLAMA_LIKE:
-        raise OutriderError(f"{source} is built from {layer['model_type']} layers: only heads with Llama layers can be loaded")
+        raise OutriderError(f"unsupported layers {layer['model_type']} in {source}: only Llama layers can be loaded")
     check_sizes(f"{source}/config.json", layer)
     llama = _llama(layer, tensors, vocab_size)
     if "layers.0.hidden_norm.weight" in tensors:
         shape = _shape_of_generation_3(config, tensors, llama, num_layers, target_hidden_size, str(source))
     else:
         shape = _shape_of_generation_1(tensors, llama, num_layers)
-        # The output head is the target's; an embedding beside it is a copy of the target's.
+        # The output head is the target's; a stored one is a copy.
         tensors = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
     try:
         head = EagleHead(shape)
-    except KeyError as error:  # of transformers' tables
-        raise OutriderError(f"{source}: its config names {error}, an activation or rotation that is not known") from error
+    except KeyError as error:  # from transformers' tables
+        raise OutriderError(f"{source}: unknown activation or rotary type {error} in config.json") from error
     except Exception as error:  # wrong values fail in more ways than can be listed
         raise OutriderError(f"{source}: no head can be made of its config: {first_line(error)}") from error
     offsets = tensors.pop("d2t", None)
     if offsets is not None:
         tensors["draft_ids"] = offsets.long() + torch.arange(len(offsets))
     elif shape.draft_vocab_size < vocab_size:
-        raise OutriderError(f"{source} drafts {shape.draft_vocab_size} of {vocab_size} tokens and holds no d2t to tell which")
+        raise OutriderError(f"{source} drafts {shape.draft_vocab_size} of {vocab_size} tokens, but the mapping d2t is missing")
     fill(head, tensors, source, IGNORED)
     return head.eval().requires_grad_(False)
 
 
 def _plain_name(name: str) -> str:
-    """Our name of a tensor: without prefixes, ``midlayer`` and SGLang's ``additional_layers`` counted as layers."""
+    """Return the canonical tensor name: without prefixes, ``midlayer`` and SGLang's ``additional_layers`` as layers."""
     name = re.sub(r"^(model|eagle_module|draft_model)\.", "", name).replace("midlayer.", "layers.0.", 1)
     return re.sub(r"^additional_layers\.(\d+)\.", lambda found: f"layers.{int(found[1]) + 1}.", name)
 
 
 def _llama(layer: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int) -> LlamaConfig:
-    """The config of the head's layers. Their number is counted in the weights: configs say that of the target now and then."""
+    """Return the config of the head's layers. Their number is counted in the weights; some configs have the target's."""
     given = {key: layer[key] for key in LAYER_KEYS if layer.get(key) is not None}
-    given["attention_bias"] = "layers.0.self_attn.q_proj.bias" in tensors  # configs call it qkv_bias, or leave it to the model
+    given["attention_bias"] = "layers.0.self_attn.q_proj.bias" in tensors  # configs call it qkv_bias or omit it
     numbers = [int(found[1]) for found in (re.match(r"layers\.(\d+)\.", name) for name in tensors) if found]
     try:
         config = LlamaConfig(**given, num_hidden_layers=max(numbers, default=0) + 1, attention_dropout=0.0)
-    except Exception as error:  # transformers checks configs in many ways
-        raise OutriderError(f"the head's config makes no Llama layer: {' '.join(str(error).split())}") from error
+    except Exception as error:  # transformers raises many kinds of exceptions
+        raise OutriderError(f"the head's config is not valid for Llama layers: {' '.join(str(error).split())}") from error
     embedding = tensors.get("embed_tokens.weight")
     config.vocab_size = vocab_size if embedding is None else embedding.shape[0]
     config._attn_implementation = "outrider"
@@ -128,13 +128,13 @@ def _shape_of_generation_3(
     width = int(config.get("target_hidden_size") or llama.hidden_size)
     num_features, rest = divmod(tensors["fc.weight"].shape[1], width)
     if rest or not num_features:
-        raise OutriderError(f"{source}: fc reads {tensors['fc.weight'].shape[1]} numbers, not a multiple of {width}")
+        raise OutriderError(f"{source}: the input width {tensors['fc.weight'].shape[1]} of fc is not a multiple of {width}")
     ids = layer_ids(config)
     if ids is None:
         ids = default_hidden_states(num_layers)
-        logger.warning("%s does not say which layers it reads: taken to be %s, which is a guess", source, ids)
+        logger.warning("%s does not name the hidden states it reads: assuming %s", source, ids)
     if len(ids) != num_features:
-        raise OutriderError(f"{source} reads {num_features} features, its config names the layers {ids}")
+        raise OutriderError(f"{source} reads {num_features} features, but its config names the layers {ids}")
     output = tensors.get("lm_head.weight")
     return EagleShape(
         3,
@@ -155,7 +155,7 @@ def _shape_of_generation_3(
 
 
 def layer_ids(config: dict[str, Any]) -> tuple[int, ...] | None:
-    """The hidden states that a config names, in transformers' count; None where it is silent."""
+    """Return the hidden states that a config names, in transformers' numbering; None if it names none."""
     outer = config.get("eagle_aux_hidden_state_layer_ids")
     inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     try:
@@ -163,7 +163,7 @@ def layer_ids(config: dict[str, Any]) -> tuple[int, ...] | None:
             return tuple(int(index) for index in outer)
         return tuple(int(index) + 1 for index in inner) if inner else None
     except (TypeError, ValueError):
-        raise OutriderError(f"the head's config names no layers: {outer or inner!r} is no list of numbers") from None
+        raise OutriderError(f"invalid layer ids {outer or inner!r} in the head's config: expected a list of integers") from None
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------------
@@ -172,17 +172,17 @@ def layer_ids(config: dict[str, Any]) -> tuple[int, ...] | None:
 def export(
     head: EagleHead, folder: Path, kind: str = "native", verifier: str = "", acceptance: list[float] | None = None
 ) -> None:
-    """Writes a head. ``kind``: native or speculators (EAGLE-3 only); ``verifier``: the target's name, for the config.
+    """Write a head. ``kind``: native or speculators (EAGLE-3 only); ``verifier``: the target's name, for the config.
 
-    ``acceptance``: measured acceptance of the first, second, ... sibling, by which Outrider shapes its trees.
+    ``acceptance``: measured acceptance of the first, second, ... sibling, which determines tree shapes.
     """
     shape = head.shape
     if kind not in FORMATS:
-        raise OutriderError(f"unknown format {kind!r}; known: {', '.join(FORMATS)}")
+        raise OutriderError(f"unknown format {kind!r}: expected {', '.join(FORMATS)}")
     if shape.generation == 1 and kind == "speculators":
-        raise OutriderError("an EAGLE-1 head is written in its native format: speculators has none that others load")
+        raise OutriderError("EAGLE-1 heads support the native format only")
     tensors = {name: tensor for name, tensor in head.state_dict().items() if name != "draft_ids"}
-    if shape.generation == 1 or kind == "speculators":  # elsewhere the target's is used
+    if shape.generation == 1 or kind == "speculators":  # other formats use the target's
         tensors.setdefault("embed_tokens.weight", head.embedding_table())
     layer = _layer_config(head)
     extra = {"outrider": {"acceptance_by_rank": acceptance}} if acceptance else {}
@@ -190,12 +190,12 @@ def export(
         config = layer | {"architectures": ["LlamaForCausalLM"], "bias": shape.fc_bias}
         write_folder(folder, config | extra, tensors)
         return
-    if head.draft_ids is not None:  # vLLM refuses the tables of a head over the whole vocabulary
+    if head.draft_ids is not None:  # vLLM refuses these tables for a head over the whole vocabulary
         ids = head.draft_ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(shape.llama.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     if not shape.own_output:
-        raise OutriderError("a head that uses the target's output head cannot be exported: train one with its own")
+        raise OutriderError("a head that uses the target's output head cannot be exported: train one with its own output head")
     norms = {name: getattr(shape, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
     common = {
         **norms,
@@ -257,7 +257,7 @@ def _speculators(layer: dict[str, Any], verifier: str) -> dict[str, Any]:
 
 
 def measured_acceptance(folder: Path) -> tuple[float, ...] | None:
-    """What ``export`` was told of the siblings' acceptance, if anything."""
+    """Return the sibling acceptance stored by ``export``, if any."""
     config = json.loads((folder / "config.json").read_text())
     values = (config.get("outrider") or {}).get("acceptance_by_rank")
     return tuple(float(value) for value in values) if values else None

@@ -44,12 +44,12 @@ def choose(finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], p
     others: dict[str, str] = {}
     for each in finalists:
         if each not in winners:
-            others[each.label] = f"{_said(speedups[each])} plain decoding's speed, which is within noise or slower"
+            others[each.label] = f"{_said(speedups[each])} plain decoding's speed: not faster beyond noise"
     if not winners:
-        reason = "no candidate is faster than plain decoding by more than the noise: do not speculate"
+        reason = "no candidate is faster than plain decoding beyond noise: do not speculate"
         return Choice(PLAIN_CONTENDER, None, reason, others)
     winners.sort(key=lambda each: -speedups[each].value)
-    leaders = {each.method: each for each in reversed(winners)}  # the fastest length of each method
+    leaders = {each.method: each for each in reversed(winners)}  # fastest length of each method
     best = winners[0]
     against = {each: ratio(best.label, each.label) for each in leaders.values() if each != best}
     alike = [best, *(each for each, lead in against.items() if _is_alike(lead))]
@@ -63,7 +63,7 @@ def choose(finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], p
     reason = f"{_said(speedups[chosen])} the speed of plain decoding"
     if chosen != best:
         lead = against[chosen]
-        reason += f"; {best.label} measured {lead.value:.2f} times as fast, which is within noise, and this is simpler"
+        reason += f"; {best.label} measured {lead.value:.2f} times as fast, within noise, and this is simpler"
     return Choice(chosen, speedups[chosen], reason, others)
 
 

@@ -1,4 +1,4 @@
-"""What the server allows, and who may use it."""
+"""Server limits and API keys."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class Client:
-    """Who asks: fairness is between clients, and higher priorities go first."""
+    """A client: scheduling is fair between clients, and higher priorities go first."""
 
     name: str = "anonymous"
     priority: int = 0
@@ -69,7 +69,7 @@ ANYONE = Client()
 
 
 class KeyRing:
-    """The API keys, kept as digests; without any, everyone may ask."""
+    """API keys, stored as digests; without keys, everyone has access."""
 
     def __init__(self, keys: Sequence[tuple[str, Client]] = ()) -> None:
         self._clients = [(_digest(key), client) for key, client in keys]
@@ -78,7 +78,7 @@ class KeyRing:
         return len(self._clients)
 
     def client(self, key: str | None) -> Client | None:
-        """Whose key it is; None if nobody's. Takes the same time for every key, known or not."""
+        """Return the key's client, or None. Takes the same time for every key, known or not."""
         if not self._clients:
             return ANYONE
         digest, found = _digest(key or ""), None
@@ -89,10 +89,10 @@ class KeyRing:
 
     @classmethod
     def load(cls, file: Path | None) -> KeyRing:
-        """From a file of lines ``key [name [priority]]``, or from ``OUTRIDER_API_KEYS``, the same joined by commas.
+        """Read lines ``KEY [NAME [PRIORITY]]`` from a file, or comma-separated entries from ``OUTRIDER_API_KEYS``.
 
-        Keys of one name are one client; a key without a name is a client of its own. Raises ``OutriderError`` for a line that
-        is neither, and for a file without any key.
+        Keys with one name are one client; a key without a name is a client of its own. Raises ``OutriderError`` for a
+        malformed line, and for a file without keys.
         """
         if file is None:
             entries = os.environ.get(KEYS_VARIABLE, "").split(",")
@@ -100,19 +100,19 @@ class KeyRing:
         try:
             lines = file.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise OutriderError(f"the API keys cannot be read: {error}") from error
+            raise OutriderError(f"cannot read the API keys: {error}") from error
         numbered = [
             (number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.lstrip().startswith("#")
         ]
         if not numbered:
-            raise OutriderError(f"{file} holds no API key: write one a line")
+            raise OutriderError(f"{file} contains no API key: expected one KEY [NAME [PRIORITY]] per line")
         return cls([_entry(line, number, str(file)) for number, line in numbered])
 
 
 def _entry(line: str, number: int, source: str) -> tuple[str, Client]:
     found = re.fullmatch(r"(\S+)(?:\s+(\S+)(?:\s+([+-]?\d+))?)?", line.strip())
     if found is None:
-        raise OutriderError(f"{source}: an entry is a key, then a name and a whole number as priority if wanted")
+        raise OutriderError(f"invalid entry in {source}: expected KEY [NAME [PRIORITY]] with an integer priority")
     key, name, priority = found.groups()
     return key, Client(name or f"client-{number}", int(priority or 0))
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics: vLLM's names where vLLM has one, so that its dashboards show Outrider too."""
+"""Prometheus metrics, under vLLM's names where vLLM has them, so that its dashboards work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0,
 
 
 class Metrics:
-    """Counts what calls cost, and reads the engine's own counts when it is asked."""
+    """Counts calls, and reads the engine's counts on request."""
 
     def __init__(self, bridge: EngineBridge, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -27,7 +27,7 @@ class Metrics:
             return Histogram(name, text, labels, buckets=buckets, registry=self.registry).labels(**here)
 
         self.first_token = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", SECONDS)
-        self.between_tokens = histogram("vllm:inter_token_latency_seconds", "Seconds a later token.", TOKEN_SECONDS)
+        self.between_tokens = histogram("vllm:inter_token_latency_seconds", "Seconds per later token.", TOKEN_SECONDS)
         self.whole = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", SECONDS)
         self._prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens.", labels, registry=self.registry).labels(**here)
         self._ended = Counter(
@@ -48,23 +48,23 @@ class Metrics:
         self._refused.labels(**self._here, status=str(status)).inc()
 
     def page(self) -> bytes:
-        """Everything in Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
 
 class _EngineCounts:
-    """The engine's totals, read when somebody asks; it is the engine's thread that writes them."""
+    """Exports the engine's totals, which the engine's thread writes."""
 
     def __init__(self, bridge: EngineBridge, model: str) -> None:
         self._bridge, self._model = bridge, model
 
     def collect(self) -> Iterator[Metric]:
-        """Named as vLLM names them, then what only Outrider has."""
+        """Yield metrics with vLLM's names, then Outrider's own."""
         engine = self._bridge.llm.engine
         stats, scheduler = engine.stats, engine.scheduler
         histogram, cache = dict(stats.acceptance_histogram), engine.runner.cache
         yield self._gauge("vllm:num_requests_running", "Sequences in the batch.", len(scheduler.running))
-        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait for a place.", len(scheduler.waiting))
+        yield self._gauge("vllm:num_requests_waiting", "Waiting sequences.", len(scheduler.waiting))
         yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", cache.num_looked_up)
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", cache.num_reused)
         yield self._counter("vllm:generation_tokens", "Generated tokens.", stats.num_tokens)

@@ -1,6 +1,6 @@
-"""Whole training runs of models: a target that learns to be left early, and a draft that learns from its target.
+"""Training runs of models: early-exit targets and distilled drafts.
 
-Rows, checkpoints and curves are kept as for heads (``runs``); what comes out is an ordinary Hugging Face folder.
+Rows, checkpoints and curves are stored as for heads (``runs``); the result is an ordinary Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from outrider.types import OutriderError
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
-ROWS = 2  # of held-out text in a pass: the logits of a large vocabulary are wide
+ROWS = 2  # held-out rows per pass: logits of a large vocabulary are wide
 
 
 def train_early_exit(bench: Bench, out: Path, how: HeadPlan, skip: LayerSkip) -> bool:
-    """Continues the target so that its first layers can draft for it, and writes it whole. False if interrupted.
+    """Continue training the target for early exit and write it. Return False if interrupted.
 
-    Raises ``OutriderError`` for a target of fewer than three layers, or one whose layers do not run one by one.
+    Raises ``OutriderError`` for a target with fewer than three layers, or one whose layers do not run one by one.
     """
     runner = bench.runner
     if runner.num_layers < 3:
-        raise OutriderError(f"training early exits needs a target of three layers or more, this one has {runner.num_layers}")
+        raise OutriderError(f"early-exit training needs a target with at least three layers; this one has {runner.num_layers}")
     model = trainable(runner)
     decoder = Decoder(model)
     decoder.check()
@@ -58,7 +58,7 @@ def train_early_exit(bench: Bench, out: Path, how: HeadPlan, skip: LayerSkip) ->
 
     before = once(bench.work / "early-exit" / "before.json", lambda: measure_exits(decoder, rows.held_out))
     for layer in decoder.layers if how.compiled else ():
-        layer.compile()  # for any number of rows: dropout leaves some out
+        layer.compile()  # for any number of rows, because dropout skips some
     loss = EarlyExitLoss(decoder, skip, autocast_dtype(runner.device), how.seed)
     if not run_job(bench, "early-exit", model, rows, loss, how.plan(rows), measure):
         return False
@@ -70,7 +70,7 @@ def train_early_exit(bench: Bench, out: Path, how: HeadPlan, skip: LayerSkip) ->
 
 @torch.no_grad()
 def measure_exits(decoder: Decoder, rows: Tensor) -> dict[str, Any]:
-    """Loss of the model on rows [R, S], and how much of what each early exit drafts it would accept, by layers run."""
+    """Return the model's loss on rows [R, S], and the acceptance of each early exit's drafts, by layers run."""
     pairs: dict[int, list[tuple[Tensor, Tensor]]] = {depth: [] for depth in range(1, len(decoder.layers))}
     losses = []
     decoder.model.eval()
@@ -85,33 +85,33 @@ def measure_exits(decoder: Decoder, rows: Tensor) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DraftRun:
-    """Which draft is trained, and how it learns."""
+    """Draft to train, and its loss."""
 
     shape: DraftShape = field(default_factory=DraftShape)
-    start: str | None = None  # folder or hub id of a draft to go on from, in place of a shape
+    start: str | None = None  # folder or hub id of a draft to continue, instead of a shape
     teaching: Distillation = field(default_factory=Distillation)
 
 
 def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRun()) -> bool:
-    """Trains a small model on the target's logits and writes it. False if interrupted.
+    """Train a small model on the target's logits and write it. Return False if interrupted.
 
-    Raises ``OutriderError`` for sizes that the target does not allow and for a draft of another vocabulary.
+    Raises ``OutriderError`` for invalid sizes and for a draft with another vocabulary.
     """
     runner, teaching = bench.runner, kind.teaching
     if teaching.loss not in DIVERGENCES:
-        raise OutriderError(f"no loss {teaching.loss!r} to train a draft with: {' or '.join(DIVERGENCES)}")
+        raise OutriderError(f"invalid loss {teaching.loss!r}: expected {' or '.join(DIVERGENCES)}")
     if not (0 <= teaching.on_policy <= 1 and teaching.prompt_len >= 1):
-        raise OutriderError(f"on-policy rows are a share between 0 and 1 behind prompts of a token or more, not {teaching}")
+        raise OutriderError(f"invalid {teaching}: expected on_policy from 0 to 1 and prompt_len of at least 1")
     if teaching.on_policy and teaching.prompt_len >= bench.seq_len:
-        raise OutriderError(f"rows of {bench.seq_len} tokens leave nothing to write after prompts of {teaching.prompt_len}")
+        raise OutriderError(f"rows of {bench.seq_len} tokens leave nothing to generate after prompts of {teaching.prompt_len}")
     target = trainable(runner).requires_grad_(False).eval()
     torch.manual_seed(how.seed)
     if kind.start is None:
         draft, said = new_draft(target, kind.shape)
     else:
-        draft, said = _existing(kind.start, bench), f"it begins as {kind.start}"
+        draft, said = _existing(kind.start, bench), f"continuing {kind.start}"
     share = draft.num_parameters() / target.num_parameters()
-    logger.info("a draft of %.1fM parameters, %.0f%% of the target's; %s", draft.num_parameters() / 1e6, 100 * share, said)
+    logger.info("draft with %.1fM parameters, %.0f%% of the target's; %s", draft.num_parameters() / 1e6, 100 * share, said)
     bench.claim("draft", shape=asdict(kind.shape), start=kind.start, teaching=asdict(teaching))
     rows = TextRows(bench.training_rows())
 
@@ -137,7 +137,7 @@ def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRu
 
 @torch.no_grad()
 def measure_draft(draft: PreTrainedModel, target: PreTrainedModel, rows: Tensor) -> dict[str, Any]:
-    """How much of what the draft says the target would accept, on rows [R, S]."""
+    """Return the acceptance of the draft on rows [R, S]."""
     was_training = draft.training
     draft.eval()
 
@@ -145,37 +145,39 @@ def measure_draft(draft: PreTrainedModel, target: PreTrainedModel, rows: Tensor)
         for ids in rows.to(target.device).split(ROWS):
             yield acceptance(target(input_ids=ids, use_cache=False).logits, draft(input_ids=ids, use_cache=False).logits)
 
-    with torch.compiler.set_stance("force_eager"):  # other shapes than training's
+    with torch.compiler.set_stance("force_eager"):  # shapes differ from training's
         found = summary(pairs())
     draft.train(was_training)
     return found
 
 
 def trainable(runner: ModelRunner, source: str | None = None) -> PreTrainedModel:
-    """The runner's model, or another one, as transformers has it: float32, where the runner is."""
+    """Load the runner's model, or another one, in float32 on the runner's device."""
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             source or runner.name, dtype=torch.float32, attn_implementation="sdpa"
         )
     except (OSError, ValueError) as error:
-        raise OutriderError(f"cannot load {source or runner.name} to train it: {str(error).strip().splitlines()[0]}") from error
+        raise OutriderError(
+            f"cannot load {source or runner.name} for training: {str(error).strip().splitlines()[0]}"
+        ) from error
     found: PreTrainedModel = model.to(runner.device)
     return found
 
 
 def _existing(source: str, bench: Bench) -> PreTrainedModel:
-    """A draft that was trained before. Raises ``OutriderError`` where its ids mean other tokens than the target's."""
+    """Load an existing draft. Raises ``OutriderError`` if its vocabulary differs from the target's."""
     if bench.tokenizer is not None:
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
         except (OSError, ValueError, KeyError) as error:
-            raise OutriderError(f"no tokenizer in {source}: {str(error).strip().splitlines()[0]}") from error
+            raise OutriderError(f"cannot load a tokenizer from {source}: {str(error).strip().splitlines()[0]}") from error
         check_same_vocabulary(bench.tokenizer, tokenizer)
     return trainable(bench.runner, source)
 
 
 def _save(bench: Bench, model: Any, out: Path) -> None:
-    """The model in the target's dtype, with the target's tokenizer: its files as they are, where it has any."""
+    """Write the model in the target's dtype, with unchanged files of the target's tokenizer, if any."""
     model.generation_config = bench.runner.model.generation_config
     model.to(checkpoint_dtype(bench.runner)).save_pretrained(out)
     source = Path(bench.runner.name)

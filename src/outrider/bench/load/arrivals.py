@@ -1,4 +1,4 @@
-"""When requests are sent: so many at a time, or at random at a given rate. Knows no HTTP."""
+"""Arrival processes: a number of clients, or random arrivals at a rate."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ Ask = Callable[[Item], Awaitable[Result]]
 
 @dataclass(frozen=True)
 class Load:
-    """So many clients, each of which asks again when it is answered; or arrivals at a rate, however many run already."""
+    """A number of clients, each sending its next request after an answer; or arrivals at a rate, however many are running."""
 
     concurrency: int | None = None
     rate: float | None = None  # requests per second, as a Poisson process
 
     def __post_init__(self) -> None:
         if (self.concurrency is None) == (self.rate is None):
-            raise OutriderError("a load has either a number of clients or a rate")
+            raise OutriderError("a load needs either a number of clients or a rate")
         if (self.concurrency is not None and self.concurrency < 1) or (self.rate is not None and not 0 < self.rate < inf):
-            raise OutriderError("a number of clients must be at least 1, and a rate above 0 and finite")
+            raise OutriderError("invalid load: expected at least 1 client, or a finite rate above 0")
 
     @property
     def label(self) -> str:
         return f"{self.concurrency} at a time" if self.concurrency else f"{self.rate:g}/s"
 
     async def send(self, ask: Ask[Item, Result], items: Sequence[Item], seed: int) -> list[Result]:
-        """Asks for all items. ``seed``: of the arrivals, so that two runs have the same."""
+        """Send all items. ``seed``: of the arrivals, so that two runs have the same."""
         if self.concurrency is not None:
             return await _in_turn(ask, items, self.concurrency)
         assert self.rate is not None
@@ -53,7 +53,7 @@ async def _in_turn(ask: Ask[Item, Result], items: Sequence[Item], concurrency: i
 
 
 async def _at_random(ask: Ask[Item, Result], items: Sequence[Item], rate: float, seed: int) -> list[Result]:
-    """Gaps are exponential; each is counted from the last arrival's planned time, so that no delay adds up."""
+    """Start items with exponential gaps from the last planned arrival, so that delays do not accumulate."""
     loop, choose = asyncio.get_running_loop(), random.Random(seed)
     tasks, at = [], loop.time()
     for item in items:

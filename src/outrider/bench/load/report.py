@@ -22,7 +22,7 @@ DEFINITIONS = (
 
 
 def document(sweep: Sweep, objective: Objective, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that was measured, and what is needed to repeat it."""
+    """Return all measurements with their provenance."""
     traffic, found = sweep.traffic, cells(sweep.groups, objective)
     return {
         "kind": "serve",
@@ -45,13 +45,13 @@ def document(sweep: Sweep, objective: Objective, extra: Mapping[str, Any]) -> di
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """For a terminal of 80 columns: failures have one only where something failed."""
+    """Return a table for a terminal with 80 columns; failures are shown only if there are any."""
     from rich import box
     from rich.table import Table
 
     limits, cells = result["objective_ms"], result["cells"]
     title = (
-        "load: clients at a time, or arrivals; ms p50/p95; good: requests a second with the first token in "
+        "load: concurrent clients, or arrivals; ms p50/p95; good: requests per second with the first token in "
         f"{limits['first_token']:g} ms and {limits['token']:g} ms a token"
     )
     has_failed = any(cell["failed"] for cell in cells)
@@ -89,15 +89,15 @@ def _pair(value: Mapping[str, float] | None) -> str:
 
 
 def _short(milliseconds: float) -> str:
-    """At most five characters."""
+    """Format in at most five characters."""
     return f"{milliseconds:.0f}" if milliseconds < 99_999 else f"{milliseconds / 1000:.0f}s"
 
 
 def verdict(result: Mapping[str, Any]) -> str:
-    """The worst cell in one line."""
+    """Return the worst cell as one line."""
     found = result["worst"]
     if found is None:
-        return "no plain decoding to compare with: an Outrider server takes it per request, for another give --plain-url"
+        return "no plain baseline: Outrider servers support it per request; for another server give --plain-url"
     latest = found["first_token_p95_ratio"]
     first = "" if latest is None else f"; first token p95 at most {latest:.2f}x plain's, at {found['first_token_at']}"
-    return f"least speedup {found['speedup']:.2f}x, at {found['speedup_at']}{first}"
+    return f"smallest speedup {found['speedup']:.2f}x, at {found['speedup_at']}{first}"
