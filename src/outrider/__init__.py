@@ -1,4 +1,4 @@
-"""Outrider: lossless speculative decoding for any Hugging Face causal language model. The same text, faster."""
+"""Outrider: lossless speculative decoding for Hugging Face causal language models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Imported on first use: `import outrider` must not cost the seconds that torch and transformers take.
+# Imported lazily: `import outrider` must not take the seconds that importing torch and transformers takes.
 _HOMES = {
     "LLM": "outrider.engine.llm",
     "Chunk": "outrider.engine.outputs",

@@ -1,4 +1,4 @@
-"""Builds a C++ file of the package for this very CPU, once a machine, and keeps the library on disk."""
+"""Compile a C++ file of the package for this CPU, once per machine, and cache the library on disk."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 SECONDS = 25.0  # that compiling a library takes, roughly
 
 FAILURES = (subprocess.SubprocessError, OSError, ValueError)  # what ``find_compiler`` and ``built`` raise
-# -ffp-contract=off: compilers fuse a product and a sum in one copy of a function and not in another, as they think best for the
-# CPU (GCC avoids chains of fused additions on AMD's), and a row's bits would depend on which copy computes it.
+# -ffp-contract=off: otherwise compilers fuse a product and a sum in one copy of a function and not in another (GCC avoids
+# chains of fused additions on AMD CPUs), and a row's bits would depend on the copy that computes it.
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-shared")
 
 
@@ -63,13 +63,13 @@ def library(
 
 
 def first_line(error: Exception) -> str:
-    """What the compiler said first, for a log."""
+    """Return the first line of the compiler's message, for a log."""
     details = str(getattr(error, "stderr", "") or error).strip()
     return details.splitlines()[0] if details else type(error).__name__
 
 
 def cpu_flags() -> str:
-    """What ``-march=native`` depends on, of this machine."""
+    """Return the CPU features that ``-march=native`` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -12,7 +12,7 @@ AUTO = "auto"  # the method, or the number of drafts, that fits
 
 
 class Registry:
-    """Maps a name to ``module:attribute``, imported only when asked for, so that listing the names costs nothing."""
+    """Maps a name to ``module:attribute``, imported on first use, so that listing names is cheap."""
 
     def __init__(self, kind: str, entries: dict[str, str], joint: str | None = None) -> None:
         """``joint`` makes one entry of two, for names joined by "+"."""

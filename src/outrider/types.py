@@ -1,4 +1,4 @@
-"""The nouns of speculative decoding, shared by every room.
+"""Data types of speculative decoding, shared by all modules.
 
 This module knows nothing of models, caches, methods or the loop.
 
@@ -20,23 +20,23 @@ from outrider.sampling_params import Grammar as Grammar
 from outrider.sampling_params import Matcher as Matcher
 from outrider.sampling_params import SamplingParams as SamplingParams
 
-# Logit of a token that a draft cannot say. Beside any other it has no probability; where masks (a grammar's) leave no other, a
-# distribution remains: minus infinity would leave none. Temperatures and penalties keep it finite in float32.
+# Logit of a token that a draft cannot emit. Its probability is zero unless masks (a grammar's) leave no other token; minus
+# infinity would leave no distribution then. It stays finite in float32 under temperatures and penalties.
 UNSAID = -1e30
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One generation under way. The scheduler alone appends to ``token_ids``; every other room only reads."""
+    """One running generation. Only the scheduler appends to ``token_ids``; all other code only reads."""
 
     request_id: str
-    token_ids: list[int]  # committed text: the prompt, then the output
+    token_ids: list[int]  # committed tokens: the prompt, then the output
     num_prompt_tokens: int
     params: SamplingParams
-    seed: int  # params.seed, or one drawn for this request; sample i of n has its own
+    seed: int  # params.seed, or a random one; sample i of n has its own
     generator: torch.Generator  # on the CPU, seeded with `seed`
     matcher: Matcher | None = None  # of params.grammar
-    num_draft_tokens: int | None = None  # K of its own, 0 for plain decoding; None leaves it to the engine's policy
+    num_draft_tokens: int | None = None  # requested K, 0 for plain decoding; None: the policy decides
 
     @property
     def num_output_tokens(self) -> int:
@@ -44,14 +44,14 @@ class Request:
 
 
 class Randomness(Protocol):
-    """The only two random decisions a verifier makes. Tests replace it by one that enumerates every outcome."""
+    """The two random decisions of a verifier. Tests replace it by one that enumerates every outcome."""
 
     def bernoulli(self, probs: Tensor) -> Tensor:
-        """Independent coins: float [B, N] in [0, 1] -> bool [B, N]."""
+        """Draw independent Bernoulli variables: float [B, N] in [0, 1] -> bool [B, N]."""
         ...
 
     def categorical(self, probs: Tensor) -> Tensor:
-        """One draw a row: float [B, V] (each row sums to 1) -> int64 [B]."""
+        """Sample one index per row: float [B, V] (each row sums to 1) -> int64 [B]."""
         ...
 
 
@@ -111,15 +111,15 @@ class BatchSampler(Randomness, Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """What a round is about: B running requests. Row b of every tensor of this round belongs to ``requests[b]``."""
+    """The B running requests of a round. Row b of every tensor of this round belongs to ``requests[b]``."""
 
     requests: tuple[Request, ...]
-    limits: tuple[int, ...]  # most drafts that are of use to each request this round (0 allowed); B entries
+    limits: tuple[int, ...]  # maximum useful drafts per request in this round (0 allowed); B entries
     sampler: BatchSampler  # turns logits into probabilities or tokens, for draft and target alike
     hidden: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
-    # index -> B tensors [T_b, H]: target features (see Scores) of the committed tokens that the target has read since the
-    # proposer last saw some, in order. All calls together cover the text from its first token on, each token once, up to but
-    # excluding the last one, which no pass has read yet. After ``Proposer.release`` they begin again.
+    # index -> B tensors [T_b, H]: target features (see Scores) of the committed tokens read since the last call, in order. All
+    # calls together cover the sequence from its first token, each token once, without the last one, which no pass has read
+    # yet. They start again after ``Proposer.release``.
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -134,7 +134,7 @@ class Context:
         return Context(requests, limits, self.sampler.take(rows), hidden)
 
     def limited(self, lengths: Sequence[int]) -> Context:
-        """The same round with at most ``lengths[b]`` drafts for request b."""
+        """Return the same context with at most ``lengths[b]`` drafts for request b."""
         limits = tuple([min(pair) for pair in zip(self.limits, lengths, strict=True)])
         return Context(self.requests, limits, self.sampler, self.hidden)
 
@@ -158,11 +158,11 @@ class PartialPass:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a proposer says: drafts for B requests, a chain (``parents=None``) or a tree of N nodes.
+    """Drafts for B requests: a chain (``parents=None``) or a tree of N nodes.
 
-    In a tree ``parents[b, i] < i`` (-1 is the root, the last committed token) and siblings stand in the order in which they are
-    to be tried. ``probs[b, i]`` is the distribution that draft i was really drawn from, *given that its earlier siblings were
-    drawn and rejected*, so sampling without replacement is the proposer's business and the verifier is method-blind.
+    In a tree ``parents[b, i] < i`` (-1 is the root, the last committed token) and siblings are ordered as they are to be tried.
+    ``probs[b, i]`` is the distribution that draft i was sampled from, *given that its earlier siblings were sampled and
+    rejected*: sampling without replacement is up to the proposer, and the verifier is independent of the method.
     """
 
     token_ids: Tensor  # [B, N] int64; root and bonus excluded; right-padded
@@ -173,7 +173,7 @@ class Proposal:
 
     @staticmethod
     def empty(batch: int, device: torch.device | str = "cpu") -> Proposal:
-        """No drafts for any of ``batch`` requests: plain decoding."""
+        """Return a proposal without drafts for ``batch`` requests: plain decoding."""
         return Proposal(torch.zeros(batch, 0, dtype=torch.long, device=device), torch.zeros(batch, dtype=torch.long))
 
     @property
@@ -228,27 +228,26 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Scores:
-    """What the target says of a proposal. Row 0 follows the root (the last committed token), row i + 1 follows draft i.
+    """The target's scores of a proposal. Row 0 follows the root (the last committed token), row i + 1 follows draft i.
 
-    Rows beyond ``lens[b]`` are undefined. Hidden states are counted as transformers' ``hidden_states`` are: 0 is the
-    embedding's output, i what goes into layer i (what layer i - 1 put out), and L, the number of layers, what comes out after
-    the final norm.
+    Rows beyond ``lens[b]`` are undefined. Hidden states are numbered as transformers' ``hidden_states``: 0 is the embedding's
+    output, i the input of layer i (the output of layer i - 1), and L, the number of layers, the output after the final norm.
     """
 
     logits: Tensor  # [B, N + 1, V] float32
     hidden: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
-    # index -> B tensors [T_b + 1 + lens[b], H]: of the committed tokens before the root that this round had to read, in order,
-    # of the root, and of its drafts
-    first_layer: int = 0  # of the pass: drafting had run those before it
+    # index -> B tensors [T_b + 1 + lens[b], H]: of the committed tokens before the root that this round read, in order, then of
+    # the root and of its drafts
+    first_layer: int = 0  # first layer of the pass: drafting already ran those before it
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a verifier says. The round emits ``num_accepted[b] + 1`` tokens: the drafts on the path, then ``next_token``."""
+    """A verifier's decision. The round emits ``num_accepted[b] + 1`` tokens: the drafts on the path, then ``next_token``."""
 
     path: Tensor  # [B, D] int64, on the CPU: indices of accepted drafts, root to leaf, -1 padded
     num_accepted: Tensor  # [B] int64, on the CPU
-    next_token: Tensor  # [B] int64, on the CPU: recovered (after a rejection) or bonus (all accepted): always one
+    next_token: Tensor  # [B] int64, on the CPU: recovered (after a rejection) or bonus (all accepted) token
 
     def take(self, rows: Sequence[int]) -> Verdict:
         """The verdict on these requests, in this order."""
@@ -306,8 +305,8 @@ class Round:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at before anything is served, and what came of it."""
+    """One check before serving, and its result."""
 
     level: Literal["ok", "note", "suspicious", "wrong"]  # wrong: it does not fit
     topic: str  # "vocabulary"
-    text: str  # a sentence in plain words
+    text: str  # one sentence

@@ -1,1 +1,1 @@
-"""Whether the running system can be told from plain decoding: tests with a stated power, and wrong verifiers to be caught."""
+"""Audit: test whether the running system is statistically indistinguishable from plain decoding, with controls."""

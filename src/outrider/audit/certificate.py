@@ -1,4 +1,4 @@
-"""The audit of one method: greedy text, sampled text, controls; and what follows from them, as one JSON-ready document."""
+"""Audit of one method: greedy output, sampled output, controls, and the verdict as a JSON-ready document."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ VERDICTS: dict[Verdict, str] = {
 
 @dataclass
 class Certificate:
-    """What was found of one method. ``sampling`` is None where only greedy text was asked for."""
+    """Results for one method. ``sampling`` is None if only greedy output was tested."""
 
     method: str
     verifier: str
-    is_lossless: bool  # what the verifier says of itself
+    is_lossless: bool  # declared by the verifier
     question: Question
     greedy: GreedyResult
     sampling: SamplingResult | None = None
 
     @property
     def findings(self) -> list[str]:
-        """What speaks against plain decoding's text and law, in plain words."""
+        """Return the evidence against equality with plain decoding."""
         found = []
         if self.greedy.num_defects:
             found.append(f"greedy text differs on {self.greedy.num_defects} prompt(s), and not by a tie")
@@ -50,7 +50,7 @@ class Certificate:
 
     @property
     def doubts(self) -> list[str]:
-        """Why nothing would follow from the tests."""
+        """Return why the tests would be inconclusive."""
         doubts = [] if self.sampling is None else self.sampling.reasons_void()
         if not self.greedy.is_rounding:
             doubts.append(
@@ -69,7 +69,7 @@ class Certificate:
 
 
 def audit(rig: Rig, method: str, way: Way, question: Question, say: Say) -> Certificate:
-    """Audits one method. At temperature 0 there is nothing to sample."""
+    """Audit one method. At temperature 0 only greedy output is tested."""
     say("greedy text", 0, 0)
     greedy = audit_greedy(rig, way, question.prompts, question.params)
     verifier = way.verifier
@@ -80,7 +80,7 @@ def audit(rig: Rig, method: str, way: Way, question: Question, say: Say) -> Cert
 
 
 def document(certificate: Certificate) -> dict[str, Any]:
-    """The certificate as JSON."""
+    """Return the certificate as JSON-ready data."""
     question, greedy = certificate.question, certificate.greedy
     return {
         "method": certificate.method,
@@ -161,7 +161,7 @@ def _test(test: Test, adjusted: float, question: Question) -> dict[str, Any]:
 
 
 def _difference(each: Difference) -> dict[str, Any]:
-    """None for what is infinite, which JSON does not know: the score of a token that cannot be, and the gap to it."""
+    """Replace infinity by None for JSON: the score of an impossible token, and the gap to it."""
     scores = [score if math.isfinite(score) else None for score in each.plain_logprobs]
     return asdict(each) | {"plain_logprobs": scores, "gap": each.gap if math.isfinite(each.gap) else None}
 

@@ -1,8 +1,8 @@
-"""What samples say against the target's law: G-tests, calibration, and a likelihood ratio towards the draft.
+"""Statistical evidence against the target's distribution: G-tests, calibration, and a likelihood ratio towards the draft.
 
-All three look at tokens given the text before them, so they hold whatever prefixes were sampled. A token in a fixed place of
-the text follows the target's conditional law whatever became of the drafts before it; one that was *accepted* does not, so
-nothing here is chosen by where a token came from.
+All three condition on the preceding tokens, so they are valid for any sampled prefixes. A token at a fixed position follows
+the target's conditional distribution whatever happened to the drafts before it; an *accepted* token does not, so nothing here
+is selected by a token's origin.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import Tensor
 
 from outrider.audit.statistics import chi_square_tail, smallest_tv
 
-MIN_EXPECTED = 10.0  # tokens due in a cell of a test; rarer cells are pooled
-MIN_VARIANCE = 5.0  # of a sum of cells, in tokens: below it is no normal variable
-EDGES = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.25, 0.5)  # between the cells of calibration: how likely the target found the token
+MIN_EXPECTED = 10.0  # minimum expected tokens per cell; rarer cells are pooled
+MIN_VARIANCE = 5.0  # minimum variance of a sum of cells, in tokens, for the normal approximation
+EDGES = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.25, 0.5)  # cell borders of calibration: the target's probability of the token
 NUM_CELLS = len(EDGES) + 1
-LEAKS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # shares of the draft's law that the likelihood ratio looks for
+LEAKS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # mixture weights of the draft's distribution in the likelihood ratio
 Prefix = tuple[int, ...]
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One continuation, the first ``length`` tokens of it."""
+    """The first ``length`` tokens of one continuation."""
 
     token_ids: tuple[int, ...]
     origins: tuple[str, ...]
@@ -40,15 +40,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Test:
-    """One member of the family of tests."""
+    """One test of the family."""
 
     name: str  # "G", "calibration" or "likelihood ratio"
-    place: int | None  # of the token in the continuation, from 1; None: all
+    place: int | None  # position in the continuation, from 1; None: all
     statistic: float
     freedom: int | None  # degrees of freedom; None for the likelihood ratio
     p_value: float
-    num_tokens: int  # that took part
-    effect: float  # sqrt(excess of the statistic over its mean / tokens); of the likelihood ratio: the likeliest share
+    num_tokens: int  # number of tested tokens
+    effect: float  # sqrt(excess of the statistic over its mean / tokens); for the likelihood ratio the likeliest share
 
     def smallest_tv(self, alpha: float, power: float) -> float | None:
         """See ``statistics.smallest_tv``; the likelihood ratio has a direction, and no such bound."""
@@ -56,7 +56,7 @@ class Test:
 
 
 class Tally:
-    """The samples of one prompt by the text before each token."""
+    """Samples of one prompt, grouped by prefix."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self.samples = samples
@@ -64,16 +64,16 @@ class Tally:
         for sample in samples:
             for place, token in enumerate(sample.token_ids):
                 self.counts.setdefault(sample.token_ids[:place], Counter())[token] += 1
-        self.probs: dict[tuple[Prefix, int], float] = {}  # the target's, of each sampled token
+        self.probs: dict[tuple[Prefix, int], float] = {}  # target probability of each sampled token
         self._seen: set[Prefix] = set()
 
     @property
     def texts(self) -> list[Prefix]:
-        """Texts along which plain decoding meets every prefix."""
+        """Return sequences along which plain decoding visits every prefix."""
         return sorted({sample.token_ids[:-1]: sample.token_ids for sample in self.samples}.values())
 
     def fresh(self, prefixes: Sequence[Prefix]) -> list[int]:
-        """Indices of the prefixes not met before, each once."""
+        """Return indices of new prefixes, each once."""
         found = []
         for index, prefix in enumerate(prefixes):
             if prefix in self.counts and prefix not in self._seen:
@@ -83,22 +83,22 @@ class Tally:
 
 
 class Evidence:
-    """Sums over all prompts, from which the tests are made."""
+    """Sums over all prompts, the input of the tests."""
 
     def __init__(self, length: int, has_rounding: bool = False) -> None:
-        """``length``: places tested; ``has_rounding``: passes of different widths round differently, see ``at_borders``."""
+        """``length``: tested positions; ``has_rounding``: passes of different widths round differently, see ``at_borders``."""
         self.length, self.has_rounding = length, has_rounding
         self.num_samples = 0
         self.origins: Counter[str] = Counter()
-        self.impossible = 0  # sampled tokens that the target gives probability 0
-        self.num_rounds = 0  # that the likelihood ratio has looked at
+        self.impossible = 0  # sampled tokens with target probability 0
+        self.num_rounds = 0  # rounds in the likelihood ratio
         self._log_ratios = np.zeros(len(LEAKS))
         self._g, self._g_freedom, self._g_tokens = np.zeros(length), np.zeros(length, dtype=int), np.zeros(length, dtype=int)
         self._excess, self._due = np.zeros((length, NUM_CELLS)), np.zeros((length, NUM_CELLS))
         self._variance, self._tokens = np.zeros((length, NUM_CELLS, NUM_CELLS)), np.zeros(length, dtype=int)
 
     def observe(self, tally: Tally, prefixes: Sequence[Prefix], probs: Tensor) -> None:
-        """Takes in the target's laws [B, V] after texts of the tally's prompt."""
+        """Add the target's distributions [B, V] after prefixes of the tally's prompt."""
         chosen = tally.fresh(prefixes)
         if not chosen:
             return
@@ -113,7 +113,7 @@ class Evidence:
         rows = np.repeat(np.arange(len(met)), [len(each) for each in counts])
         tokens, times = [token for each in counts for token in each], [count for each in counts for count in each.values()]
         at = torch.as_tensor(rows, device=laws.device), torch.tensor(tokens, device=laws.device)
-        said = laws[at].tolist()  # the target's probability of every token seen
+        said = laws[at].tolist()  # target probability of every observed token
         np.add.at(self._excess, (places[rows], cells[at].cpu().numpy()), times)
         self.impossible += sum(count for count, prob in zip(times, said, strict=True) if prob == 0)
         if self.has_rounding:
@@ -133,7 +133,7 @@ class Evidence:
             self._tokens[place] += totals[here].sum()
 
     def _add_group(self, place: int, counts: Counter[int], law: np.ndarray[Any, Any], total: int) -> None:
-        """Tokens after one and the same text: a multinomial sample, rare tokens in one cell."""
+        """Add the tokens after one prefix, a multinomial sample, with rare tokens in one cell."""
         due = law * total
         kept = np.flatnonzero(due >= MIN_EXPECTED)
         kept = kept[np.argsort(due[kept])][::-1]
@@ -152,7 +152,7 @@ class Evidence:
         self._g_tokens[place] += total
 
     def settle(self, tally: Tally) -> None:
-        """Adds what needs the target's probability of every sampled token: the likelihood ratio."""
+        """Add the likelihood ratio, which needs the target's probability of every sampled token."""
         self.num_samples += len(tally.samples)
         for sample in tally.samples:
             self.origins.update(sample.origins)
@@ -163,7 +163,7 @@ class Evidence:
                 self.num_rounds += 1
 
     def tests(self) -> list[Test]:
-        """Every test for which there are enough tokens."""
+        """Return every test with enough tokens."""
         found = [test for place in range(self.length) for test in (self._g_test(place), self._calibration(place)) if test]
         return [*found, self._ratio_test()] if self.num_rounds else found
 
@@ -176,8 +176,8 @@ class Evidence:
         return Test("G", place + 1, statistic, freedom, chi_square_tail(statistic, freedom), tokens, effect)
 
     def _calibration(self, place: int) -> Test | None:
-        """Seen less expected tokens in each cell, which under the target's law are a sum of independent draws."""
-        groups: list[list[int]] = [[]]  # cells joined to their neighbours until tokens enough are due
+        """Return observed minus expected tokens per cell, a sum of independent variables under the target."""
+        groups: list[list[int]] = [[]]  # cells merged with neighbours until enough tokens are expected
         for cell in range(NUM_CELLS):
             if self._due[place, groups[-1]].sum() >= MIN_EXPECTED:
                 groups.append([])
@@ -207,22 +207,22 @@ class Evidence:
 
 
 def cells_of(laws: Tensor) -> Tensor:
-    """The cell of calibration that each token is in: float64 [B, V] -> int64 [B, V]."""
+    """Return the calibration cell of each token: float64 [B, V] -> int64 [B, V]."""
     return torch.bucketize(laws, torch.tensor(EDGES, dtype=laws.dtype, device=laws.device))
 
 
 def at_borders(laws: Tensor) -> Tensor:
-    """Laws [B, V] in which what cannot be is as likely as the least likely token that can.
+    """Return distributions [B, V] in which impossible tokens are as likely as the least likely possible one.
 
-    Where passes round differently a token at the border of top-k or top-p may be in or out; that is not to be held against the
-    verifier as a token that cannot be.
+    Where passes round differently, a token at the border of top-k or top-p may be in or out; the verifier must not be blamed
+    for it.
     """
     least = torch.where(laws > 0, laws, torch.inf).amin(-1, keepdim=True)
     return torch.where(laws > 0, laws, least)
 
 
 def g_statistic(seen: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:
-    """2 sum O log(O / E), divided by Williams' factor (1976), which brings its mean to the degrees of freedom."""
+    """Return 2 sum O log(O / E) divided by Williams' factor (1976), so that its mean is the degrees of freedom."""
     total, freedom = expected.sum(), len(expected) - 1
     positive = seen > 0
     g = 2 * float((seen[positive] * np.log(seen[positive] / expected[positive])).sum())

@@ -1,4 +1,4 @@
-"""Greedy text with and without drafts, and what stands behind the first difference: a tie within rounding, or a defect."""
+"""Compare greedy output with and without drafts; classify the first difference as a tie within rounding or a defect."""
 
 from __future__ import annotations
 
@@ -10,43 +10,45 @@ import torch
 from outrider.audit.rig import Rig, Text, Way
 from outrider.types import SamplingParams
 
-EXPLAINED = 1000  # steps of the arithmetic's type: more, or more than one nat, is no rounding
-NUM_TOP = 16  # likeliest tokens of each place that are compared between the two runs
+EXPLAINED = 1000  # floating-point steps; a larger difference, or more than one nat, is not rounding
+NUM_TOP = 16  # likeliest tokens per position that are compared between the two runs
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two greedy texts part. Log-probabilities are logits less a constant that both tokens share."""
+    """The first difference of two greedy outputs. Log-probabilities are logits minus a constant shared by both tokens."""
 
     prompt: int
-    place: int  # equal tokens before it
+    place: int  # number of equal tokens before it
     plain_token: int
     speculative_token: int
-    plain_logprobs: tuple[float, float]  # of the two tokens, after bias and penalties, in plain decoding's own pass
-    speculative_logprobs: tuple[float, float] | None  # of the two in the drafts' pass, before them; None: one is far behind
-    gap: float  # plain decoding's score of its own token less that of the other
+    plain_logprobs: tuple[float, float]  # of both tokens, after bias and penalties, in plain decoding's pass
+    speculative_logprobs: (
+        tuple[float, float] | None
+    )  # of both in the drafts' pass, before bias and penalties; None: one is far less likely
+    gap: float  # plain decoding's score of its token minus that of the other
     is_tie: bool
 
 
 @dataclass
 class GreedyResult:
-    """The comparison over a set of prompts."""
+    """Comparison over a set of prompts."""
 
     num_prompts: int
     num_tokens: int
-    rounding: float  # largest difference of a log-probability between the two runs, on text that both have
-    resolution: float  # what one step of the arithmetic's type is at the size of the target's logits
+    rounding: float  # largest difference of a log-probability between the two runs on equal prefixes
+    resolution: float  # one floating-point step at the size of the target's logits
     differences: list[Difference] = field(default_factory=list)
 
     @property
     def threshold(self) -> float:
-        """A gap up to this is a tie: each of two logits may have moved by the rounding, one up and one down."""
+        """Return the largest gap of a tie: each of two logits may move by the rounding, one up and one down."""
         return 2 * max(self.rounding, self.resolution)
 
     @property
     def is_rounding(self) -> bool:
-        """Whether rounding explains how far the two runs are apart after equal texts. A cache gone wrong is apart, too, and
-        would make a tie of every difference."""
+        """Return whether rounding explains the differences after equal prefixes. A wrong cache also causes differences and
+        would turn every defect into a tie."""
         return self.rounding <= min(EXPLAINED * self.resolution, 1.0)
 
     @property
@@ -55,7 +57,7 @@ class GreedyResult:
 
 
 def audit_greedy(rig: Rig, way: Way, prompts: Sequence[Sequence[int]], params: SamplingParams) -> GreedyResult:
-    """The same tokens as plain decoding? ``params`` are the user's; the temperature is taken to be 0."""
+    """Compare tokens with plain decoding. ``params`` are the user's, with temperature 0."""
     params = replace(params, temperature=0.0, logprobs=NUM_TOP)
     plain, drafted = rig.generate(Way(), prompts, params), rig.generate(way, prompts, params)
     places = [_first_difference(a.token_ids, b.token_ids) for a, b in zip(plain, drafted, strict=True)]
@@ -70,7 +72,7 @@ def audit_greedy(rig: Rig, way: Way, prompts: Sequence[Sequence[int]], params: S
 
 
 def resolution(rig: Rig, prompt: Sequence[int]) -> float:
-    """One unit in the last place of the largest logit after a prompt, in the type that the passes compute in."""
+    """Return one unit in the last place of the largest logit after a prompt, in the passes' dtype."""
     runner = rig.runner
     try:
         largest = runner.extend(["resolution-probe"], [list(prompt)]).abs()
@@ -85,7 +87,7 @@ def _first_difference(plain: Sequence[int], drafted: Sequence[int]) -> int | Non
 
 
 def _rounding(plain: Text, drafted: Text, num_places: int) -> float:
-    """Over the first places, where the text before is the same in both runs."""
+    """Measure rounding at the first positions, where both runs have the same prefix."""
     largest = 0.0
     for a, b in zip(plain.logprobs[:num_places], drafted.logprobs[:num_places], strict=True):
         others = dict(b.top)
@@ -102,7 +104,7 @@ def _difference(
     params: SamplingParams,
     threshold: float,
 ) -> Difference:
-    """Looks at one difference again: the scores that plain decoding chose by, penalties included."""
+    """Examine one difference with plain decoding's scores, penalties included."""
     plain, drafted = texts
     a, b = plain.token_ids[place], drafted.token_ids[place]
     scores: list[tuple[float, float]] = []
@@ -112,7 +114,7 @@ def _difference(
             law = probs[0].double().log()
             scores.append((float(law[a]), float(law[b])))
 
-    # at temperature 1 and without truncation probabilities tell the scores themselves
+    # at temperature 1 without truncation, probabilities determine the scores
     open_params = replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, logprobs=None)
     rig.follow(prompt, [plain.token_ids[: place + 1]], open_params, show)
     seen = dict(drafted.logprobs[place].top)

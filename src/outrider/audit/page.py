@@ -1,4 +1,4 @@
-"""An audit as one page that opens from disk: no script, no font and no picture from anywhere else."""
+"""Audit report as one self-contained HTML page without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ th:first-child, td:first-child { text-align: left; }
 .wide { overflow-x: auto; } small { opacity: .8; }
 """
 CLASSES = {"certified": "good", "not certified": "bad", "lossy": "bad", "void": "doubt"}
-# What the columns of each table show: a heading for each key of the document.
+# Column headings by key of the document.
 GREEDY = {
     "prompts": "prompts", "tokens": "tokens", "ties": "ties", "defects": "defects",
     "rounding": "rounding (log-probability)", "threshold": "gap that is a tie",
@@ -58,7 +58,7 @@ too kind to drafts shows quickly. The controls are verifiers that are wrong on p
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """The HTML of a document of either kind."""
+    """Return the HTML of an audit document of either kind."""
     title = f"Outrider audit: {document['target']}"
     sections = _grid(document) if document["kind"] == "same-text" else _certificates(document)
     body = "\n".join([f"<h1>{escape(title)}</h1>", *sections, *_provenance(document)])
@@ -68,7 +68,7 @@ def page(document: Mapping[str, Any]) -> str:
 
 
 def table(caption: str, headings: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """A captioned table of the rows' values under each key of ``headings``; numbers in four digits."""
+    """Return a captioned table of the rows' values under each key of ``headings``; numbers with four digits."""
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in headings.values())
     lines = ["<tr>" + "".join(f"<td>{_shown(row[key])}</td>" for key in headings) + "</tr>" for row in rows]
     return (

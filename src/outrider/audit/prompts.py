@@ -1,4 +1,4 @@
-"""Short prompts of the audit's own. Each holds a phrase that comes again, so that methods that copy draft too."""
+"""Short prompts of the audit. Each repeats a phrase, so that text-based methods draft too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the engine itself for an audit: samples of one prompt, the laws along them, and greedy texts. Its loop, no other."""
+"""Runs the engine for an audit: samples of one prompt, the target's distributions along them, and greedy output."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from outrider.verifiers.base import Verifier
 from outrider.verifiers.exact import ExactMatchVerifier
 from outrider.verifiers.rejection import RejectionVerifier
 
-WAVES = 12  # batches of samples that start from one reading of the prompt
-FRONT = "front"  # the request that they copy it from
+WAVES = 12  # batches of samples per prefill of the prompt
+FRONT = "front"  # id of the request that they are forked from
 
 
 @dataclass(frozen=True)
 class Way:
-    """How to generate: what drafts, what judges, how many drafts a round."""
+    """Proposer, verifier and drafts per round."""
 
     proposer: Proposer = field(default_factory=PlainProposer)
     verifier: Verifier = field(default_factory=RejectionVerifier)
@@ -37,7 +37,7 @@ class Way:
 
 @dataclass
 class Text:
-    """What one request said."""
+    """Output of one request."""
 
     token_ids: list[int] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
@@ -46,15 +46,15 @@ class Text:
 
 
 class Rig:
-    """One target's runner, and engines around it that share its cache and its passes."""
+    """One target's runner, and engines that share its cache and passes."""
 
     def __init__(self, runner: ModelRunner, batch: int | None = None) -> None:
-        """``batch``: texts at a time; None: as many as the runner takes."""
+        """``batch``: concurrent sequences; None: as many as the runner allows."""
         self.runner, self.batch = runner, batch or runner.max_batch
-        self.faults = 0  # rounds in which a proposer failed, over everything run so far
+        self.faults = 0  # rounds with proposer failures so far
 
     def generate(self, way: Way, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Text]:
-        """One text for each prompt, a batch at a time."""
+        """Generate one output per prompt, in batches."""
         params = _endless(params)
         requests = [_request(f"text-{i}", prompt, params, params.seed or 0) for i, prompt in enumerate(prompts)]
         texts = self._run(self._engine(way), requests)
@@ -63,9 +63,9 @@ class Rig:
     def sample(
         self, way: Way, prompt: Sequence[int], params: SamplingParams, num_samples: int, length: int, seed: int
     ) -> Iterator[list[Sample]]:
-        """``num_samples`` continuations of one prompt, yielded in waves; of each the first ``length`` tokens count.
+        """Yield ``num_samples`` continuations of one prompt in waves; the first ``length`` tokens of each are tested.
 
-        One token more is generated, so that the last one that counts comes from a round with drafts too.
+        One token more is generated, so that the last tested one comes from a round with drafts too.
         """
         params = _endless(replace(params, max_tokens=length + 1))
         watched = Watched(way.verifier)
@@ -84,7 +84,7 @@ class Rig:
         params: SamplingParams,
         show: Callable[[list[tuple[int, ...]], Tensor], None],
     ) -> None:
-        """Leads plain decoding along texts and shows the target's laws [B, V] after each of their prefixes."""
+        """Replay plain decoding along given sequences and report the target's distributions [B, V] after each prefix."""
         params = _endless(params)
         for start in range(0, len(texts), self._wave):
             part = texts[start : start + self._wave]
@@ -101,15 +101,15 @@ class Rig:
         return WAVES * max(self.batch - 1, 1)
 
     def _engine(self, way: Way) -> Engine:
-        # as in engine.config: a lossless verifier is spared the rounds in which nothing is left to chance
+        # as in engine.config: lossless verifiers are skipped in deterministic rounds
         verifiers = way.verifier, ExactMatchVerifier() if way.verifier.lossless else way.verifier
         scheduler = Scheduler(self.batch, self.runner.max_len)
         return Engine(self.runner, way.proposer, verifiers, FixedLength(way.k), scheduler, way.coupled)
 
     def _run_from_one_prompt(self, engine: Engine, requests: Sequence[Request]) -> dict[str, Text]:
-        """Requests with one prompt: the first reads it, the others copy its cache as long as it runs.
+        """Run requests with one prompt: the first prefills it, the others copy its cache while it runs.
 
-        Where they are more than fit at once, one more runs in front until they are done, so that it can be copied from.
+        If they do not fit at once, an additional request runs until they are done, as the source of the copies.
         """
         first = requests[0]
         if len(requests) > self.batch > 1:
@@ -148,7 +148,7 @@ class Rig:
 
 
 def _endless(params: SamplingParams) -> SamplingParams:
-    """Texts go on behind an end-of-text token: its place is tested as any other, and every text is as long as the others."""
+    """Continue after end-of-text tokens: their positions are tested like others, and all outputs have the same length."""
     return replace(params, ignore_eos=True, n=1, stop=(), stop_token_ids=())
 
 

@@ -1,6 +1,6 @@
-"""Same-text mode: every method, draft length and batch against plain decoding, token by token. Nothing statistical.
+"""Same-text mode: compare every method, draft length and batch with plain decoding, token by token.
 
-And what it costs: the same generations in turn with and without it.
+It also measures the cost: the same generations in turn with and without the mode.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Grid:
-    """What is compared: methods x draft lengths x batches x temperatures, over the same prompts."""
+    """The grid: methods x draft lengths x batches x temperatures, over the same prompts."""
 
     methods: tuple[str, ...]
     lengths: tuple[int, ...]
@@ -32,11 +32,11 @@ class Grid:
     temperatures: tuple[float, ...]
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
-    cost_prompts: int = 6  # on which the cost is measured, at the first batch
-    repeat: int = 3  # of each measurement of the cost
+    cost_prompts: int = 6  # prompts for measuring the cost, at the first batch size
+    repeat: int = 3  # repeats of each cost measurement
 
     def cells(self) -> list[dict[str, Any]]:
-        """Every comparison: plain decoding at the further batches, then the methods."""
+        """Return all comparisons: plain decoding at the further batch sizes, then the methods."""
         plain = [(PLAIN, 0, batch) for batch in self.batches if batch != self.batches[0]]
         drafted = [(method, k, batch) for method in self.methods for k in self.lengths for batch in self.batches]
         return [
@@ -47,10 +47,10 @@ class Grid:
 
 
 class SameText:
-    """Runs a grid cell by cell; plain decoding's texts are generated once a temperature."""
+    """Runs a grid cell by cell; plain decoding runs once per temperature."""
 
     def __init__(self, llm: LLM, grid: Grid, proposers: Mapping[str, Proposer], done: Sequence[Mapping[str, Any]] = ()) -> None:
-        """``proposers`` by method; ``done``: cells of an earlier run of the same grid, which are not run again."""
+        """``proposers`` by method; ``done``: finished cells of an earlier run of the same grid."""
         self.llm, self.grid, self.rig = llm, grid, Rig(llm.runner)
         self.results: list[dict[str, Any]] = [dict(cell) for cell in done]
         self._proposers = {**proposers, PLAIN: PlainProposer()}
@@ -59,12 +59,12 @@ class SameText:
 
     @property
     def left(self) -> list[dict[str, Any]]:
-        """Cells still to be run."""
+        """Return the remaining cells."""
         known = [{key: cell[key] for key in ("method", "k", "batch", "temperature")} for cell in self.results]
         return [cell for cell in self.grid.cells() if cell not in known]
 
     def run(self, cell: Mapping[str, Any], say: Say) -> dict[str, Any]:
-        """One cell: how many texts differ from plain decoding's, the first place of each, and the cost at the first batch."""
+        """Run one cell: number of outputs that differ, first position of each difference, and cost at the first batch size."""
         name, k, batch, temperature = cell["method"], cell["k"], cell["batch"], cell["temperature"]
         wanted = self._reference(temperature, say)
         way = self._way(name, k, coupled=True)
@@ -97,7 +97,7 @@ class SameText:
         return texts
 
     def _cost(self, name: str, k: int, temperature: float, say: Say) -> float | None:
-        """Seconds with same-text mode over seconds without, in turn: the median of the ratios."""
+        """Return the median ratio of seconds with and without same-text mode, measured in turn."""
         prompts = self.grid.prompts[: self.grid.cost_prompts]
         ratios = []
         for repeat in range(self.grid.repeat):

@@ -1,4 +1,4 @@
-"""Sampled text against the target's exact law: how many samples, the tests, and the wrong verifiers that must fail them."""
+"""Test sampled output against the target's exact distribution: sample sizes, tests, and controls that must fail."""
 
 from __future__ import annotations
 
@@ -21,49 +21,49 @@ from outrider.types import OutriderError, SamplingParams
 from outrider.verifiers.rejection import RejectionVerifier
 
 AS_IS, STRESSED = "as it is", "half of the drafts replaced"
-PILOT = 48  # samples of each prompt from which the rest is planned
-LEAST = 30  # tokens of an origin without which it has not been tested
-Say = Callable[[str, int, float], None]  # what is being done, samples drawn since the last call, and in all (0: not known yet)
+PILOT = 48  # samples per prompt for planning
+LEAST = 30  # minimum tokens of an origin
+Say = Callable[[str, int, float], None]  # description, samples since the last call, total samples (0: unknown)
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of a method: on which prompts, with which sampler, and how sure one wants to be."""
+    """Prompts, sampler settings and error probabilities of an audit."""
 
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
     k: int
-    alpha: float = 0.01  # chance of a false alarm in the whole audit of a method
-    power: float = 0.99  # chance that what is to be caught is caught
-    tv: float = 0.05  # total variation distance of the first token's law that is to be caught
+    alpha: float = 0.01  # probability of a false alarm in the audit of a method
+    power: float = 0.99  # probability of detecting a deviation of tv
+    tv: float = 0.05  # total variation distance of the first token's distribution to detect
     seed: int = 0
     max_samples: int = 100_000
-    rounding: float = 0.0  # of log-probabilities between passes of different widths, as greedy text showed it
+    rounding: float = 0.0  # rounding of log-probabilities between passes, measured on greedy output
 
     @property
     def length(self) -> int:
-        """Places tested: heads draft from the second token on, and a bonus token follows K drafts."""
+        """Return the number of tested positions: heads draft from the second token on, and a bonus token follows K drafts."""
         return self.k + 2
 
     @property
     def num_tests(self) -> int:
-        """Of both parts, at most."""
+        """Return the maximum number of tests of both parts."""
         return 2 * (2 * self.length + 1)
 
     @property
     def strictest(self) -> float:
-        """The level of the first of Holm's steps: what is caught there is caught for certain."""
+        """Return the level of Holm's first step, the strictest."""
         return self.alpha / self.num_tests
 
     @property
     def threshold(self) -> float:
-        """Logarithm that one likelihood ratio must reach, all of them being averaged, for the test to reject."""
+        """Return the log-value that one of the averaged likelihood ratios must reach for rejection."""
         return math.log(len(LEAKS) / self.strictest)
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Where a wrong verifier shows soonest: the part, and its samples after which it is caught at the power asked."""
+    """Part in which a control is detected soonest, and the samples needed at the required power."""
 
     part: str
     samples: float
@@ -71,23 +71,23 @@ class Reach:
 
 @dataclass(frozen=True)
 class Plan:
-    """How many samples of each part, over all prompts, and why."""
+    """Samples per part over all prompts, with the reasons."""
 
     samples: dict[str, int]
-    reach: dict[str, Reach]  # by the name of the wrong verifier
-    distance: float  # total variation of target and draft where a round begins
+    reach: dict[str, Reach]  # by name of the control
+    distance: float  # total variation of target and draft at the start of a round
     stressed_distance: float
-    smallest_leak: float | None  # that shows in the drafts as they are; None: not even the passing of all
+    smallest_leak: float | None  # detectable with the drafts as they are; None: not even 100%
 
     @property
     def total(self) -> float:
-        """Of the audited verifier and, until they are caught, of the wrong ones."""
+        """Return the samples of the audited verifier and, until they are caught, of the controls."""
         return sum(self.samples.values()) + sum(each.samples for each in self.reach.values())
 
 
 @dataclass
 class Outcome:
-    """One verifier's samples under the plan."""
+    """Samples of one verifier."""
 
     tests: dict[str, list[Test]]  # part -> its tests
     evidence: dict[str, Evidence]
@@ -95,43 +95,43 @@ class Outcome:
 
     @property
     def adjusted(self) -> dict[str, list[float]]:
-        """Holm's p-values, over the tests of both parts."""
+        """Return Holm-adjusted p-values over the tests of both parts."""
         values = iter(holm([test.p_value for tests in self.tests.values() for test in tests]))
         return {part: [next(values) for _ in tests] for part, tests in self.tests.items()}
 
     @property
     def impossible(self) -> int:
-        """Sampled tokens that the sampler settings rule out."""
+        """Return the number of sampled tokens with probability zero."""
         return sum(each.impossible for each in self.evidence.values())
 
     def num_samples(self) -> int:
         return sum(each.num_samples for each in self.evidence.values())
 
     def least_p(self) -> float:
-        """The least adjusted p-value; 0 where a token was said that cannot be."""
+        """Return the smallest adjusted p-value; 0 if an impossible token was emitted."""
         return 0.0 if self.impossible else min((value for values in self.adjusted.values() for value in values), default=1.0)
 
 
 @dataclass(frozen=True)
 class Caught:
-    """What became of a wrong verifier."""
+    """Result of a control."""
 
     control: Control
-    num_samples: int  # that it took, or that were drawn
-    p_value: float  # the least, at the strictest of Holm's levels
+    num_samples: int  # samples until it was caught, or all
+    p_value: float  # smallest p-value, at Holm's strictest level
     by: str  # the test that caught it; "" if none did
 
 
 @dataclass
 class SamplingResult:
-    """Everything the sampled part of an audit found."""
+    """Results of the sampled part of an audit."""
 
     plan: Plan
     outcome: Outcome
     controls: list[Caught] = field(default_factory=list)
 
     def reasons_void(self) -> list[str]:
-        """Why nothing follows from the tests; empty where something does."""
+        """Return why the tests are inconclusive; empty if they are not."""
         reasons = [
             f"the control {each.control.name!r} ({each.control.text}) was not caught" for each in self.controls if not each.by
         ]
@@ -144,7 +144,7 @@ class SamplingResult:
 
     @property
     def remarks(self) -> list[str]:
-        """What was too rare to be looked at, and to move the law by what was asked."""
+        """Return remarks about origins that were too rare to test, and too rare to matter."""
         return [
             f"fewer than {LEAST} {origin} tokens: nothing is said of the token after a round accepted whole"
             for origin in self._few("bonus")
@@ -156,7 +156,7 @@ class SamplingResult:
 
 
 def audit_samples(rig: Rig, way: Way, question: Question, say: Say) -> SamplingResult:
-    """Plans, samples, tests, and lets every wrong verifier be caught. ``way.verifier`` judges; controls stand in its place."""
+    """Plan, sample, test, and run every control. ``way.verifier`` is audited; controls replace it."""
     plan = make_plan(rig, way, question, say)
     result = SamplingResult(plan, judge(rig, way, question, plan, say))
     for number, control in enumerate(CONTROLS, start=1):
@@ -165,7 +165,7 @@ def audit_samples(rig: Rig, way: Way, question: Question, say: Say) -> SamplingR
 
 
 def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> Plan:
-    """Samples for the asked ``tv`` in the drafts as they are; with half of them replaced, for the controls not caught there."""
+    """Plan the samples for ``tv`` with the drafts as they are, and with half replaced for controls not detected there."""
     gauges, per_sample = {}, {}
     for number, part in enumerate((AS_IS, STRESSED)):
         say("planning", 0, 0)
@@ -209,7 +209,7 @@ def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> Plan:
 
 
 def samples_for_tv(rig: Rig, question: Question) -> float:
-    """Samples, over all prompts, after which the G-test of the first token catches the asked total variation distance."""
+    """Return the samples over all prompts for the G-test of the first token to detect the total variation distance."""
     laws: list[np.ndarray[Any, Any]] = []
     for prompt in question.prompts:
         rig.follow(prompt, [(0,)], question.params, lambda _, probs: laws.append(probs[0].double().cpu().numpy()))
@@ -220,13 +220,13 @@ def samples_for_tv(rig: Rig, question: Question) -> float:
         if freedom and smallest_tv(freedom, each * len(laws), question.strictest, question.power) <= question.tv:
             return each * len(laws)
         if not freedom and all(law.max() > 1 - 1e-9 for law in laws):
-            return each * len(laws)  # the settings leave one token only
+            return each * len(laws)  # the settings allow one token only
         each *= 1.2
     return math.inf
 
 
 def judge(rig: Rig, way: Way, question: Question, plan: Plan, say: Say) -> Outcome:
-    """All samples of the plan with the verifier that is audited."""
+    """Draw all samples of the plan with the audited verifier."""
     before = rig.faults
     *_, outcome = _outcomes(rig, way, question, list(plan.samples.items()), 1, lambda part, done: say(part, done, plan.total))
     outcome.faults = rig.faults - before
@@ -234,8 +234,8 @@ def judge(rig: Rig, way: Way, question: Question, plan: Plan, say: Say) -> Outco
 
 
 def catch(rig: Rig, way: Way, question: Question, plan: Plan, control: Control, number: int, say: Say) -> Caught:
-    """A wrong verifier, prompt by prompt, until a test rejects at the strictest level: first as many samples as it should
-    take, then all those of the plan."""
+    """Run a control prompt by prompt until a test rejects at the strictest level: first the expected number of samples,
+    then all of the plan."""
     reach = plan.reach[control.name]
     stages = [(reach.part, _whole(reach.samples, len(question.prompts)))]
     stages += sorted(plan.samples.items(), key=lambda stage: stage[0] != reach.part)
@@ -262,9 +262,9 @@ def _outcomes(
     stream: int,
     say: Callable[[str, int], None],
 ) -> Iterator[Outcome]:
-    """Stages of (part, samples of all prompts), prompt by prompt: what the tests say so far, of all samples of each part.
+    """Run stages of (part, samples of all prompts), prompt by prompt; yield the tests over all samples so far.
 
-    ``stream`` keeps the random numbers apart.
+    ``stream`` separates random number streams.
     """
     outcome = Outcome({}, {})
     for stage, (part, num_samples) in enumerate(stages):
@@ -290,10 +290,10 @@ def _outcomes(
 
 
 def _part(way: Way, part: str, seed: int) -> Way:
-    """``way`` with its drafts as they are, or with half of them replaced."""
+    """Return ``way`` with its drafts as they are, or with half of them replaced."""
     return way if part == AS_IS else replace(way, proposer=Stressed(way.proposer, seed % 2**63))
 
 
 def _whole(number: float, parts: int) -> int:
-    """The next number that ``parts`` divides."""
+    """Return the next multiple of ``parts``."""
     return math.ceil(number / parts) * parts

@@ -1,4 +1,4 @@
-"""Chi-square with and without a shift, how much a test would have caught, and Holm's correction. Knows numbers only."""
+"""Central and noncentral chi-square, power, and Holm's correction."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ _STEPS = 80  # of a bisection: to the last bit
 
 
 def normal_limit(tail: float) -> float:
-    """The value that a standard normal variable exceeds with probability ``tail``."""
+    """Return the value that a standard normal variable exceeds with probability ``tail``."""
     return -NormalDist().inv_cdf(tail)
 
 
 def chi_square_tail(value: float, freedom: float) -> float:
-    """P(X > value) of chi-square with ``freedom`` degrees of freedom."""
+    """Return P(X > value) of chi-square with ``freedom`` degrees of freedom."""
     half = torch.tensor([freedom / 2, max(value, 0.0) / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
 def chi_square_limit(alpha: float, freedom: float) -> float:
-    """The value that chi-square exceeds with probability ``alpha``."""
+    """Return the value that chi-square exceeds with probability ``alpha``."""
     return _solve(lambda value: chi_square_tail(value, freedom) <= alpha, freedom + 1.0)
 
 
 def power_of(shift: float, freedom: float, alpha: float) -> float:
-    """P(noncentral chi-square > the limit at ``alpha``): how often a deviation of that noncentrality is caught."""
+    """Return the power against a deviation of that noncentrality: P(noncentral chi-square > limit at ``alpha``)."""
     return _tail(shift, freedom, chi_square_limit(alpha, freedom))
 
 
 @cache
 def needed_shift(freedom: float, alpha: float, power: float) -> float:
-    """The noncentrality that is caught with probability ``power``."""
+    """Return the noncentrality that is detected with probability ``power``."""
     limit = chi_square_limit(alpha, freedom)
     return _solve(lambda shift: _tail(shift, freedom, limit) >= power, freedom + 1.0)
 
 
 def _tail(shift: float, freedom: float, limit: float) -> float:
-    """P(noncentral chi-square > limit): central ones, weighted as Poisson has it."""
+    """Return P(noncentral chi-square > limit), a Poisson mixture of central ones."""
     if shift <= 0:
         return chi_square_tail(limit, freedom)
     spread = 12 * math.sqrt(shift / 2) + 40
@@ -52,16 +52,16 @@ def _tail(shift: float, freedom: float, limit: float) -> float:
 
 
 def smallest_tv(freedom: float, num_tokens: float, alpha: float, power: float) -> float:
-    """The least total variation distance, seen through the cells of a test, that it catches with probability ``power``.
+    """Return the smallest total variation distance, through the cells of a test, detected with probability ``power``.
 
-    A law that is off by a total variation of tv has a noncentrality of at least 4 tv^2 a token: of all such deviations the one
-    that is spread evenly over half of the mass is the hardest to see (Cauchy and Schwarz).
+    A deviation of total variation tv has a noncentrality of at least 4 tv^2 per token; the hardest one to detect is spread
+    evenly over half of the mass (Cauchy and Schwarz).
     """
     return min(1.0, math.sqrt(needed_shift(freedom, alpha, power) / (4 * max(num_tokens, 1))))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p-values: rejecting those up to alpha errs with probability alpha at most, whatever depends on what.
+    """Return adjusted p-values: rejecting those up to alpha errs with probability at most alpha under any dependence.
 
     Holm 1979, "A simple sequentially rejective multiple test procedure".
     """
@@ -73,7 +73,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def needed_rounds(mean: float, variance: float, threshold: float, power: float) -> float:
-    """How many steps of that mean and variance climb over ``threshold`` with probability ``power``; inf where none do."""
+    """Return the steps of that mean and variance whose sum exceeds ``threshold`` with probability ``power``, or inf."""
     if mean <= 0:
         return math.inf
     slack = normal_limit(1 - power) * math.sqrt(max(variance, 0.0))
@@ -82,7 +82,7 @@ def needed_rounds(mean: float, variance: float, threshold: float, power: float) 
 
 
 def _solve(is_enough: Callable[[float], bool], start: float) -> float:
-    """The least value for which ``is_enough``, which stays true once it is."""
+    """Return the smallest value with ``is_enough``, which is monotone."""
     low, high = 0.0, start
     while not is_enough(high):
         low, high = high, 2 * high

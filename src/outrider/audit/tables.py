@@ -1,4 +1,4 @@
-"""The results of an audit on the screen."""
+"""Terminal tables of audit results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MARKS = {
 
 
 def certificates(result: Mapping[str, Any]) -> Group:
-    """One line a method, and below the table what speaks against each, or is not said of it."""
+    """Return a table with one line per method, followed by evidence and remarks."""
     title = escape(f"audit of {result['target']}")
     view = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1), title=title, title_justify="left")
     for name in ("method", "verdict", "greedy", "samples", "least p", "controls"):
@@ -45,7 +45,7 @@ def certificates(result: Mapping[str, Any]) -> Group:
 
 
 def grid_table(result: Mapping[str, Any]) -> Table:
-    """One line a method and draft length."""
+    """Return a table with one line per method and draft length."""
     title = escape(f"same text as plain decoding, {result['target']}: {grid_verdict(result)}")
     view = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1), title=title, title_justify="left")
     for name in ("method", "K", "batch", "t", "differing", "cost"):
@@ -58,7 +58,7 @@ def grid_table(result: Mapping[str, Any]) -> Table:
 
 
 def grid_verdict(result: Mapping[str, Any]) -> str:
-    """Whether the texts are the same, and if that cannot be said, why."""
+    """Return the verdict of a same-text grid, with the reason if it is inconclusive."""
     if result["certified"]:
         return "yes, everywhere"
     said = [f"{result['differing']:,} texts differ, {len(result['cells'])} cells done"]

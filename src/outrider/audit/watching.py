@@ -1,7 +1,7 @@
-"""What stands around the audited parts: a verifier that writes down, a proposer that is made worse, a judge that leads.
+"""Wrappers for audits.
 
-``Watched`` sees where rounds begin and what was drafted there; ``Stressed`` replaces drafts by random ones, truthfully, so that
-rejection has something to do however good the draft is; ``Led`` leads plain decoding along given texts to learn the laws there.
+``Watched`` records where rounds begin and what was drafted there; ``Stressed`` replaces drafts by random ones and declares it,
+so that rejection occurs however good the draft is; ``Led`` replays plain decoding along given sequences.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from outrider.sampling import Sampler
 from outrider.types import Context, Proposal, Randomness, Request, Verdict
 from outrider.verifiers.base import Verifier, accept_prob, residual
 
-STRESS = 0.5  # of the drafts that ``Stressed`` replaces
-_CAP = 30.0  # of a log-ratio: a token that the target never says
+STRESS = 0.5  # share of drafts that ``Stressed`` replaces
+_CAP = 30.0  # bound of a log-ratio, for tokens with target probability zero
 
 
 class Stressed(Around):
-    """A proposer half of whose drafts are replaced by tokens drawn evenly from the vocabulary, and which says so.
+    """Wraps a proposer and replaces half of its drafts by uniformly sampled tokens.
 
-    ``Proposal.probs`` are the mixtures that the drafts were really drawn from, so a right verifier stays lossless; a wrong one
-    meets drafts that the target would hardly ever say.
+    ``Proposal.probs`` are the resulting mixtures, so a correct verifier stays lossless; a wrong one sees drafts that are very
+    unlikely under the target.
     """
 
     def __init__(self, inner: Proposer, seed: int, share: float = STRESS) -> None:
@@ -55,7 +55,7 @@ class Stressed(Around):
 
 
 class Watched(Verifier):
-    """The verifier it is given, and a note of what was drafted where each round began."""
+    """Wraps a verifier and records what was drafted at the start of each round."""
 
     lossless: ClassVar[bool] = True
     handles_trees: ClassVar[bool] = True
@@ -64,7 +64,7 @@ class Watched(Verifier):
     def __init__(self, inner: Verifier, gauge: Gauge | None = None) -> None:
         self.inner, self.gauge = inner, gauge
         self.judges, self.handles_trees, self.lossless = inner.judges, inner.handles_trees, inner.lossless  # type: ignore[misc]
-        self.notes: dict[str, dict[int, float]] = {}  # request -> {place: the draft's probability of the token said there}
+        self.notes: dict[str, dict[int, float]] = {}  # request -> {position: draft probability of the emitted token}
 
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
         verdict = self.inner.verify(proposal, target, random)
@@ -88,14 +88,14 @@ class Watched(Verifier):
 
 
 class Led(Verifier):
-    """Says what each request was told to say, and shows the target's laws to whoever wants to know."""
+    """Verifier that emits given tokens and reports the target's distributions."""
 
     lossless: ClassVar[bool] = False
     handles_trees: ClassVar[bool] = False
     judges: ClassVar[Literal["probs", "tokens"]] = "probs"
 
     def __init__(self, texts: Mapping[str, Sequence[int]], show: Callable[[Sequence[Request], Tensor], None]) -> None:
-        """``texts``: request -> its tokens; others say what is likeliest. ``show`` gets requests and probabilities [B, V]."""
+        """``texts``: request -> tokens to emit; others emit the likeliest. ``show`` gets requests and probabilities [B, V]."""
         self._texts, self._show = texts, show
 
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
@@ -111,7 +111,7 @@ class Led(Verifier):
 
 
 def requests_of(random: Randomness) -> tuple[Request, ...]:
-    """The requests of a round: the engine's randomness is its sampler."""
+    """Return the requests of a round, from the sampler that the engine passes as randomness."""
     assert isinstance(random, Sampler)
     return random.requests
 
@@ -121,19 +121,19 @@ LAWS = ("target", "draft", "no residual", "untempered draft")
 
 @dataclass
 class Gauge:
-    """How fast two of the tests tell the wrong verifiers from the target, from both distributions where rounds begin."""
+    """Estimates how fast two of the tests detect the controls, from both distributions at the start of rounds."""
 
     has_rounding: bool = False  # see ``evidence.at_borders``
     num_rounds: int = 0
     distance: float = 0.0  # total variation of target and draft, summed
-    num_refused: int = 0  # rounds in which no draft was accepted
+    num_refused: int = 0  # rounds without an accepted draft
     means: Tensor = field(default_factory=lambda: torch.zeros(len(LAWS), len(LEAKS), dtype=torch.float64))  # of log-ratios
     squares: Tensor = field(default_factory=lambda: torch.zeros(len(LAWS), len(LEAKS), dtype=torch.float64))
     masses: Tensor = field(default_factory=lambda: torch.zeros(len(LAWS), NUM_CELLS, dtype=torch.float64))
     variance: Tensor = field(default_factory=lambda: torch.zeros(NUM_CELLS, NUM_CELLS, dtype=torch.float64))  # of calibration
 
     def add(self, proposal: Proposal, target: Tensor, rows: Sequence[int], num_refused: int) -> None:
-        """Takes in what the first draft of each round was drawn from, and the target's law there [B, N + 1, V]."""
+        """Add the distribution of each round's first draft and the target's [B, N + 1, V]."""
         of_target = target[rows, 0].double()
         first = Proposal(
             proposal.token_ids[rows, :1],
@@ -172,13 +172,13 @@ class Gauge:
 
     @property
     def mean_distance(self) -> float:
-        """Total variation between target and draft: the chance that the first draft is rejected."""
+        """Return the total variation of target and draft, the rejection probability of the first draft."""
         return self.distance / max(self.num_rounds, 1)
 
     def samples_for(self, law: str, level: float, power: float, rounds_per_sample: float) -> float:
-        """Samples after which a wrong verifier of that name is caught at ``level`` with probability ``power``.
+        """Return the samples after which the named control is detected at ``level`` with probability ``power``.
 
-        By the likelihood ratio, which all rounds feed, or by calibration of one place, whichever is sooner.
+        By the likelihood ratio over all rounds or calibration at one position, whichever is sooner.
         """
         threshold = math.log(len(LEAKS) / level)
         if law == "leaky":
@@ -193,10 +193,10 @@ class Gauge:
         return min(by_ratio, by_calibration)
 
     def rounds_for_leak(self, leak: float, threshold: float, power: float) -> float:
-        """Rounds after which it shows that a share ``leak`` of the rejected drafts is let through; inf where never.
+        """Return the rounds after which accepting a share ``leak`` of the rejected drafts is detected, or inf.
 
-        The law moves by that share towards the draft's. In a tree a draft's sibling may still be accepted after it: there
-        fewer are rejected for good.
+        The distribution moves by that share towards the draft's. In a tree a sibling may be accepted after a rejected draft,
+        so fewer are finally rejected.
         """
         share = leak * min(1.0, self.num_refused / self.distance) if self.distance else 0.0
         means = (1 - share) * self.means[0] + share * self.means[1]
@@ -204,7 +204,7 @@ class Gauge:
         return self._rounds(means, squares, threshold, power)
 
     def smallest_leak(self, num_rounds: float, threshold: float, power: float) -> float | None:
-        """The least share of rejected drafts whose passing so many rounds would have shown; None where not even all of them."""
+        """Return the smallest detectable share of wrongly accepted drafts in so many rounds; None if not even 100%."""
         shares = [10 ** (exponent / 10) for exponent in range(-40, 1)]
         return next((share for share in shares if self.rounds_for_leak(share, threshold, power) <= num_rounds), None)
 

@@ -1,4 +1,4 @@
-"""Verifiers that are wrong on purpose: an audit that does not catch them proves nothing. None has a name to ask for it by."""
+"""Deliberately wrong verifiers (controls): an audit that does not catch them proves nothing. They have no public names."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from outrider.types import Proposal, Randomness, Verdict
 from outrider.verifiers.base import Verifier
 from outrider.verifiers.rejection import RejectionVerifier
 
-LEAK = 0.01  # of the rejected drafts that ``Leaky`` lets through
+LEAK = 0.01  # share of rejected drafts that ``Leaky`` accepts
 
 
 class WithoutResidual(RejectionVerifier):
-    """After a rejection it draws from the target, as if nothing had been rejected."""
+    """Samples from the target after a rejection, instead of the residual."""
 
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
         verdict = super().verify(proposal, target, random)
@@ -25,8 +25,8 @@ class WithoutResidual(RejectionVerifier):
 
 
 class Untempered(RejectionVerifier):
-    """Takes drafts for drawn from a flatter distribution than they were: at twice the temperature, or, if point masses, with
-    a chance of one half from the target's own."""
+    """Assumes that drafts were sampled from a flatter distribution: at twice the temperature or, for point masses, with
+    probability one half from the target's."""
 
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
         if proposal.num_nodes:
@@ -35,7 +35,7 @@ class Untempered(RejectionVerifier):
 
 
 class Leaky(RejectionVerifier):
-    """Lets 1% of the rejected drafts through: where no draft behind the accepted ones survived, the first of them."""
+    """Accepts 1% of the rejected drafts: the first one after the accepted path, if none after it was accepted."""
 
     def __init__(self, seed: int = 0, leak: float = LEAK) -> None:
         self._generator, self.leak = torch.Generator().manual_seed(seed), leak
@@ -58,7 +58,7 @@ class Leaky(RejectionVerifier):
 
 @dataclass(frozen=True)
 class Control:
-    """One of them, with what is said of it in a report."""
+    """One control with its description for reports."""
 
     name: str
     text: str
@@ -77,7 +77,7 @@ CONTROLS = (
 
 
 def flattened(proposal: Proposal, target: Tensor) -> Tensor:
-    """What ``Untempered`` takes the drafts' distributions for: [B, N, V]."""
+    """Return the draft distributions that ``Untempered`` assumes: [B, N, V]."""
     if proposal.probs is not None:
         roots = proposal.probs.sqrt()
         return roots / roots.sum(-1, keepdim=True)
@@ -94,7 +94,7 @@ def _paths(verdict: Verdict) -> list[list[int]]:
 
 
 def _last_accepted(verdict: Verdict) -> list[int]:
-    """The last accepted node of each request, -1 for none."""
+    """Return the last accepted node of each request, -1 for none."""
     return [path[-1] if path else -1 for path in _paths(verdict)]
 
 

@@ -1,4 +1,4 @@
-"""Measuring: speed, acceptance and equality of text, always against plain decoding in the same run.
+"""Benchmarks: speed, acceptance and equality of output, always against plain decoding in the same run.
 
-This room knows the ``LLM`` facade and nothing below it.
+Uses only the ``LLM`` facade.
 """

@@ -1,7 +1,7 @@
-"""Why a speedup is not the formula's: the difference, told part by part.
+"""Break down the difference between the measured and the expected speedup.
 
-The formula (Leviathan et al. 2023, theorem 3.8) knows alpha, K and c. It takes every draft to survive with the same
-probability, scoring K drafts to take no longer than a plain pass, and nothing to happen outside of the models.
+The formula (Leviathan et al. 2023, theorem 3.8) depends on alpha, K and c. It assumes that every draft is accepted with the
+same probability, that scoring K drafts costs a plain pass, and that no time passes outside the models.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ MEANING = {
 
 @dataclass(frozen=True)
 class Rounds:
-    """What a contender's decoding rounds were like: mean milliseconds by phase, tokens and drafts a round."""
+    """Mean milliseconds by phase, tokens and drafts per round of a contender."""
 
     ms: Mapping[str, float]
     plain_ms: Mapping[str, float]
     tau: float
     alpha: float
-    k: float  # mean of the longest path
-    step_ms: float  # of one draft step, typically
+    k: float  # mean length of the longest path
+    step_ms: float  # milliseconds of a typical draft step
 
     @property
     def cost_ratio(self) -> float | None:
-        """c: a draft step over a plain pass. None where nothing was drafted."""
+        """Return c: a draft step over a plain pass. None if nothing was drafted."""
         return self.step_ms / self.plain_ms["score"] if self.k and self.plain_ms["score"] else None
 
     @property
     def expected(self) -> float | None:
-        """The formula's speedup at the measured alpha, K and c."""
+        """Return the formula's speedup at the measured alpha, K and c."""
         return None if self.cost_ratio is None else expected_speedup(self.alpha, self.k, self.cost_ratio)
 
     def difference(self, measured: float) -> dict[str, float] | None:
-        """``measured`` minus expected, as a sum: what each part takes away or adds, one after the other in that order."""
+        """Return ``measured`` minus expected speedup as a sum over parts, replaced one after the other in that order."""
         if self.cost_ratio is None or self.expected is None:
             return None
         ms, plain = self.ms, self.plain_ms
@@ -65,6 +65,6 @@ class Rounds:
 
 
 def main_part(difference: Mapping[str, float]) -> str:
-    """The part that most of the difference went to: the largest of those that pull its way."""
+    """Return the largest part with the same sign as the difference."""
     total = sum(difference.values())
     return max(difference, key=lambda name: difference[name] if total > 0 else -difference[name])

@@ -1,4 +1,4 @@
-"""From runs to figures: one JSON-ready cell for each contender and condition. docs/bench.md says what each key means."""
+"""Compute one JSON-ready cell per contender and condition from runs. docs/bench.md defines each key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEVELS = {"p50": 0.5, "p95": 0.95}
 
 
 def cells(groups: Sequence[Group], same_text_when_sampled: bool = False) -> list[dict[str, Any]]:
-    """Every contender of every group; medians over the repeats, ratios taken within a repeat."""
+    """Return cells of every contender and group: medians over the repeats, ratios within a repeat."""
     return [
         _cell(group, contender, same_text_when_sampled)
         for group in groups
@@ -95,7 +95,7 @@ def _speeds(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
 
 
 def _timings(runs: Sequence[Run], decoding: bool = False) -> Timings:
-    """Tokens and seconds by repeat and batch; ``decoding``: of what came after the first tokens."""
+    """Return tokens and seconds by repeat and batch; ``decoding``: after the first tokens."""
     part = 1 if decoding else 0
     tokens = [[batch.num_tokens - part * batch.first_tokens for batch in run.batches] for run in runs]
     seconds = [[batch.seconds - part * batch.first_seconds for batch in run.batches] for run in runs]
@@ -108,7 +108,7 @@ def _decode_speedup(runs: Sequence[Run], plain: Sequence[Run]) -> float | None:
 
 
 def _acceptance(runs: Sequence[Run]) -> dict[str, Any]:
-    """Counts of all repeats together."""
+    """Return acceptance counts over all repeats."""
     total = _added(runs)
     rounds, places = sum(total.histogram.values()), range(max(total.reached, default=-1) + 1)
     survived = [sum(count for accepted, count in total.histogram.items() if accepted > place) for place in places]
@@ -136,7 +136,7 @@ def _added(runs: Sequence[Run]) -> Run:
 
 
 def _expectation(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
-    """The formula's speedup, of decoding, and what each part of a round does to it."""
+    """Return the formula's decoding speedup and the contribution of each part of a round."""
     total, steps = _added(runs), [seconds for run in runs for seconds in run.step_seconds]
     rounds = Rounds(
         ms=_ms(runs),
@@ -160,7 +160,7 @@ def _latencies(runs: Sequence[Run]) -> dict[str, Any]:
     pauses = [pause for run in runs for pause in run.pauses]
     firsts = [1e3 * seconds for run in runs for each in run.batches for seconds in each.waits]
     return {
-        # Of each prompt, as if the others of its batch had not been read at the same time.
+        # Per prompt: the batch's time divided by its prompts.
         "first_token_ms": _rounded(median(1e3 * run.first_seconds / max(len(run.token_ids), 1) for run in runs)),
         "time_to_first_token_ms": _percentiles(firsts, [1.0] * len(firsts)),
         "inter_token_ms": _percentiles([1e3 * seconds / n for seconds, n in pauses], [float(n) for _, n in pauses]),
@@ -175,7 +175,7 @@ def _percentiles(values: Sequence[float], weights: Sequence[float]) -> dict[str,
 
 
 def _prediction(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
-    """What the engine says plain decoding would have done, beside what it did in the same repeat."""
+    """Return the engine's prediction of plain decoding and its error in the same repeat."""
     pairs = [(run.predicted_plain_tok_s, base.tok_s) for run, base in zip(runs, plain, strict=True)]
     known = [(said, did) for said, did in pairs if said is not None and did]
     return {
@@ -189,7 +189,7 @@ def _ms(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def _same_text(runs: Sequence[Run], plain: Sequence[Run]) -> float | None:
-    """Share of the texts that are plain decoding's, token for token."""
+    """Return the share of outputs equal to plain decoding's, token for token."""
     pairs = [(a, b) for run, base in zip(runs, plain, strict=True) for a, b in zip(run.token_ids, base.token_ids, strict=True)]
     return _rounded(Counter(a == b for a, b in pairs)[True] / max(len(pairs), 1))
 

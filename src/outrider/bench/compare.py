@@ -1,7 +1,7 @@
-"""What changed from one benchmark document to another, beyond noise.
+"""Compare two benchmark documents and report changes beyond noise.
 
-For each cell the repeats of both documents are compared by Welch's interval on logarithms, at a level at which all intervals of
-the comparison hold together with 95% (Bonferroni): a hundred unchanged cells raise one false alarm in twenty comparisons.
+For each cell the repeats of both documents are compared by Welch's interval on logarithms, at a level at which all intervals
+hold together with 95% confidence (Bonferroni): unchanged documents raise a false alarm in one of twenty comparisons.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from outrider.bench.tables import add_row
 if TYPE_CHECKING:
     from rich.table import Table
 
-FALSE_ALARMS = 0.05  # of a whole comparison
-SETTINGS = ("target", "dtype", "device", "threads", "max_tokens", "same_text_mode")  # that should be equal
+FALSE_ALARMS = 0.05  # probability per comparison
+SETTINGS = ("target", "dtype", "device", "threads", "max_tokens", "same_text_mode")  # settings that should be equal
 MACHINE = ("device", "threads")
 NO_CHANGE = "no change beyond noise"
 # (tokens per second, speedup over plain): 1 higher, -1 lower, 0 neither
@@ -37,11 +37,11 @@ VERDICTS = {
 
 @dataclass(frozen=True)
 class CellChange:
-    """One cell of both documents."""
+    """One cell in both documents."""
 
     before: Cell
     after: Cell
-    tok_s: Change | None  # None where there are too few repeats to tell
+    tok_s: Change | None  # None with too few repeats
     speedup: Change | None
     same_machine: bool
 
@@ -63,7 +63,7 @@ class CellChange:
 
     @property
     def is_loss(self) -> bool:
-        """Slower in tokens per second; on another machine, in the speedup. Or fewer texts that are plain decoding's."""
+        """Return whether the cell is slower (on another machine: by speedup) or has fewer equal outputs."""
         judged = self.tok_s if self.same_machine else None if is_plain(self.after) else self.speedup
         return self.texts_differ_more or (judged is not None and judged.direction < 0)
 
@@ -76,7 +76,7 @@ class Comparison:
     only_before: list[str]
     only_after: list[str]
     settings: dict[str, tuple[Any, Any]]  # that differ
-    level: float  # of each interval
+    level: float  # level of each interval
 
     @property
     def has_loss(self) -> bool:
@@ -84,7 +84,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """One line for the whole."""
+        """Return a one-line summary."""
         if not self.changes:
             return "nothing to compare: the documents have no cell in common"
         moved = [each for each in self.changes if not each.verdict.startswith((NO_CHANGE, "too few"))]
@@ -93,10 +93,10 @@ class Comparison:
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
-    """Cells are matched by method, K, temperature, batch and workload."""
+    """Match cells by method, K, temperature, batch and workload, and compare them."""
     first, second = ({_key(cell): cell for cell in document["cells"]} for document in (before, after))
     common = [key for key in first if key in second]
-    # Two intervals a cell, but one of plain decoding, whose speedup is 1.
+    # Two intervals per cell, one for plain decoding, whose speedup is 1.
     num_intervals = sum(1 if is_plain(first[key]) else 2 for key in common)
     level = 1 - FALSE_ALARMS / max(num_intervals, 1)
     settings = {name: (before.get(name), after.get(name)) for name in SETTINGS if before.get(name) != after.get(name)}
@@ -126,7 +126,7 @@ def _name(cell: Cell) -> str:
 
 
 def table(comparison: Comparison) -> Table:
-    """One line for each cell in both documents."""
+    """Return a table with one line per common cell."""
     from rich import box
     from rich.table import Table
 
@@ -149,7 +149,7 @@ def table(comparison: Comparison) -> Table:
 
 
 def _percent(found: Change | None) -> str:
-    """``-9% ±4``: the change, and half of its interval."""
+    """Format the change and half of its interval: ``-9% ±4``."""
     if found is None:
         return "?"
     low, high = found.interval
@@ -157,7 +157,7 @@ def _percent(found: Change | None) -> str:
 
 
 def document(comparison: Comparison) -> dict[str, Any]:
-    """The comparison for programs."""
+    """Return the comparison as JSON-ready data."""
 
     def figures(found: Change | None) -> dict[str, Any] | None:
         return None if found is None else {"ratio": found.ratio, "interval": list(found.interval)}
@@ -178,7 +178,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
 
 
 def notes(comparison: Comparison) -> Sequence[str]:
-    """What a reader must know beside the table."""
+    """Return notes below the table."""
     lines = [f"{name} differs: {before} > {after}" for name, (before, after) in comparison.settings.items()]
     if any(name in comparison.settings for name in MACHINE):
         lines.append("another machine: speedups are judged, tokens per second are not")

@@ -1,4 +1,4 @@
-"""Several methods over one loaded target, so that they can take turns in one process without loading it twice."""
+"""Several methods over one loaded target, measured in turn in one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAIN = PlainProposer.name
 
 @dataclass(frozen=True)
 class Contender:
-    """A method with its draft length: one column of a comparison."""
+    """A method with its draft length."""
 
     method: str
     k: int | str  # a number, or "auto"
@@ -40,7 +40,7 @@ class Contender:
 
 @dataclass
 class Recorder:
-    """A draft-length policy that also writes down every decoding round of the one it stands for."""
+    """Wraps a draft-length policy and records every decoding round."""
 
     inner: LengthPolicy
     rounds: list[Round] = field(default_factory=list)
@@ -58,18 +58,18 @@ class Recorder:
 
 
 class Contenders:
-    """Switches one ``LLM`` between methods and draft lengths; the target, its cache and its compiled passes stay."""
+    """Switches one ``LLM`` between methods and draft lengths; target, cache and compiled passes are shared."""
 
     def __init__(self, llm: LLM, draft: ModelSource | None = None, proposers: Mapping[str, Proposer] | None = None) -> None:
-        """``draft``: for the methods that take one and have none of their own; ``proposers``: those made already, by method."""
+        """``draft``: for methods that take one and name none; ``proposers``: existing ones, by method."""
         self.llm = llm
         self._draft, self._proposers = draft, proposers or {}
         self._engines: dict[str, Engine] = {llm.proposer.name: llm.engine}
         self._policies: dict[Contender, LengthPolicy] = {}
-        self._memories: dict[Contender, object] = {}  # what each one's own runs have taught its proposer
+        self._memories: dict[Contender, object] = {}  # proposer memory of each contender's own runs
 
     def prepare(self, contender: Contender) -> None:
-        """Loads what the method needs. Raises ``OutriderError`` for an unknown method or a draft that does not fit."""
+        """Load what the method needs. Raises ``OutriderError`` for an unknown method or a draft that does not fit."""
         llm, method = self.llm, PLAIN if contender.is_plain else contender.method
         if method not in self._engines:
             speculation = self._speculation(method)
@@ -95,7 +95,7 @@ class Contenders:
 
     @contextmanager
     def active(self, contender: Contender) -> Iterator[Recorder]:
-        """Within it ``llm`` generates as the contender does. Yields the record of its decoding rounds."""
+        """Context manager: let ``llm`` generate as the contender; yield the record of its decoding rounds."""
         self.prepare(contender)
         llm, recorder = self.llm, Recorder(self._policies[contender])
         engine = self._engines[PLAIN if contender.is_plain else contender.method]

@@ -1,4 +1,4 @@
-"""Benchmark documents as they are read again: what a cell is called, which cells belong together. Knows JSON and files."""
+"""Read benchmark documents, and name and match their cells."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPORTED = {"difference", "conditional_acceptance", "time_to_first_token_ms", "p
 
 
 def is_plain(cell: Cell) -> bool:
-    """Whether the cell is the one that the others of its condition are compared with."""
+    """Return whether the cell is the baseline of its condition."""
     return bool(cell["method"] == "plain" or cell["k"] == 0)
 
 
@@ -43,21 +43,21 @@ def loop_warnings(cells: Sequence[Cell]) -> list[str]:
 
 
 def label(cell: Cell) -> str:
-    """Method and draft length."""
+    """Return method and draft length as a label."""
     return "plain" if is_plain(cell) else f"{cell['method']} k={cell['k']}"
 
 
 def condition(cell: Cell) -> str:
-    """Workload, temperature and batch as one label, leaving out greedy and 1."""
+    """Return workload, temperature and batch as a label, without greedy and batch 1."""
     name = str(cell["workload"])
     name += f", t={cell['temperature']:g}" if cell["temperature"] else ""
     return name + (f", batch {cell['batch']}" if cell["batch"] != 1 else "")
 
 
 def read(path: Path, for_report: bool = False) -> dict[str, Any]:
-    """What ``outrider bench --out`` wrote. Raises ``OutriderError`` for anything else.
+    """Read a document of ``outrider bench --out``. Raises ``OutriderError`` for anything else.
 
-    ``for_report``: refuses a document of a version that did not measure all that a report shows.
+    ``for_report``: refuse documents of versions without all measurements of a report.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -82,8 +82,8 @@ def _is_cell(cell: Cell) -> bool:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """All of it or nothing: what was there stays until the new text is complete. A link or a device is written to as it is."""
-    if path.is_symlink() or (path.exists() and not path.is_file()):  # a file in the place of /dev/null would be the last one
+    """Write atomically: the old file stays until the new one is complete. Links and devices are written to directly."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):  # do not replace /dev/null by a file
         path.write_text(text, encoding="utf-8")
         return
     partly = path.with_name(path.name + ".part")

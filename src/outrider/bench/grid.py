@@ -1,4 +1,4 @@
-"""Runs every contender on every workload, taking turns with plain decoding, and keeps what each repeat measured."""
+"""Run every contender on every workload in turn with plain decoding, and keep each repeat's measurements."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from outrider.bench.measure import Run, generate
 from outrider.bench.progress import Progress
 from outrider.types import SamplingParams
 
-WARMUP_TOKENS = 24  # of an untimed generation before a contender's first timed one
+WARMUP_TOKENS = 24  # tokens of the untimed warm-up before a contender's first run
 PLAIN_CONTENDER = Contender(PLAIN, 0)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be measured: contenders x temperatures x batches x workloads, ``repeat`` times each."""
+    """Contenders x temperatures x batches x workloads, ``repeat`` times each."""
 
     contenders: tuple[Contender, ...]
     workloads: Mapping[str, Sequence[list[int]]]  # name -> prompts as token ids
@@ -26,10 +26,10 @@ class Plan:
     max_tokens: int = 64
     repeat: int = 3
     seed: int = 0
-    ignore_eos: bool = True  # so that every contender generates equally many tokens
+    ignore_eos: bool = True  # so that every contender generates the same number of tokens
 
     def groups(self) -> Iterator[tuple[float, int, str]]:
-        """The conditions within which contenders are compared: temperature, batch, workload."""
+        """Return the conditions: temperature, batch, workload."""
         for temperature in self.temperatures:
             for batch in self.batches:
                 for workload in self.workloads:
@@ -37,7 +37,7 @@ class Plan:
 
     @property
     def num_runs(self) -> int:
-        """Timed generations of one prompt list, plain ones included."""
+        """Return the number of timed runs, plain ones included."""
         conditions = len(self.temperatures) * len(self.batches) * len(self.workloads)
         return conditions * self.repeat * (1 + len(self.contenders))
 
@@ -49,7 +49,7 @@ class Plan:
 
 @dataclass
 class Group:
-    """The repeats of one condition: each holds every contender's run, plain first."""
+    """Repeats of one condition, each with every contender's run, plain first."""
 
     temperature: float
     batch: int
@@ -58,10 +58,10 @@ class Group:
 
 
 def run_grid(contenders: Contenders, plan: Plan, report: Callable[[Progress], None] = lambda progress: None) -> Iterator[Group]:
-    """Yields each group as its last repeat ends; closing the iterator or an interrupt loses the repeat under way only.
+    """Yield each group after its last repeat; closing the iterator or an interrupt loses only the running repeat.
 
-    Within a repeat plain decoding and the contenders follow each other, beginning with another one each time, so that a machine
-    that slows down or speeds up does so for all of them.
+    Within a repeat plain decoding and the contenders run in turn, starting with another one each time, so that changes in
+    machine speed affect all of them.
     """
     warm: set[tuple[Contender, int]] = set()
     done, started = 0, perf_counter()
@@ -99,7 +99,7 @@ def run_grid(contenders: Contenders, plan: Plan, report: Callable[[Progress], No
 
 
 def warm_up(contenders: Contenders, contender: Contender, prompts: Sequence[list[int]], batch: int) -> None:
-    """Compiles and measures what the contender's first rounds would otherwise wait for."""
+    """Compile and measure before the contender's first timed rounds."""
     contenders.prepare(contender)
     params = SamplingParams(max_tokens=WARMUP_TOKENS, ignore_eos=True, seed=0)
     with contenders.active(contender):

@@ -1,4 +1,4 @@
-"""A benchmark document as one HTML file that opens from disk and asks no network for anything."""
+"""Render a benchmark document as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Rows = list[list[str]]
 
 
 def check_installed() -> None:
-    """Raises ``OutriderError`` where a library of the report is missing: before minutes of measuring, not after them."""
+    """Raise ``OutriderError`` if a library of the report is missing, before minutes of measuring."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise OutriderError(f"an HTML report needs {' and '.join(missing)}: pip install 'outrider[report]'")
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """The whole report. Raises ``OutriderError`` where a library of it is missing."""
+    """Return the report. Raises ``OutriderError`` if a library is missing."""
     cells = [headline(cell) for cell in result["cells"]]
     return render(
         title="Outrider benchmark",
@@ -46,7 +46,7 @@ def page(result: Mapping[str, Any]) -> str:
 
 
 def render(**parts: Any) -> str:
-    """The page's template with its parts: title, facts, notes, sections of plots, tables, and what words mean."""
+    """Fill the page's template with title, facts, notes, plots, tables and definitions."""
     check_installed()
     import jinja2
 

@@ -1,15 +1,15 @@
-"""Builds a checkpoint that computes the same function as a small Llama-shaped model at the cost of a large one.
+"""Build a checkpoint that computes the same function as a small Llama-shaped model at the cost of a large one.
 
-The text, and so the acceptance of every draft, is the small model's; the time of a pass is a 1B or 8B model's; every engine
-that reads Hugging Face folders loads the result. How:
+Output and acceptance are the small model's; the time of a pass is a 1B or 8B model's; every engine that reads Hugging Face
+folders loads the result. Construction:
 
 - The hidden state is padded with zeros. RMSNorm then averages over H instead of h values, so its weights are scaled by
   sqrt(h/H) and its epsilon by h/H: exact in bfloat16 where H/h is a power of four. Where it is twice a power of four, every
-  real feature is stored twice (the second copy has norm weight 0: nothing reads it), and the ratio that counts is one again.
+  real feature is stored twice (the second copy has norm weight 0 and is never read), which restores that ratio.
 - In a real layer, the output projections of extra heads and feed-forward rows are zero. Extra layers, spread evenly between the
-  real ones, have value and up projections that are zero where the hidden state is not, so that what they write is zero.
-- All other new weights are random, of the scale of a trained model's, and no two tensors are equal: an engine that keeps equal
-  constants once would otherwise read a good part of the model from its cache.
+  real ones, have value and up projections that are zero where the hidden state is not, so that their output is zero.
+- All other new weights are random at the scale of a trained model's, and no two tensors are equal: an engine that deduplicates
+  equal constants would otherwise read a part of the model from its cache.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outrider.bench.widening import Inflater, Noise
 from outrider.disk_cache import lasting_dir
 from outrider.types import OutriderError
 
-FORMAT = 2  # part of the cache key: raise it when the same source and size give other weights
+FORMAT = 2  # part of the cache key: increment it when the same source and size give other weights
 SHARD_BYTES = 1 << 29
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # same tensor names, same residual structure
 
@@ -67,10 +67,10 @@ def _read_source(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def inflate(
     source: str | Path, out: str | Path, size: str | int | Shape = "1b", *, seed: int = 0, progress: bool = True
 ) -> Path:
-    """Writes ``source`` inflated to ``size`` (a name, a number of parameters or a ``Shape``) into the new folder ``out``.
+    """Write ``source`` inflated to ``size`` (a name, a number of parameters or a ``Shape``) to the new folder ``out``.
 
-    The folder appears under its name only when it is complete. Raises ``OutriderError`` where ``out`` exists, the source is
-    not a Llama-shaped folder, the shape cannot hold it or the disk is too small.
+    The folder appears only when it is complete. Raises ``OutriderError`` if ``out`` exists, the source is not a Llama-shaped
+    folder, the shape cannot hold it or the disk is too small.
     """
     source, out = Path(source), Path(out)
     if out.exists():
@@ -94,7 +94,7 @@ def inflate(
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Where to write what will be ``out`` once it is whole: nothing is left of a failure, which is an ``OutriderError``."""
+    """Yield a temporary folder that becomes ``out`` on success and is deleted on failure, raised as ``OutriderError``."""
     part = out.with_name(f"{out.name}.part-{os.getpid()}")
     try:
         yield part
@@ -168,13 +168,13 @@ def _write_config(out: Path, config: Mapping[str, Any], inflater: Inflater, para
             "seed": seed,
         },
     }
-    if "layer_types" in new:  # one entry a layer, and all the same in the supported models
+    if "layer_types" in new:  # one entry per layer, all equal in the supported models
         new["layer_types"] = [new["layer_types"][0]] * large.layers
     (out / "config.json").write_text(json.dumps(new, indent=2) + "\n")
 
 
 def inflated(source: str | Path, size: str = "1b", *, progress: bool = True) -> Path:
-    """The cached folder of ``source`` inflated to ``size``, built where it is missing: keyed by content, size and format."""
+    """Return the cached folder of ``source`` inflated to ``size``, built if missing; keyed by content, size and format."""
     source = Path(source)
     num_params(size)
     digest = hashlib.sha256(f"{FORMAT}/{size.lower()}".encode())

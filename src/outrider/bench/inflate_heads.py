@@ -1,10 +1,9 @@
-"""Inflates heads together with their target: the same drafts, at the cost of a head of the large model's widths.
+"""Inflate heads together with their target: the same drafts, at the cost of a head with the large model's widths.
 
-What a head reads of the inflated target is the small one's hidden state, padded with zeros (see ``inflate``); what it puts out
-is padded in the same way. The hidden states that it reads are those that go into the same real layers, which stand further
-apart in the large model. The head's layers get the widths of the large target's. Norms are exact in bfloat16 where those of the
-target are; an EAGLE-1 head has no norm behind which a second copy of its features could hide, so where the target stores every
-feature twice the weights of its norm are rounded.
+A head reads the small target's hidden state padded with zeros (see ``inflate``), and its output is padded in the same way. It
+reads the inputs of the same real layers, which are further apart in the large model. Its layers get the widths of the large
+target's. Norms are exact in bfloat16 where the target's are. An EAGLE-1 head has no norm that could mask a second copy of its
+features, so where the target stores every feature twice the weights of its norm are rounded.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ from outrider.heads.checkpoint import MEDUSA, find_folder, kind_of
 from outrider.heads.eagle import EagleHead
 from outrider.types import OutriderError
 
-FORMAT = 1  # part of the cache key: raise it when the same head and target give other weights
-SEED = 1  # of the random weights: not the target's
+FORMAT = 1  # part of the cache key: increment it when the same head and target give other weights
+SEED = 1  # seed of the random weights, different from the target's
 
 
 @dataclass(frozen=True)
 class InflatedTarget:
-    """What a head must know of the target that was inflated."""
+    """Facts about the inflated target."""
 
     small: Shape
     large: Shape
     head_dim: int
     vocab_size: int
     real_layers: tuple[int, ...]
-    copies: int  # of every feature in its hidden states, the last one aside
+    copies: int  # copies of every feature in its hidden states, except the last
     dtype: torch.dtype
 
     @classmethod
     def read(cls, folder: Path) -> InflatedTarget:
-        """Raises ``OutriderError`` for a folder that ``inflate`` has not made."""
+        """Read the facts. Raises ``OutriderError`` for a folder that ``inflate`` did not write."""
         config = json.loads((folder / "config.json").read_text())
         note = config.get("outrider_inflated")
         if note is None:
@@ -58,12 +57,12 @@ class InflatedTarget:
         return cls(Shape(**note["source"]), large, dim, config["vocab_size"], layers, copies, dtype)
 
     def hidden_state(self, index: int) -> int:
-        """Where the small target's hidden state of that index stands in the large one."""
+        """Return the large target's index of the small target's hidden state."""
         return self.real_layers[index] if index < self.small.layers else self.large.layers
 
 
 class _Reader:
-    """Matrices that read what the inflated target, or a head on it, gives."""
+    """Widens matrices that read the output of the inflated target or of a head on it."""
 
     def __init__(self, target: InflatedTarget, noise: Noise) -> None:
         self.small, self.large, self.copies = target.small.hidden, target.large.hidden, target.copies
@@ -83,7 +82,7 @@ class _Reader:
 
 
 def wide_medusa(heads: medusa.MedusaHeads, target: InflatedTarget) -> medusa.MedusaHeads:
-    """Medusa heads for the inflated target."""
+    """Return Medusa heads for the inflated target."""
     shape, hidden = heads.shape, target.large.hidden
     read = _Reader(target, Noise(target.dtype, SEED))
     features, tokens = [torch.arange(shape.hidden_size)], [torch.arange(shape.vocab_size)]
@@ -103,10 +102,10 @@ def wide_medusa(heads: medusa.MedusaHeads, target: InflatedTarget) -> medusa.Med
 
 
 class _WideEagle:
-    """An EAGLE head for the inflated target, tensor by tensor.
+    """Builds an EAGLE head for the inflated target, tensor by tensor.
 
-    Its own hidden state is stored as the target's is, twice where that is; an EAGLE-1 head's once, since the target's output
-    head reads it as it is.
+    Its hidden state is stored like the target's (twice if that is); an EAGLE-1 head's once, because the target's output head
+    reads it directly.
     """
 
     def __init__(self, head: EagleHead, target: InflatedTarget) -> None:
@@ -144,7 +143,7 @@ class _WideEagle:
         return config
 
     def _tensor(self, name: str, weight: Tensor) -> Tensor:
-        """A tensor of the head's own, or of one of its layers."""
+        """Return one inflated tensor of the head or of one of its layers."""
         wide, shape = self.wide, self.shape
         makers: dict[str, Callable[[], Tensor]] = {
             "draft_ids": lambda: weight,
@@ -162,20 +161,20 @@ class _WideEagle:
             return wide.norm(weight)
         module = name.rsplit(".", 2)[-2]
         if shape.generation == 3 and name.startswith("layers.0.") and module in ("q_proj", "k_proj", "v_proj"):
-            total, places, source = wide.attention_rows(module)  # reads the embedding and the feature, side by side
+            total, places, source = wide.attention_rows(module)  # reads the concatenated embedding and feature
             return self.read(weight[source], total, [places])
         return wide.layer_tensor(name, weight, real=True)
 
     def _norm(self, weight: Tensor, goes_on: bool) -> Tensor:
-        """``goes_on``: what it gives is stored as the hidden state is, not only read."""
+        """``goes_on``: its output is stored as a hidden state, not only read."""
         normed = self.wide.norm(weight)
         return self.wide.embedding(normed[None, : len(weight)])[0] if goes_on else normed
 
 
 def inflate_head(source: str | Path, target: Path, out: Path) -> Path:
-    """Writes the head in ``source`` for the inflated ``target`` into the new folder ``out``, in the format others load too.
+    """Write the head in ``source`` for the inflated ``target`` to the new folder ``out``, in a public format.
 
-    Raises ``OutriderError`` for a head that does not fit the small target, or cannot be inflated.
+    Raises ``OutriderError`` for a head that does not fit the small target or cannot be inflated.
     """
     facts, folder = InflatedTarget.read(target), find_folder(source)
     with new_folder(out) as part:
@@ -193,7 +192,7 @@ def inflate_head(source: str | Path, target: Path, out: Path) -> Path:
 
 
 def inflated_head(source: str | Path, target: Path) -> Path:
-    """The cached folder of a head inflated with ``target``, built where it is missing: keyed by content, target and format."""
+    """Return the cached folder of a head inflated with ``target``, built if missing; keyed by content, target and format."""
     folder = find_folder(source)
     digest = hashlib.sha256(f"{FORMAT}/".encode() + (target / "config.json").read_bytes())
     for file in sorted(file for file in folder.iterdir() if file.is_file()):

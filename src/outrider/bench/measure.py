@@ -1,4 +1,4 @@
-"""One timed generation: what came out, how long it took, and where the time went."""
+"""Timed generation: output, time, and time by phase."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts generated together, from the first one's start to the last one's end."""
+    """One batch of prompts, from its start to its last token."""
 
     num_tokens: int
     seconds: float  # prompts included
-    first_tokens: int = 0  # what had come when every prompt had its first tokens: long prompts are read a part a step
+    first_tokens: int = 0  # tokens emitted when every prompt had its first tokens (long prompts are read in chunks)
     first_seconds: float = 0.0  # until then
-    plain_seconds: float | None = None  # what the engine says plain decoding would have taken
-    waits: tuple[float, ...] = ()  # of each prompt, until its own first tokens
+    plain_seconds: float | None = None  # predicted seconds of plain decoding
+    waits: tuple[float, ...] = ()  # per prompt, until its first tokens
     arrivals: tuple[Arrival, ...] = ()  # in their order
     rounds: tuple[Round, ...] = ()  # of decoding
 
@@ -58,21 +58,23 @@ class Batch:
 
 @dataclass
 class Run:
-    """A contender's generations over a list of prompts, added up."""
+    """Sums over a contender's generations for a list of prompts."""
 
-    token_ids: list[list[int]] = field(default_factory=list)  # of each prompt
+    token_ids: list[list[int]] = field(default_factory=list)  # per prompt
     batches: list[Batch] = field(default_factory=list)
-    histogram: Counter[int] = field(default_factory=Counter)  # {num_accepted: rounds}, of each request
-    reached: Counter[int] = field(default_factory=Counter)  # {place: drafts that were reached there}, from 0
-    kept: Counter[int] = field(default_factory=Counter)  # {place: drafts that were accepted there}
+    histogram: Counter[int] = field(default_factory=Counter)  # {num_accepted: rounds}, over requests
+    reached: Counter[int] = field(default_factory=Counter)  # {position from 0: drafts reached}
+    kept: Counter[int] = field(default_factory=Counter)  # {position from 0: drafts accepted}
     num_drafts: int = 0
-    num_judged: int = 0  # drafts that were reached
+    num_judged: int = 0  # drafts reached
     num_steps: int = 0  # rounds of the whole batch
-    num_draft_steps: int = 0  # the longest path of each of them, summed
-    step_seconds: list[float] = field(default_factory=list)  # of a draft's step, in each round with drafts
-    pauses: list[tuple[float, int]] = field(default_factory=list)  # seconds before tokens came, and how many came together
+    num_draft_steps: int = 0  # sum of their longest paths
+    step_seconds: list[float] = field(default_factory=list)  # seconds per draft step, in each round with drafts
+    pauses: list[tuple[float, int]] = field(
+        default_factory=list
+    )  # (seconds before tokens, number of tokens that arrived together)
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    peak_bytes: int | None = None  # of memory, while it ran
+    peak_bytes: int | None = None  # peak memory while it ran
     faults: int = 0
 
     @property
@@ -86,23 +88,23 @@ class Run:
 
     @property
     def first_seconds(self) -> float:
-        """Until every prompt of each batch had its first tokens."""
+        """Return seconds until every prompt of each batch had its first tokens."""
         return sum(batch.first_seconds for batch in self.batches)
 
     @property
     def tok_s(self) -> float:
-        """All tokens over the whole time, the prompts' passes included."""
+        """Return all tokens over all seconds, prefill included."""
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
     @property
     def decode_tok_s(self) -> float:
-        """Tokens after the first ones over the time after them. 0 where there were none."""
+        """Return tokens per second after the first tokens; 0 if there were none."""
         seconds = self.seconds - self.first_seconds
         return (self.num_tokens - sum(batch.first_tokens for batch in self.batches)) / seconds if seconds > 0 else 0.0
 
     @property
     def predicted_plain_tok_s(self) -> float | None:
-        """The speed that plain decoding would have had, by the engine's own prices. None where it has none."""
+        """Return the predicted plain speed from the engine's costs; None if unknown."""
         seconds = [batch.plain_seconds for batch in self.batches]
         known = [each for each in seconds if each]
         return self.num_tokens / sum(known) if known and len(known) == len(seconds) else None
@@ -113,21 +115,21 @@ class Run:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """tau = 1 + accepted / rounds, over decoding rounds."""
+        """Return tau = 1 + accepted / rounds, over decoding rounds."""
         return 1 + self.num_accepted / max(sum(self.histogram.values()), 1)
 
     def conditional_acceptance(self, num_places: int) -> list[float]:
-        """The part of the drafts reached in each place that were accepted."""
+        """Return the share of reached drafts that were accepted, by position."""
         return [self.kept[place] / self.reached[place] if self.reached[place] else 0.0 for place in range(num_places)]
 
     @property
     def acceptance_rate(self) -> float:
-        """alpha: accepted drafts over drafts that were reached. 0 where nothing was drafted."""
+        """Return alpha: accepted over reached drafts; 0 if nothing was drafted."""
         return self.num_accepted / self.num_judged if self.num_judged else 0.0
 
     @property
     def ms(self) -> dict[str, float]:
-        """Mean milliseconds of a decoding round of the batch, by phase; ``host`` is everything outside the other three."""
+        """Return mean milliseconds per decoding round of the batch by phase; ``host`` is the remainder."""
         return {name: 1e3 * seconds / max(self.num_steps, 1) for name, seconds in self.phase_seconds.items()}
 
     def batches_before_loops(self) -> list[Batch]:
@@ -149,7 +151,7 @@ class Run:
         return loop_share(self.token_ids)
 
     def add_rounds(self, rounds: Sequence[Round], decode_seconds: float) -> None:
-        """Adds decoding rounds that together took ``decode_seconds`` on the wall clock."""
+        """Add decoding rounds that took ``decode_seconds`` of wall-clock time."""
         for round_ in rounds:
             self.num_drafts += sum(round_.lens)
             for judged, accepted in zip(round_.num_judged, round_.num_accepted, strict=True):
@@ -193,9 +195,9 @@ def generate(
 
 
 def _generate_batch(chunks: Iterator[Chunk], num_prompts: int, run: Run, rounds: list[Round]) -> None:
-    """Reads one batch to its end. Decoding begins when every prompt has its first tokens; ``rounds`` before count as reading.
+    """Generate one batch. Decoding starts when every prompt has its first tokens; earlier ``rounds`` count as prefill.
 
-    Raises ``OutriderError`` where the target fails: what is left is no measurement.
+    Raises ``OutriderError`` if the target fails.
     """
     outputs: list[list[int]] = [[] for _ in range(num_prompts)]
     latest = [0.0] * num_prompts

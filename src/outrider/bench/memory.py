@@ -1,4 +1,4 @@
-"""The most memory that was taken while something ran: of this process, or of the GPU's tensors."""
+"""Peak memory: of this process, or of the GPU's tensors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     import torch
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-RESET_PEAK = "5"  # what proc(5) says clears the high-water mark
+RESET_PEAK = "5"  # clears the high-water mark, see proc(5)
 
 
 class PeakMemory:
-    """Starts to watch when made. On a CPU it is the process's resident memory, with every model that is loaded."""
+    """Measures from its creation. On a CPU: resident memory of the process, with every loaded model."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -29,7 +29,7 @@ class PeakMemory:
             self._can_read = False
 
     def read(self) -> int | None:
-        """Bytes at the peak since then; None where the system does not tell."""
+        """Return the peak in bytes; None if unknown."""
         if self._device.type == "cuda":
             import torch
 

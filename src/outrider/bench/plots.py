@@ -1,6 +1,6 @@
-"""The plots of a report as SVG to stand inside a page, each with its numbers as a table. Needs matplotlib.
+"""Plots of a report as inline SVG, each with a table of its numbers. Needs matplotlib.
 
-Colours of lines and bars are readable on light and on dark; text, axes and grid take theirs from the page.
+Colours of lines and bars work on light and dark backgrounds; text, axes and grid use the page's colours.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from outrider.bench.pooling import PHASES, Pool, at, distinct, pools
 from outrider.engine.stats import expected_speedup
 
 COLOURS = ("#3f7fd6", "#dd7f2b", "#2f9e6a", "#c7528a", "#8b6fd0", "#a8902c", "#4aa3b5", "#c0554a")
-INK, RULE = "#010203", "#040506"  # stand-ins, replaced by the page's own
-STYLE: Any = {  # matplotlib types each key
-    "text.parse_math": False,  # a dollar in the name of a folder is a dollar
+INK, RULE = "#010203", "#040506"  # placeholders, replaced by the page's colours
+STYLE: Any = {  # typed by key in matplotlib
+    "text.parse_math": False,  # folder names may contain dollars
     "svg.fonttype": "none",
     "font.size": 9,
     "axes.edgecolor": RULE,
@@ -48,7 +48,7 @@ MOST_BARS = 6  # contenders side by side in one group
 
 @dataclass(frozen=True)
 class Plot:
-    """A picture and the same in words and numbers."""
+    """A plot with its description and table."""
 
     title: str
     svg: str
@@ -58,7 +58,7 @@ class Plot:
 
 
 def plots(cells: Sequence[Cell]) -> list[Plot]:
-    """What there is to show of cells of one temperature: the first batch size, but for the plot over batch sizes."""
+    """Return the plots of one temperature: at the first batch size, except the plot over batch sizes."""
     batches = distinct(cells, "batch")
     first = at(cells, batch=batches[0])
     found = [speedup_by_k(pools(first))]
@@ -70,7 +70,7 @@ def plots(cells: Sequence[Cell]) -> list[Plot]:
 
 
 def speedup_by_k(found: Sequence[Pool]) -> Plot:
-    """Measured after the first token, beside the formula's curve."""
+    """Plot the measured speedup after the first token with the formula's curve."""
     title = "Speedup over plain decoding by draft length"
     rows: list[tuple[str, ...]] = []
 
@@ -112,7 +112,7 @@ def _draw_method(axes: Axes, colour: str, method: str, mine: Sequence[Pool], row
 
 
 def tokens_per_pass(found: Sequence[Pool]) -> Plot:
-    """How often a pass of the target gave 1, 2, ... tokens."""
+    """Plot how often a target pass yielded 1, 2, ... tokens."""
     title = "Tokens gained by a pass of the target"
     shown = _shown(found)
     most = max((max(pool.histogram(), default=1) for pool in shown), default=1)
@@ -135,7 +135,7 @@ def tokens_per_pass(found: Sequence[Pool]) -> Plot:
 
 
 def acceptance_by_position(found: Sequence[Pool]) -> Plot:
-    """How a draft's chance falls, or does not, with its place."""
+    """Plot acceptance by position."""
     title = "Acceptance of drafts by position"
     shown = _shown(found)
     longest = max((len(pool.by_position("conditional_acceptance")) for pool in shown), default=0)
@@ -161,7 +161,7 @@ def acceptance_by_position(found: Sequence[Pool]) -> Plot:
 
 
 def speedup_by_batch(cells: Sequence[Cell]) -> Plot:
-    """What is left of the speedup when several requests share a pass."""
+    """Plot the speedup by batch size."""
     title = "Speedup over plain decoding by batch size"
     batches = distinct(cells, "batch")
     by_batch = {batch: {pool.label: pool for pool in pools(at(cells, batch=batch)) if not pool.is_plain} for batch in batches}
@@ -190,7 +190,7 @@ def speedup_by_batch(cells: Sequence[Cell]) -> Plot:
 
 
 def speedup_by_workload(cells: Sequence[Cell]) -> Plot:
-    """Which texts a method is good for."""
+    """Plot the speedup by workload."""
     title = "Speedup over plain decoding by workload"
     shown = _shown(pools(cells))
     workloads = distinct(cells, "workload")
@@ -218,7 +218,7 @@ def speedup_by_workload(cells: Sequence[Cell]) -> Plot:
 
 
 def time_breakdown(found: Sequence[Pool]) -> Plot:
-    """Where the time of a token goes, plain decoding's too."""
+    """Plot the time per token by phase, plain decoding included."""
     title = "Time of a token by phase"
     names = [pool.label for pool in found]
     times = [pool.ms_per_token() for pool in found]
@@ -249,7 +249,7 @@ def _methods(found: Sequence[Pool]) -> list[str]:
 
 
 def _shown(found: Sequence[Pool]) -> list[Pool]:
-    """What fits side by side: where there is too much, the longest and the automatic draft of each method."""
+    """Select contenders that fit side by side; if too many, the longest and the automatic length of each method."""
     drafted = [pool for pool in found if not pool.is_plain]
     if len(drafted) <= MOST_BARS:
         return drafted
@@ -267,7 +267,7 @@ def _note_of(found: Sequence[Pool], shown: Sequence[Pool]) -> str:
 
 
 def _bars(found: Sequence[Pool], speeds: Sequence[float], name: str = "decode_speedup") -> Any:
-    """How far the intervals reach down and up; None where one is unknown."""
+    """Return error bar lengths down and up; None if an interval is unknown."""
     bounds = [pool.interval(name) for pool in found]
     if not bounds or None in bounds:
         return None
@@ -291,7 +291,7 @@ def legend(axes: Axes) -> None:
 
 
 def svg_of(title: str, draw: Callable[[Axes], None], num_bars: int = 0) -> str:
-    """A drawing as an ``<svg>`` element that names nothing outside of itself and inherits the page's colours."""
+    """Return a drawing as a self-contained ``<svg>`` element that inherits the page's colours."""
     with rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, max(HEIGHT, 0.9 + 0.28 * num_bars)), layout="constrained")
         axes = figure.add_subplot()
@@ -303,8 +303,8 @@ def svg_of(title: str, draw: Callable[[Axes], None], num_bars: int = 0) -> str:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)  # the page is HTML, which knows these elements
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # unique in one drawing only
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)  # not needed inside HTML
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # ids are unique within one drawing only
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1), count=1)
     svg = svg.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
     return svg.replace(INK, "var(--ink)").replace(RULE, "var(--rule)").strip()

@@ -1,4 +1,4 @@
-"""Cells of several workloads as one: what the plots of a report show. Knows JSON cells and numbers."""
+"""Pool cells of several workloads for the plots of a report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PHASES = ("draft", "score", "verify", "host")
 
 @dataclass(frozen=True)
 class Pool:
-    """One contender at one temperature and batch size, its workloads together."""
+    """One contender at one temperature and batch size over all workloads."""
 
     cells: tuple[Cell, ...]
 
@@ -29,7 +29,7 @@ class Pool:
 
     @property
     def k(self) -> int | str:
-        """A number, or ``"auto"``."""
+        """Return a number or ``"auto"``."""
         k: int | str = self.cells[0]["k"]
         return k
 
@@ -38,24 +38,24 @@ class Pool:
         return is_plain(self.cells[0])
 
     def speedup(self, name: str = "decode_speedup") -> float | None:
-        """Geometric mean over the workloads."""
+        """Return the geometric mean over the workloads."""
         known = [cell[name] for cell in self.cells if cell.get(name)]
         return geometric_mean(known) if known else None
 
     def interval(self, name: str = "decode_speedup") -> tuple[float, float] | None:
-        """Geometric means of the workloads' bounds: somewhat wider than the interval of the mean."""
+        """Return the geometric means of the workloads' bounds, somewhat wider than the interval of the mean."""
         known = [cell[f"{name}_interval"] for cell in self.cells if cell.get(f"{name}_interval")]
         if len(known) < len(self.cells) or any(bounds[0] <= 0 for bounds in known):
             return None
         return geometric_mean(bounds[0] for bounds in known), geometric_mean(bounds[1] for bounds in known)
 
     def mean(self, name: str) -> float | None:
-        """Of a figure over the workloads that have it."""
+        """Return the mean of a figure over the workloads that have it."""
         known = [cell[name] for cell in self.cells if cell.get(name) is not None]
         return fmean(known) if known else None
 
     def histogram(self) -> dict[int, float]:
-        """{tokens of a pass: share of the passes}."""
+        """Return {tokens per pass: share of passes}."""
         counts: Counter[int] = Counter()
         for cell in self.cells:
             counts.update({1 + int(accepted): rounds for accepted, rounds in cell["acceptance_histogram"].items()})
@@ -63,23 +63,23 @@ class Pool:
         return {tokens: counts[tokens] / total for tokens in sorted(counts)}
 
     def tau(self) -> float:
-        """Tokens per pass."""
+        """Return the tokens per pass."""
         return sum(tokens * share for tokens, share in self.histogram().items())
 
     def by_position(self, name: str) -> list[float]:
-        """A list of figures by place, each the mean over the workloads that reached that place."""
+        """Return figures by position, each the mean over the workloads that reached it."""
         lists: list[list[float]] = [cell[name] for cell in self.cells]
         longest = max(map(len, lists), default=0)
         return [fmean(each[place] for each in lists if place < len(each)) for place in range(longest)]
 
     def ms_per_token(self) -> dict[str, float]:
-        """Milliseconds by phase for each token of a request."""
+        """Return milliseconds by phase per token of a request."""
         tau = self.tau() or 1.0
         return {name: fmean(cell["ms"][name] for cell in self.cells) / tau for name in PHASES}
 
 
 def pools(cells: Iterable[Cell]) -> list[Pool]:
-    """Cells of one contender together, in the order in which contenders first come."""
+    """Group cells by contender, in order of first appearance."""
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
         groups.setdefault(label(cell), []).append(cell)
@@ -87,10 +87,10 @@ def pools(cells: Iterable[Cell]) -> list[Pool]:
 
 
 def at(cells: Sequence[Cell], **values: Any) -> list[Cell]:
-    """The cells that have these values."""
+    """Return the cells with these values."""
     return [cell for cell in cells if all(cell[name] == value for name, value in values.items())]
 
 
 def distinct(cells: Sequence[Cell], name: str) -> list[Any]:
-    """The values of one key, in their order."""
+    """Return the distinct values of one key, in order."""
     return list(dict.fromkeys(cell[name] for cell in cells))

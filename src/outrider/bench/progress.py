@@ -1,4 +1,4 @@
-"""Where a benchmark stands. Knows nothing of what is measured."""
+"""Progress of a benchmark."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a benchmark stands."""
+    """Progress of a benchmark."""
 
     done: int
     total: int
-    seconds_left: float | None  # None until something is measured
+    seconds_left: float | None  # None before the first measurement
     what: str

@@ -1,4 +1,4 @@
-"""Where a result comes from: what is needed to repeat it."""
+"""Provenance of results: what is needed to repeat them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from outrider.cpp_library import cpu_flags
 if TYPE_CHECKING:
     from outrider.runner import ModelRunner
 
-SECRET, HIDDEN = "--api-key", "hidden"  # an option whose value is not for files that are shown around
+SECRET, HIDDEN = "--api-key", "hidden"  # an option whose value must not be published
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "bf16")  # of products
 
 
 def origin() -> dict[str, Any]:
-    """Versions, processor, command and date, JSON-ready: of any result, whatever ran."""
+    """Return versions, processor, command and date as JSON-ready data."""
     return {
         "version": __version__,
         "commit": commit(),
@@ -35,7 +35,7 @@ def origin() -> dict[str, Any]:
 
 
 def provenance(runner: ModelRunner) -> dict[str, Any]:
-    """``origin``, and what a model ran on in this process."""
+    """Return ``origin`` plus the device and dtype of a model in this process."""
     import torch
 
     return origin() | {
@@ -46,7 +46,7 @@ def provenance(runner: ModelRunner) -> dict[str, Any]:
 
 
 def command() -> str:
-    """What was typed: ``outrider bench --k 4``, ``python bench/soak.py``; a script by its path from here, no key in it."""
+    """Return the command line, such as ``outrider bench --k 4``; scripts by relative path, API keys hidden."""
     program, words = Path(sys.argv[0]), sys.argv[1:]
     name = ["outrider"]
     if program.suffix == ".py" and program.parent.name != "outrider":  # python -m outrider runs outrider/__main__.py
@@ -68,9 +68,9 @@ def _version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of the checkout Outrider runs from, "+" appended where its code or that of ``bench/`` was changed since.
+    """Return the commit of the checkout, with "+" if its code or ``bench/`` has uncommitted changes.
 
-    None outside of a checkout.
+    None outside a checkout.
     """
     folder = Path(__file__).parent
     try:
@@ -89,14 +89,14 @@ def commit() -> str | None:
 
 
 def device_name(device: Any) -> str:
-    """What a reader needs to know of the device: ``cuda: NVIDIA H100``, ``cpu: Intel Xeon ... (2 cores)``."""
+    """Describe the device: ``cuda: NVIDIA H100``, ``cpu: Intel Xeon ... (2 cores)``."""
     import torch
 
     return f"cuda: {torch.cuda.get_device_name(device)}" if device.type == "cuda" else f"{device.type}: {cpu_name()}"
 
 
 def cpu_name() -> str:
-    """``AMD EPYC (2 cores; avx2 avx512f avx512_bf16)``: with what decides how long a pass takes, which names may hide."""
+    """Return ``AMD EPYC (2 cores; avx2 avx512f avx512_bf16)``, with the instructions that determine the speed of a pass."""
     name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

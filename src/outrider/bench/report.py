@@ -1,4 +1,4 @@
-"""The one JSON document of a benchmark: its cells, and what is needed to repeat it."""
+"""The JSON document of a benchmark: cells and provenance."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFINITIONS = (
 
 
 def document(plan: Plan, groups: Sequence[Group], runner: ModelRunner, target: str, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The whole result with what is needed to repeat it."""
+    """Return the result with its provenance."""
     return {
         "target": target,
         **provenance(runner),

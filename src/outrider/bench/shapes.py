@@ -1,4 +1,4 @@
-"""Shapes of large Llama-shaped models: what ``--inflate 1b`` means for a given small one."""
+"""Shapes of large Llama-shaped models for ``--inflate``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZES = {"1b": 1_060_000_000, "8b": 8_000_000_000}
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a Llama-shaped model; ``head_dim`` and vocabulary stay the source's."""
+    """Size of a Llama-shaped model; ``head_dim`` and vocabulary are the source's."""
 
     hidden: int
     layers: int
@@ -24,7 +24,7 @@ class Shape:
 
 
 def source_shape(config: Mapping[str, Any]) -> Shape:
-    """The shape a ``config.json`` describes."""
+    """Return the shape described by a ``config.json``."""
     return Shape(
         hidden=config["hidden_size"],
         layers=config["num_hidden_layers"],
@@ -35,12 +35,12 @@ def source_shape(config: Mapping[str, Any]) -> Shape:
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
-    """Features of one attention head."""
+    """Return the features of one attention head."""
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
 def num_params(size: str) -> int:
-    """``"1b"``, ``"8b"``, ``"350m"``, ``"1.5b"`` -> a number of parameters. Raises ``OutriderError`` for anything else."""
+    """Parse ``"1b"``, ``"350m"``, ``"1.5b"`` to a number of parameters. Raises ``OutriderError`` for anything else."""
     name = size.strip().lower()
     if name in SIZES:
         return SIZES[name]
@@ -54,7 +54,7 @@ def num_params(size: str) -> int:
 
 
 def shape_for(config: Mapping[str, Any], params: int) -> Shape:
-    """A shape in use for models of about ``params`` parameters (Qwen3, Llama 3), that the source fits into."""
+    """Return a typical shape (Qwen3, Llama 3) of about ``params`` parameters that can hold the source."""
     small = source_shape(config)
     dim, vocab = head_dim(config), config["vocab_size"]
     wanted, layers = next(
@@ -67,7 +67,7 @@ def shape_for(config: Mapping[str, Any], params: int) -> Shape:
     heads = hidden // dim
     while heads * dim < 2048:
         heads *= 2
-    kv_heads = max(heads // 4, 1)  # four query heads to a key/value head, as in Llama 3
+    kv_heads = max(heads // 4, 1)  # four query heads per key/value head, as in Llama 3
     embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
     attention = 2 * hidden * dim * (heads + kv_heads)
     ffn = ((params - embeddings) / layers - attention) / (3 * hidden)
@@ -75,7 +75,7 @@ def shape_for(config: Mapping[str, Any], params: int) -> Shape:
 
 
 def count_params(config: Mapping[str, Any], shape: Shape) -> int:
-    """Parameters of a Llama of that shape, norms and biases aside."""
+    """Return the parameters of a Llama of that shape, without norms and biases."""
     dim = head_dim(config)
     embeddings = config["vocab_size"] * shape.hidden * (1 if config.get("tie_word_embeddings") else 2)
     layer = 2 * shape.hidden * dim * (shape.heads + shape.kv_heads) + 3 * shape.hidden * shape.ffn

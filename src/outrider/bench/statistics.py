@@ -1,4 +1,4 @@
-"""How sure a figure is: bootstrap intervals of speeds and ratios, and differences between two runs. Knows numbers only."""
+"""Bootstrap intervals of speeds and ratios, and differences between two runs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Array = NDArray[np.float64]
 Interval = tuple[float, float]
 RESAMPLES = 2000
 LEVEL = 0.95
-SEED = 0  # the same runs give the same interval
+SEED = 0  # fixed, so that the same runs give the same interval
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Tokens and seconds of one contender: [repeats, prompts], a batch of prompts counting as one."""
+    """Tokens and seconds of one contender: [repeats, prompts], with a batch counted as one prompt."""
 
     tokens: Array
     seconds: Array
@@ -29,21 +29,21 @@ class Timings:
         return cls(np.asarray(tokens, dtype=np.float64), np.asarray(seconds, dtype=np.float64))
 
     def speeds(self) -> Array:
-        """Tokens per second of each repeat, all prompts together: [repeats]."""
+        """Return tokens per second of each repeat over all prompts: [repeats]."""
         return _ratio(self.tokens.sum(-1), self.seconds.sum(-1))
 
 
 def speed_interval(timings: Timings, level: float = LEVEL) -> Interval | None:
-    """Of the median speed, over resampled repeats and prompts. None where there is only one of each."""
+    """Return the interval of the median speed over resampled repeats and prompts; None with only one of each."""
     drawn = _resample(timings)
     return None if drawn is None else _interval(np.median(drawn, axis=1), level)
 
 
 def speedup_interval(timings: Timings, base: Timings, level: float = LEVEL) -> Interval | None:
-    """Of the median ratio of speeds within a repeat. None where there is only one repeat of one prompt.
+    """Return the interval of the median ratio of speeds within a repeat; None for one repeat of one prompt.
 
-    Repeats and prompts are drawn anew independently of each other (Owen 2007, "The pigeonhole bootstrap"), and each draw takes
-    both contenders' measurements of that repeat and prompt: what slowed down both of them, or is hard for both, cancels.
+    Repeats and prompts are resampled independently (Owen 2007, "The pigeonhole bootstrap"), with both contenders'
+    measurements paired, so that common effects cancel.
     """
     drawn, bases = _resample(timings), _resample(base)
     if drawn is None or bases is None:
@@ -52,7 +52,7 @@ def speedup_interval(timings: Timings, base: Timings, level: float = LEVEL) -> I
 
 
 def _resample(timings: Timings) -> Array | None:
-    """Speeds of each drawn repeat over the drawn prompts: [resamples, repeats]. The draws depend on the shape alone."""
+    """Return speeds of resampled repeats over resampled prompts: [resamples, repeats]. Samples depend on the shape only."""
     repeats, prompts = timings.tokens.shape
     if repeats * prompts < 2:
         return None
@@ -68,12 +68,12 @@ def _interval(values: Array, level: float) -> Interval:
 
 
 def _ratio(above: Array, below: Array) -> Array:
-    """Quotients; 0 where there is nothing to divide by."""
+    """Return quotients, 0 where the divisor is 0."""
     return np.divide(above, below, out=np.zeros_like(above), where=below > 0)
 
 
 def quantiles(values: Sequence[float], weights: Sequence[float], levels: Sequence[float]) -> list[float]:
-    """The least values that such parts of the weight do not exceed. Raises ``ValueError`` where there are no values."""
+    """Return weighted quantiles. Raises ``ValueError`` without values."""
     if not values:
         raise ValueError("no values")
     order = np.argsort(values)
@@ -84,19 +84,19 @@ def quantiles(values: Sequence[float], weights: Sequence[float], levels: Sequenc
 
 @dataclass(frozen=True)
 class Change:
-    """From one set of repeats to another: the ratio of their geometric means, and its interval."""
+    """Change between two sets of repeats: the ratio of their geometric means, and its interval."""
 
     ratio: float
     interval: Interval
 
     @property
     def direction(self) -> int:
-        """1: higher beyond noise, -1: lower, 0: neither."""
+        """Return 1 if higher beyond noise, -1 if lower, else 0."""
         return int(self.interval[0] > 1) - int(self.interval[1] < 1)
 
 
 def change(before: Sequence[float], after: Sequence[float], level: float = LEVEL) -> Change | None:
-    """Welch's interval on logarithms, two independent samples of unequal noise. None with fewer than two repeats in either."""
+    """Return Welch's interval on logarithms for two independent samples; None with fewer than two repeats in either."""
     if min(len(before), len(after)) < 2 or min(*before, *after) <= 0:
         return None
     first, second = np.log(before), np.log(after)
@@ -110,7 +110,7 @@ def change(before: Sequence[float], after: Sequence[float], level: float = LEVEL
 
 @lru_cache
 def t_quantile(level: float, freedom: float) -> float:
-    """The bound within which Student's t stays with that probability, on both sides; ``freedom``: at least 1.
+    """Return the two-sided quantile of Student's t; ``freedom``: at least 1.
 
     With t = sqrt(freedom) tan(angle), the density of the angle is proportional to cos(angle)^(freedom - 1).
     """

@@ -1,4 +1,4 @@
-"""A benchmark document as tables for a terminal of 80 columns."""
+"""Format a benchmark document as tables for a terminal with 80 columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.bench.documents import Cell, condition, headline, is_plain, label
 if TYPE_CHECKING:
     from rich.table import Table
 
-AGREES = 0.1  # a measurement within this part of the formula needs no explanation
+AGREES = 0.1  # measurements within this share of the formula need no explanation
 
 
 def tables(result: Mapping[str, Any]) -> list[Table]:
@@ -79,7 +79,7 @@ def _reason_row(cell: Cell) -> list[str]:
 
 
 def reason(cell: Cell) -> str:
-    """The part of a round that makes the speedup differ from the formula's by more than a tenth, and by how much."""
+    """Return the largest part of the difference to the formula, if the difference exceeds a tenth."""
     expected, measured, difference = cell["expected_speedup"], cell["decode_speedup"], cell["difference"]
     if not expected or not measured or not difference or abs(measured / expected - 1) <= AGREES:
         return ""
@@ -97,7 +97,7 @@ def number(value: float | None, digits: int) -> str:
 
 
 def add_row(view: Table, entries: Sequence[str]) -> None:
-    """A line of the table. Names of files and workloads are no markup, whatever brackets stand in them."""
+    """Return a table row without interpreting markup in names."""
     from rich.text import Text
 
     view.add_row(*map(Text, entries))
@@ -117,7 +117,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _fill(view: Table, cells: Sequence[Cell], row: Callable[[Cell], list[str]]) -> None:
-    """One line for each cell, a rule between conditions."""
+    """Return a table with one line per cell and a rule between conditions."""
     previous = None
     for cell in cells:
         group = condition(cell)

@@ -1,6 +1,6 @@
-"""Where each number of a small model goes in a large one that computes the same function; ``inflate`` says how.
+"""Placement of a small model's weights in a large one that computes the same function; see ``inflate``.
 
-Knows tensors and shapes, no files.
+Works on tensors and shapes, not on files.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from outrider.bench.shapes import Shape, head_dim, source_shape
 from outrider.types import OutriderError
 
-WEIGHT_STD = 0.02  # of random weights: that of a trained model
+WEIGHT_STD = 0.02  # standard deviation of random weights, as in trained models
 
 
 class Noise:
-    """Random weights, cut from one pool so that billions of them cost memory bandwidth only."""
+    """Random weights from one pool, so that billions of them cost memory bandwidth only."""
 
     def __init__(self, dtype: torch.dtype, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -38,23 +38,21 @@ class Noise:
 
 
 class Inflater:
-    """Where each number of the small model goes in the large one."""
+    """Placement of the small model's weights in the large one."""
 
     def __init__(
         self, config: Mapping[str, Any], large: Shape, noise: Noise, dtype: torch.dtype, copies: int | None = None
     ) -> None:
-        """``copies`` of every real feature; None: as many as make norms exact."""
+        """``copies`` of every real feature; None: as many as needed for exact norms."""
         small, dim = source_shape(config), head_dim(config)
         ratio = large.hidden / small.hidden
         if ratio < 1 or not math.log2(ratio).is_integer():
             raise OutriderError(f"hidden size {large.hidden} is not the source's {small.hidden} times a power of two")
         self.copies = copies or (1 if math.log2(ratio) % 2 == 0 else 2)
-        self.norm_scale = math.sqrt(
-            self.copies * small.hidden / large.hidden
-        )  # a power of two, unless ``copies`` says otherwise
+        self.norm_scale = math.sqrt(self.copies * small.hidden / large.hidden)  # a power of two, unless ``copies`` is given
         self.small, self.large, self.dim, self.noise, self.dtype = small, large, dim, noise, dtype
         group, new_group = small.heads // small.kv_heads, large.heads // large.kv_heads
-        spread = math.ceil(group / new_group)  # new key/value heads that one real one needs to serve its query heads
+        spread = math.ceil(group / new_group)  # new key/value heads per real one, to serve its query heads
         fits = large.kv_heads >= small.kv_heads * spread and large.heads % large.kv_heads == 0
         if not fits or large.hidden % large.heads or large.layers < small.layers or large.ffn < small.ffn:
             raise OutriderError(f"the source's shape {small} does not fit into {large}")
@@ -68,21 +66,21 @@ class Inflater:
         self.real_layers = [i * large.layers // small.layers for i in range(small.layers)]
 
     def embedding(self, weight: Tensor) -> Tensor:
-        """[V, h] -> [V, H], zeros beyond the real features."""
+        """Widen [V, h] to [V, H] with zeros."""
         wide = torch.zeros(weight.shape[0], self.large.hidden, dtype=self.dtype)
         wide[:, : self.copies * self.small.hidden] = weight.repeat(1, self.copies)
         return wide
 
     def norm(self, weight: Tensor) -> Tensor:
-        """[h] -> [H], zero beyond the first copy of the real features."""
+        """Widen [h] to [H], zero after the first copy of the real features."""
         wide = torch.zeros(self.large.hidden, dtype=self.dtype)
         wide[: self.small.hidden] = weight * self.norm_scale
         return wide
 
     def reader(self, weight: Tensor, num_rows: int, rows: Tensor, is_silent: bool = False) -> Tensor:
-        """A projection (or its bias) out of the hidden state, ``rows`` being the real ones.
+        """Widen a projection (or its bias) that reads the hidden state; ``rows`` are the real ones.
 
-        The others are random, or give zero if ``is_silent``; what reads beyond the real features is random.
+        Other rows are random, or zero on the real features if ``is_silent``; columns beyond the real features are random.
         """
         if weight.ndim == 1:
             wide = torch.zeros(num_rows, dtype=self.dtype)
@@ -95,7 +93,7 @@ class Inflater:
         return wide
 
     def writer(self, weight: Tensor, num_columns: int, columns: Tensor) -> Tensor:
-        """A projection (or its bias) into the hidden state: ``columns`` into the real features, the others zero."""
+        """Widen a projection (or its bias) that writes the hidden state; ``columns`` are the real ones, others are zero."""
         if weight.ndim == 1:
             return self.embedding(weight[None])[0]
         wide = torch.zeros(self.large.hidden, num_columns, dtype=self.dtype)
@@ -105,13 +103,13 @@ class Inflater:
         return wide
 
     def attention_rows(self, module: str) -> tuple[int, Tensor, Tensor]:
-        """Of a query, key or value projection: how many rows it has, where the real ones stand, and which one stands there."""
+        """Return the number of rows of an attention projection, the positions of the real ones, and their sources."""
         if module == "q_proj":
             return self.large.heads * self.dim, self.query_rows, torch.arange(len(self.query_rows))
         return self.large.kv_heads * self.dim, self.key_rows, self.key_source
 
     def layer_tensor(self, name: str, weight: Tensor, real: bool) -> Tensor:
-        """A tensor of a real layer; of an extra one, with the shape of ``weight``'s counterpart, if not ``real``."""
+        """Return a tensor of a real layer, or of an extra one with the same shape if not ``real``."""
         large = self.large
         module = name.rsplit(".", 1)[0].rsplit(".", 1)[-1]
         if module in ("q_norm", "k_norm"):
@@ -141,7 +139,7 @@ class Inflater:
         return self.reader(weight, total, places, is_silent) if real else self.reader(weight[:0], total, places[:0], is_silent)
 
     def tensors(self, source: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the large model, one at a time: embeddings, layer by layer, final norm, head."""
+        """Yield every tensor of the large model: embeddings, layers, final norm, head."""
         yield "model.embed_tokens.weight", self.embedding(source["model.embed_tokens.weight"])
         real = {layer: i for i, layer in enumerate(self.real_layers)}
         names = [name.removeprefix("model.layers.0.") for name in source if name.startswith("model.layers.0.")]

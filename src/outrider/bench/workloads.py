@@ -1,7 +1,7 @@
-"""What a benchmark generates from: built-in prompts by kind of text, or the user's file.
+"""Prompts of benchmarks: built-in workloads, or the user's file.
 
-The built-in prompts were written for Outrider. They are text to be continued, so that a model without instruction training can
-be measured too; those of the kind ``chat`` are messages and go through the tokenizer's chat template where it has one.
+The built-in prompts were written for Outrider. They are text to continue, so that models without instruction training can be
+measured too; those of ``chat`` are messages and go through the tokenizer's chat template, if any.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ WORKLOADS = {
     "story": "go on with a story",
 }
 CHAT = "chat"
-SPEC_BENCH_TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # beside MT-bench's questions
+SPEC_BENCH_TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # in addition to MT-bench's questions
 Message = Mapping[str, str]  # {"role", "content"}
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One text to continue, or a conversation to answer."""
+    """A text to continue, or a conversation to answer."""
 
     workload: str
     text: str = ""
@@ -46,7 +46,7 @@ class Prompt:
 
 
 def builtin(workload: str, num_prompts: int | None = None) -> list[Prompt]:
-    """The first ``num_prompts`` (all by default) built-in prompts of a kind. Raises ``OutriderError`` for an unknown kind."""
+    """Return the first ``num_prompts`` (default: all) built-in prompts. Raises ``OutriderError`` for an unknown workload."""
     if workload not in WORKLOADS:
         raise OutriderError(f"unknown workload {workload!r}; known: {', '.join(WORKLOADS)}")
     folder = files("outrider.bench").joinpath("prompts")
@@ -58,16 +58,16 @@ def builtin(workload: str, num_prompts: int | None = None) -> list[Prompt]:
 
 
 def from_file(path: str | Path, num_prompts: int | None = None) -> list[Prompt]:
-    """Prompts of a JSONL file, plain or gzipped, in order; what each line is shows in its fields.
+    """Read prompts of a JSONL file, plain or gzipped; the fields of a line determine its format.
 
     - ``task_id`` and ``prompt``: HumanEval, code to continue
     - ``question`` and ``answer``: GSM8K, a question to answer
-    - ``turns`` and ``category``: MT-bench, or one of Spec-Bench's tasks; the first turn is asked
+    - ``turns`` and ``category``: MT-bench, or one of Spec-Bench's tasks; the first turn is used
     - ``messages``, ``turns`` or ``question``: a conversation, the first of the turns, a question
     - ``prompt``: a text to continue
 
-    The first three are workloads of those names, the others of the file's; ``workload`` in a line names another. Raises
-    ``OutriderError`` with the line's number where a line is none of these.
+    The first three are workloads of those names, the others have the file's name; ``workload`` in a line overrides it. Raises
+    ``OutriderError`` with the line number for other lines.
     """
     return [prompt for prompt, _ in entries(Path(path), num_prompts)]
 
@@ -75,9 +75,9 @@ def from_file(path: str | Path, num_prompts: int | None = None) -> list[Prompt]:
 def entries(
     path: Path, most: int | None = None, unwrap: Callable[[dict[str, Any]], dict[str, Any]] = dict
 ) -> list[tuple[Prompt, dict[str, Any]]]:
-    """Prompts as ``from_file`` reads them, each with all the fields of its line.
+    """Read prompts like ``from_file``, each with all fields of its line.
 
-    ``unwrap`` finds them in what a line holds, and raises ``Refused`` where there are none.
+    ``unwrap`` extracts them from a line's object, or raises ``Refused``.
     """
     name = path.name.split(".")[0]
     found: list[tuple[Prompt, dict[str, Any]]] = []
@@ -96,13 +96,13 @@ def entries(
 
 
 class Refused(Exception):
-    """Why a line is no prompt."""
+    """Why a line is not a prompt."""
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         opened = gzip.open if path.suffix == ".gz" else open
-        with opened(path, "rt", encoding="utf-8-sig") as file:  # some programs begin a file with a mark
+        with opened(path, "rt", encoding="utf-8-sig") as file:  # accept a byte order mark
             yield from enumerate(file, start=1)
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise OutriderError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
@@ -167,12 +167,12 @@ def _conversation(item: Mapping[str, Any], workload: str) -> Prompt:
 
 
 def _task(item: Mapping[str, Any]) -> str:
-    """MT-bench's eight categories are one task, as in Spec-Bench's own evaluation."""
+    """Map MT-bench's eight categories to one task, as in Spec-Bench's evaluation."""
     category = item["category"]
     return category if category in SPEC_BENCH_TASKS else "mt-bench"
 
 
-# The fields that tell a format, the name of its workload ("": the file's), and how to read it; the first that fits counts.
+# Identifying fields, workload name ("": the file's) and reader of each format; the first match is used.
 Format = tuple[frozenset[str], Callable[[Mapping[str, Any]], str], Callable[[Mapping[str, Any], str], Prompt]]
 FORMATS: tuple[Format, ...] = (
     (frozenset({"task_id", "prompt"}), lambda item: "humaneval", _continued),
@@ -186,9 +186,9 @@ FORMATS: tuple[Format, ...] = (
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """The prompt's token ids; a chat without a template becomes a plain dialogue.
+    """Return the prompt's token ids; a chat without a template becomes a plain dialogue.
 
-    Raises ``OutriderError`` without a tokenizer, and where its template refuses the conversation.
+    Raises ``OutriderError`` without a tokenizer, and if its template rejects the conversation.
     """
     if tokenizer is None:
         raise OutriderError("there is no tokenizer with the target: it can read no prompt")
@@ -198,7 +198,7 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
         messages = [dict(message) for message in prompt.messages]
         try:
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template is a program of the model's author's
+        except Exception as error:  # templates raise any exception
             roles = ", ".join(message["role"] for message in messages)
             raise OutriderError(f"the tokenizer's chat template refuses a conversation ({roles}): {error}") from error
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -206,7 +206,7 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
 
 
 def as_text(prompt: Prompt) -> str:
-    """The prompt as a text to continue; a chat becomes a plain dialogue."""
+    """Return the prompt as a text to continue; a chat becomes a plain dialogue."""
     if not prompt.is_chat:
         return prompt.text
     said = {"user": "Question: ", "assistant": "Answer: "}

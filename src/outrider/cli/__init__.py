@@ -1,4 +1,4 @@
-"""The command line: one thin module per command. Nothing heavy is imported before a command needs it."""
+"""Command line: one thin module per command. Heavy imports happen when a command needs them."""
 
 from outrider.cli.app import main
 

@@ -1,8 +1,8 @@
-"""The command table and the one place where an error becomes a line on stderr and an exit code.
+"""Command table, and the conversion of errors to one line on stderr and an exit code.
 
-Exit codes: 0 done; 1 an error inside Outrider or the machine (memory, disk), or nobody reads standard output any more;
-2 a mistake in what was asked; 3 a check found something: ``doctor`` what does not fit, ``bench compare`` what became
-worse, ``audit`` no reason to certify; 130 Ctrl-C or SIGTERM.
+Exit codes: 0 success; 1 an internal or machine error (memory, disk), or standard output was closed; 2 invalid arguments;
+3 a check failed: ``doctor`` found a misfit, ``bench compare`` a regression, ``audit`` could not certify; 130 Ctrl-C or
+SIGTERM.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Annotated, Any
 
 import typer
 
-# Each is outrider.cli.<name>:command, or, where there are several of a kind, the functions in its COMMANDS; with both, the
-# command is what runs where none of the kinds is named.
+# Each name is outrider.cli.<name>:command, or a group of the functions in its COMMANDS. With both, ``command`` runs when no
+# subcommand is given.
 COMMANDS = ("generate", "chat", "compare", "bench", "audit", "doctor", "tune", "train", "demo", "serve", "export")
 EXIT_INTERNAL, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def build_app() -> typer.Typer:
-    """The application with every command; importing the command modules imports neither torch nor transformers."""
+    """Return the application with all commands. Importing command modules imports neither torch nor transformers."""
     app = typer.Typer(
         name="outrider",
         help="Speculative decoding for any Hugging Face causal language model: the same text, faster.",
@@ -71,14 +71,14 @@ def _print_version(wanted: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit code; an error is one line on stderr, with its traceback under ``--debug``."""
+    """Run one command and return its exit code. An error is one line on stderr; ``--debug`` adds the traceback."""
     args = list(sys.argv[1:] if argv is None else argv)
-    own = args[: args.index("--")] if "--" in args else args  # what stands behind goes to another engine
+    own = args[: args.index("--")] if "--" in args else args  # arguments after -- go to another engine
     debug = "--debug" in own
-    if debug:  # accepted before and after the command's name
+    if debug:  # accepted before and after the command name
         args = [argument for argument in own if argument != "--debug"] + args[len(own) :]
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    gc.disable()  # half a second of looking for garbage among modules, until what they hold is frozen: session.load
+    gc.disable()  # saves half a second while modules are imported; session.load enables it again
     try:
         with _terminated_as_interrupted():
             code = build_app()(args, prog_name="outrider", standalone_mode=False)
@@ -102,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM is Ctrl-C: what was made by then is kept, and processes that were started are ended."""
-    if threading.current_thread() is not threading.main_thread():  # which alone may say so
+    """Handle SIGTERM like Ctrl-C: keep partial results and end child processes."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may install signal handlers
         yield
         return
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -114,10 +114,10 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def explain(error: Exception) -> tuple[str, int]:
-    """An error as one line and an exit code."""
+    """Return the error as one line, and the exit code."""
     if isinstance(error, typer.Abort):
         return "interrupted", EXIT_INTERRUPTED
-    usage: Any = getattr(error, "format_message", None)  # a mistake in the options, found by typer
+    usage: Any = getattr(error, "format_message", None)  # an option error found by typer
     if usage is not None:
         context = getattr(error, "ctx", None)
         hint = f"; see {context.command_path} --help" if context is not None else ""

@@ -1,4 +1,4 @@
-"""``outrider audit``: a certificate that the running system cannot be told from plain decoding, or the proof that it can."""
+"""``outrider audit``: certify that the running system is statistically indistinguishable from plain decoding."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ outrider audit --target ./my-model --draft ./my-draft --prompts mine.jsonl
 outrider audit --same-text --methods all --k 1,3,5,8 --batch 1,4 --prompts HumanEval.jsonl.gz --out same-text.json
 """
 EXIT_NOT_CERTIFIED = 3
-MOST_TEXTS = 256  # at a time, where nothing else was asked for
-NO_PART = ("max_tokens", "logit_bias", "stop", "ignore_eos")  # of settings: said elsewhere, no option, or without effect
-MEMORY = 1 << 30  # bytes of the cache that they may fill
+MOST_TEXTS = 256  # sequences per batch by default
+NO_PART = ("max_tokens", "logit_bias", "stop", "ignore_eos")  # settings that an audit does not use, or that have no option
+MEMORY = 1 << 30  # bytes of KV cache for these sequences
 
 
 @dataclass(frozen=True)
 class AuditOptions:
-    """What is asked, and how sure one wants to be."""
+    """What to audit, and with which error probabilities."""
 
     methods: Annotated[
         str | None,
@@ -90,7 +90,7 @@ class AuditOptions:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Where the result goes."""
+    """Output files."""
 
     out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file.", rich_help_panel=OUTPUT)] = None
     html: Annotated[Path | None, typer.Option(help="Write a page that opens offline.", rich_help_panel=OUTPUT)] = None
@@ -101,10 +101,10 @@ class OutputOptions:
 
 @with_groups
 def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions, sampling: SamplingOptions) -> int:
-    """Certify that sampled and greedy text is plain decoding's; exit code 0 only if so, 3 if not.
+    """Certify that output is statistically indistinguishable from plain decoding's; exit code 0 if so, else 3.
 
-    Wrong verifiers run in the same way and must be caught, else the certificate is void. With --same-text: every method, draft
-    length and batch says the same tokens.
+    Deliberately wrong verifiers run in the same way and must be caught, otherwise the certificate is void. --same-text tests
+    that every method, draft length and batch size emits the same tokens.
     """
     from outrider.cli.bench_documents import check_outputs
     from outrider.cli.session import load, resolve
@@ -150,7 +150,7 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
 
 @dataclass(frozen=True)
 class Run:
-    """What is needed to go through an audit and to write it down."""
+    """State of one audit run."""
 
     llm: LLM
     asked: AuditOptions
@@ -162,10 +162,10 @@ class Run:
     models: ModelOptions
     verifier: Verifier
     proposers: dict[str, Proposer]
-    reasons: dict[str, str]  # method -> why this target cannot have it
+    reasons: dict[str, str]  # method -> why it does not fit this target
 
     def certificates(self) -> int:
-        """One certificate a method; those that are done are written even if the rest is interrupted."""
+        """Write one certificate per method; finished ones are written even if the rest is interrupted."""
         from outrider.audit import tables
         from outrider.audit.certificate import audit, document
         from outrider.audit.rig import Rig, Way
@@ -173,7 +173,7 @@ class Run:
         from outrider.types import OutriderError
 
         asked, seed, started = self.asked, self.params.seed, perf_counter()
-        alpha = asked.alpha / max(len(self.proposers), 1)  # one false alarm in all, whatever the number of methods
+        alpha = asked.alpha / max(len(self.proposers), 1)  # shared by all methods, so that --alpha holds for the whole audit
         found: list[dict[str, Any]] = []
         is_over = False
         rig = Rig(self.llm.runner, self.batches[0])
@@ -203,7 +203,7 @@ class Run:
         return 0 if certified else EXIT_NOT_CERTIFIED
 
     def same_text(self) -> int:
-        """The grid cell by cell; ``--out`` holds all that is done after each of them."""
+        """Run the grid cell by cell; ``--out`` is rewritten after each cell."""
         from outrider.audit import tables
         from outrider.audit.same_text import Grid, SameText
         from outrider.bench.documents import write_whole
@@ -249,7 +249,7 @@ class Run:
         return 0 if result()["certified"] else EXIT_NOT_CERTIFIED
 
     def _earlier(self, plan: dict[str, Any]) -> dict[str, Any]:
-        """What ``--out`` holds already: its cells, and the seconds that they took."""
+        """Return the cells stored in ``--out`` and the seconds that they took."""
         from outrider.types import OutriderError
 
         if not self.output.resume:
@@ -283,7 +283,7 @@ class Run:
         }
 
     def _write(self, result: dict[str, Any], view: RenderableType) -> None:
-        """Files before the screen, whose reader may go away."""
+        """Write files first, then the screen, which may be closed."""
         from rich.console import Console
 
         from outrider.audit.page import page
@@ -295,7 +295,7 @@ class Run:
 
 
 def read_prompts(asked: AuditOptions, is_grid: bool) -> list[Any]:
-    """Prompts, read before a model is loaded so that a mistake shows at once."""
+    """Read prompts before a model is loaded, so that errors appear at once."""
     from outrider.audit.prompts import PROMPTS
     from outrider.bench.workloads import Prompt, from_file
 
@@ -306,7 +306,7 @@ def read_prompts(asked: AuditOptions, is_grid: bool) -> list[Any]:
 
 
 def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: int) -> list[list[int]]:
-    """Prompts as token ids. Raises ``OutriderError`` for one that leaves no room in the context."""
+    """Return prompts as token ids. Raises ``OutriderError`` for a prompt that does not fit the context."""
     from outrider.bench.workloads import encode
     from outrider.types import OutriderError
 
@@ -324,13 +324,13 @@ def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: i
 
 
 def texts_in_memory(llm: LLM, num_tokens: int) -> int:
-    """How many texts of that length ``MEMORY`` holds, two at least: a row has 256 slots and doubles as it grows."""
+    """Return how many sequences of that length fit into ``MEMORY``, at least two. Rows have 256 slots and grow by doubling."""
     cache = llm.runner.cache
     return max(2, MEMORY // (cache.shape.floats_per_token * cache.dtype.itemsize * max(256, 2 * num_tokens)))
 
 
 def settings_of(params: SamplingParams) -> dict[str, Any]:
-    """The sampler settings that are not the default ones, and the temperature. What ends a text plays no part in an audit."""
+    """Return the temperature and all non-default sampler settings. Stop conditions are not used in an audit."""
     from dataclasses import fields
 
     told = {each.name: getattr(params, each.name) for each in fields(params)}
@@ -341,7 +341,7 @@ def settings_of(params: SamplingParams) -> dict[str, Any]:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], Callable[[str, int, float], None]]]:
-    """Yields what makes, for each method, a function of (what is done, steps since the last call, steps in all)."""
+    """Yield a factory of progress callbacks per method: (description, steps since the last call, total steps)."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from outrider.cli.console import err

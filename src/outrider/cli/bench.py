@@ -1,4 +1,4 @@
-"""``outrider bench``: methods, draft lengths and workloads against plain decoding in the same run."""
+"""``outrider bench``: methods, draft lengths and workloads, compared with plain decoding in the same run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = ["COMMANDS", "EXAMPLES", "command"]
 
 @dataclass(frozen=True)
 class GridOptions:
-    """The axes of the measurement; several values are separated by commas."""
+    """Axes of the measurement; values are separated by commas."""
 
     methods: Annotated[
         str | None, typer.Option(help="Methods (default: draft if there is one, and ngram).", rich_help_panel=GRID)
@@ -71,13 +71,13 @@ class GridOptions:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Where the results go, beside the screen."""
+    """Output files."""
 
     out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file too.", rich_help_panel=OUTPUT)] = None
     html: Annotated[Path | None, typer.Option(help="Write a report with plots, one HTML file.", rich_help_panel=OUTPUT)] = None
 
     def check(self) -> None:
-        """Refuses now what would lose the results of minutes later."""
+        """Check output files before minutes of measuring."""
         check_outputs({"--out": self.out, "--html": self.html})
         if self.html is not None:
             from outrider.bench.html import check_installed
@@ -127,7 +127,7 @@ def command(
         with progress() as report:
             for group in run_grid(contenders, plan, report):
                 groups.append(group)
-    except BaseException:  # Ctrl-C, or a target that failed: what was measured before stays
+    except BaseException:  # Ctrl-C, or a target failure: keep the measurements so far
         if groups:
             finish(plan, groups, llm, extra | {"interrupted": True}, outputs)
         raise
@@ -135,7 +135,7 @@ def command(
 
 
 def prepare(contenders: Contenders, chosen: Sequence[Contender]) -> None:
-    """Loads what every method needs. Raises ``OutriderError`` for one that does not fit: before the others are warmed up."""
+    """Load every method. Raises ``OutriderError`` for one that does not fit, before the others are warmed up."""
     from outrider.cli.console import waiting
     from outrider.types import OutriderError
 
@@ -205,14 +205,14 @@ def read_workloads(grid: GridOptions) -> dict[str, list[Any]]:
 
 
 def encode_workloads(llm: LLM, prompts: Mapping[str, Sequence[Any]]) -> dict[str, list[list[int]]]:
-    """Prompts as the target's token ids."""
+    """Return prompts as the target's token ids."""
     from outrider.bench.workloads import encode
 
     return {name: [encode(llm.tokenizer, prompt) for prompt in group] for name, group in prompts.items()}
 
 
 def check_axes(temperatures: Sequence[float], batches: Sequence[int]) -> None:
-    """Refuses values out of range before a model is loaded, or a large one built."""
+    """Check ranges before a model is loaded or inflated."""
     from outrider.types import OutriderError, SamplingParams
 
     for temperature in temperatures:
@@ -222,7 +222,7 @@ def check_axes(temperatures: Sequence[float], batches: Sequence[int]) -> None:
 
 
 def check_plan(plan: Plan, llm: LLM) -> None:
-    """Refuses what could only fail after minutes: prompts that leave no room in the context."""
+    """Refuse prompts that do not fit the context before minutes of measuring."""
     from outrider.types import OutriderError
 
     for name, prompts in plan.workloads.items():
@@ -237,7 +237,7 @@ def check_plan(plan: Plan, llm: LLM) -> None:
 def inflate_heads(
     chosen: Sequence[Contender], given: Mapping[str, Any], target: str | None, size: str | None
 ) -> dict[str, Any]:
-    """``draft`` and ``drafts`` with the heads among them inflated as their target ``target`` was; models stay as they are."""
+    """Return ``draft`` and ``drafts`` with heads inflated like their target ``target``; draft models are unchanged."""
     if size is None or target is None:
         return {}
     from outrider.bench.inflate_heads import inflated_head
@@ -258,5 +258,5 @@ def inflate_heads(
 
 
 def name_of(target: str | None, inflated: str | None) -> str:
-    """The target's name in results: as it was given; of an inflated one its folder's, not where the cache lies."""
+    """Return the target's name for results: as given, or the folder name of an inflated one without its cache path."""
     return Path(target).name if target and inflated else target or "embedded"

@@ -1,4 +1,4 @@
-"""``outrider bench compare`` and ``outrider bench report``: what is done with documents that were written before."""
+"""``outrider bench compare`` and ``outrider bench report``: process existing bench documents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def compare(
     after: Annotated[Path, typer.Argument(help="The one to compare with it.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
 ) -> int:
-    """Say what changed beyond noise from one document to another; exit code 3 if anything did for the worse, else 0."""
+    """Report changes beyond noise between two documents; exit code 3 if anything became worse, else 0."""
     from rich.console import Console
 
     from outrider.bench import compare, documents
@@ -38,7 +38,7 @@ def report(
     document: Annotated[Path, typer.Argument(help="A document that `outrider bench --out` wrote.")],
     html: Annotated[Path, typer.Option(help="The page to write.")],
 ) -> None:
-    """Make the HTML report of a document that was measured before."""
+    """Write the HTML report of an existing document."""
     from outrider.bench import documents
     from outrider.bench import html as pages
 
@@ -49,7 +49,7 @@ def report(
 
 
 def write_or_say(path: Path | None, text: Callable[[], str], more: str = "") -> None:
-    """A result to its file, if there is to be one. One that cannot be written is told, then ``more``, and ends nothing."""
+    """Write a result to its file, if one is given. A failure is reported with ``more`` appended and is not fatal."""
     from outrider.bench.documents import write_whole
     from outrider.cli.console import say_error
 
@@ -62,7 +62,7 @@ def write_or_say(path: Path | None, text: Callable[[], str], more: str = "") -> 
 
 
 def check_outputs(paths: Mapping[str, Path | None]) -> None:
-    """Refuses now what would lose the results of minutes later: {option: file}."""
+    """Check the output files {option: file} before minutes of measuring."""
     from outrider.types import OutriderError
 
     seen: dict[Path, str] = {}
@@ -73,7 +73,7 @@ def check_outputs(paths: Mapping[str, Path | None]) -> None:
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Refuses a file that cannot be written. Makes its folder."""
+    """Raise ``OutriderError`` for a file that cannot be written. Creates its folder."""
     from outrider.types import OutriderError
 
     if path is None:

@@ -1,4 +1,4 @@
-"""``outrider bench serve``: load on a server, plain and speculative in turn."""
+"""``outrider bench serve``: measure a server under load, plain and speculative in turn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOAD, SERVER, OUTPUT = "Load", "Server", "Output"
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What is asked for, and how often; several values are separated by commas."""
+    """The load; values are separated by commas."""
 
     concurrency: Annotated[str, typer.Option(help="Clients at a time.", rich_help_panel=LOAD)] = "1,2,4,8,16,32,64"
     rate: Annotated[str | None, typer.Option(help="Requests a second, arriving at random.", rich_help_panel=LOAD)] = None
@@ -49,7 +49,7 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Who is asked."""
+    """The server."""
 
     url: Annotated[
         str | None, typer.Option(help="A running server (default: start one of these models).", rich_help_panel=SERVER)
@@ -68,7 +68,7 @@ class ServerOptions:
 
 @dataclass(frozen=True)
 class ResultOptions:
-    """What counts, and where it goes."""
+    """Latency targets and output files."""
 
     slo_first_token: Annotated[
         float, typer.Option(help="Milliseconds to the first token of a good answer.", rich_help_panel=OUTPUT)
@@ -87,7 +87,7 @@ def command(
     models: ModelOptions,
     methods: MethodOptions,
 ) -> None:
-    """Put a server under load, plain and speculative in turn: speed, latencies, goodput, acceptance by number of clients."""
+    """Measure a server under load, plain and speculative in turn: speed, latencies, goodput and acceptance."""
     from outrider.types import OutriderError
 
     try:
@@ -108,7 +108,7 @@ def command(
 
 
 def read_traffic(load: LoadOptions) -> Traffic:
-    """The prompts, workloads mixed, and what is asked of each. Raises ``OutriderError`` for a file that holds none."""
+    """Return the mixed prompts and their requests. Raises ``OutriderError`` for a file without prompts."""
     from outrider.bench import workloads
     from outrider.bench.load.sweep import Traffic
 
@@ -135,7 +135,7 @@ def read_traffic(load: LoadOptions) -> Traffic:
 
 
 def read_loads(load: LoadOptions) -> list[Load]:
-    """Numbers of clients, then rates. Raises ``OutriderError`` for a number that is none."""
+    """Return numbers of clients, then rates. Raises ``OutriderError`` for an invalid number."""
     from outrider.bench.load.arrivals import Load
     from outrider.types import OutriderError
 
@@ -150,7 +150,7 @@ def read_loads(load: LoadOptions) -> list[Load]:
 
 @contextmanager
 def address(server: ServerOptions, plan: Path | None, models: ModelOptions, methods: MethodOptions) -> Iterator[str]:
-    """Where requests go: the server named, or one that is started for as long as it is measured."""
+    """Yield the server's address: the given one, or a server started for the measurement."""
     from outrider.bench.load.own_server import own_server
     from outrider.cli.bench_target import inflate_target
     from outrider.cli.console import waiting
@@ -167,7 +167,7 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
     if server.plain_url is not None:
         raise OutriderError("--plain-url goes with --url: a server that is started is asked for both")
     known = joined(Plan() if plan is None else Plan.read(plan), models, methods, max_batch=server.max_batch)
-    known = Plan({"compile": "always", **known.values})  # or what is measured is the compiler
+    known = Plan({"compile": "always", **known.values})  # compile first, or the compiler is measured
     if server.inflate is not None:
         inflated, _ = inflate_target(replace(ModelOptions(), target=known.given("target")), server.inflate)
         known = Plan({**embedded_draft(known), "target": str(inflated.target)})
@@ -180,12 +180,12 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
 
 
 def root(url: str) -> str:
-    """A server's address without the path that OpenAI's clients are given."""
+    """Return a server's address without the /v1 path of OpenAI's clients."""
     return url.rstrip("/").removesuffix("/v1")
 
 
 def embedded_draft(plan: Any) -> dict[str, Any]:
-    """The plan's values; the embedded target's draft is named, since an inflated target is a folder like any other."""
+    """Return the plan's values, with the embedded draft named: an inflated target has no drafts of its own."""
     from outrider.family import DRAFT
 
     needs_draft = plan.given("target") is None and plan.given("draft") is None
@@ -193,7 +193,7 @@ def embedded_draft(plan: Any) -> dict[str, Any]:
 
 
 def modes(url: str, plain_url: str | None, headers: dict[str, str]) -> list[Mode]:
-    """Plain and speculative. A server of Outrider's is asked for both; another's is what it is. Raises ``OutriderError``."""
+    """Return the modes: plain and speculative for an Outrider server, as served for others. Raises ``OutriderError``."""
     from outrider.bench.load.sweep import PLAIN, SPECULATIVE, Mode
 
     owner = owner_of(url, headers)
@@ -206,7 +206,7 @@ def modes(url: str, plain_url: str | None, headers: dict[str, str]) -> list[Mode
 
 
 def owner_of(url: str, headers: dict[str, str]) -> object:
-    """Whose server that is, as its list of models says. Raises ``OutriderError`` where it does not speak OpenAI's language."""
+    """Return the server's owner from its list of models. Raises ``OutriderError`` if it is not OpenAI-compatible."""
     import httpx
 
     from outrider.types import OutriderError
@@ -220,7 +220,7 @@ def owner_of(url: str, headers: dict[str, str]) -> object:
 
 
 def measure(sweep: Sweep) -> bool:
-    """Runs the sweep with its progress shown. Returns whether Ctrl-C ended it: what was measured by then stays."""
+    """Run the sweep with progress shown. Return whether Ctrl-C ended it; measurements so far are kept."""
     import httpx
 
     from outrider.cli.progress import progress
@@ -237,7 +237,7 @@ def measure(sweep: Sweep) -> bool:
 
 
 def finish(sweep: Sweep, options: ResultOptions, extra: dict[str, Any]) -> None:
-    """The document to its file, the table to stderr, the document to stdout as the last line; nothing where nothing is."""
+    """Write the document to its file and stdout and the table to stderr; nothing if nothing was measured."""
     from outrider.bench.load.cells import Objective
     from outrider.bench.load.report import document, table, verdict
     from outrider.cli.bench_documents import write_or_say

@@ -1,4 +1,4 @@
-"""``outrider chat``: a conversation through the tokenizer's chat template."""
+"""``outrider chat``: hold a conversation through the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def command(
     llm = load(models, methods, max_batch=1)
     prepare(llm, models)
     history = [{"role": "system", "content": system}] if system else []
-    llm.chat_prompt([*history, {"role": "user", "content": "Hello"}])  # a tokenizer without a template is refused now
+    llm.chat_prompt(
+        [*history, {"role": "user", "content": "Hello"}]
+    )  # refuse a tokenizer without a template before the first turn
     if question is not None:
         _answer(llm, history, question, params, show)
         return
@@ -59,20 +61,20 @@ def command(
         elif question:
             try:
                 _answer(llm, history, question, params, show)
-            except llm_error() as error:  # an answer that cannot be given must not end the conversation
+            except llm_error() as error:  # a failed answer must not end the conversation
                 print(f"error: {error}", file=sys.stderr)
                 history.pop()
 
 
 def llm_error() -> type[Exception]:
-    """The error class, imported when it is needed."""
+    """Return the error class; imported lazily."""
     from outrider.types import OutriderError
 
     return OutriderError
 
 
 def _ask() -> str | None:
-    """The next line typed; None at the end of the conversation, "" where Ctrl-C threw a line away."""
+    """Return the next line; None at the end of the conversation, "" after Ctrl-C."""
     with suppress(ImportError):  # not on every system; gives input() line editing and a history
         import readline  # noqa: F401
 

@@ -68,7 +68,7 @@ def command(
     err.print(f"[dim]{MEANING}[/]")
     plain, speculative = (lane.output for lane in race.lanes)
     said = verdict(llm.tokenizer, plain, speculative, params.is_greedy, models.same_text)
-    err.print(said, markup=False)  # it quotes tokens
+    err.print(said, markup=False)  # tokens may contain markup
 
 
 def with_defaults(models: ModelOptions, sampling: SamplingOptions) -> tuple[ModelOptions, SamplingOptions]:
@@ -164,7 +164,7 @@ def table(lanes: list[Lane], titles: dict[str, str]) -> Table:
 
 
 def verdict(tokenizer: Any, plain: list[int], speculative: list[int], is_greedy: bool, same_text: bool) -> str:
-    """Whether two token sequences are equal; if not, where they part and what that means."""
+    """Describe whether two token sequences are equal; if not, where they differ and why."""
     if plain == speculative:
         kind = "" if is_greedy else "sampled "
         return f"Same text: yes, all {len(plain)} {kind}tokens are equal."

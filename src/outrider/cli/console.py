@@ -1,4 +1,4 @@
-"""What the commands share on the screen: text goes to stdout, everything about it to stderr."""
+"""Terminal output shared by the commands: generated text goes to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from outrider.engine.detokenizer import Detokenizer
 
 STYLES = {"accepted": "green", "corrected": "bold yellow", "bonus": "cyan", "plain": ""}
-CODES = {"accepted": "32", "corrected": "1;33", "bonus": "36", "plain": "0"}  # the same for a terminal
+CODES = {"accepted": "32", "corrected": "1;33", "bonus": "36", "plain": "0"}  # ANSI codes
 err = Console(stderr=True, highlight=False)
 
 
 def say_error(what: str) -> None:
-    """One line for what went wrong and ends nothing. Names of files and words of others are no markup."""
+    """Print a non-fatal error as one line, without interpreting markup."""
     err.print(Text.assemble(("error:", "red"), " ", what), soft_wrap=True)
 
 
@@ -86,7 +86,7 @@ class _Notices(logging.Handler):
 
 
 def show_notices() -> None:
-    """Shows what Outrider logs while it works: compiling, a proposer that failed."""
+    """Show Outrider's log messages, such as compiling or a failed proposer."""
     logger = logging.getLogger("outrider")
     if not any(isinstance(handler, _Notices) for handler in logger.handlers):
         logger.addHandler(_Notices())
@@ -95,7 +95,7 @@ def show_notices() -> None:
 
 
 def legend() -> Text:
-    """What the colours of ``--show`` mean."""
+    """Print the legend of ``--show``."""
     return Text.assemble(
         ("accepted draft", STYLES["accepted"]), " · ", ("corrected", STYLES["corrected"]), " · ", ("bonus", STYLES["bonus"]),
         " · plain", style="dim",
@@ -126,19 +126,19 @@ class TokenPainter:
         return found
 
     def paint(self, chunk: Chunk) -> str:
-        """The chunk's text with terminal colours; the text itself is left as it is, tabs and control characters too."""
+        """Return the chunk's text with terminal colours; the text itself is unchanged, control characters included."""
         return "".join(f"\x1b[{CODES[origin]}m{piece}\x1b[0m" for piece, origin in self.pieces(chunk))
 
 
 def painter_for(llm: LLM) -> TokenPainter | None:
-    """A painter for the next stream; None where there is no tokenizer."""
+    """Return a painter for the next stream; None without a tokenizer."""
     from outrider.engine.detokenizer import DetokenizerFactory
 
     return TokenPainter(DetokenizerFactory(llm.tokenizer)(())) if llm.tokenizer is not None else None
 
 
 def summary(stats: GenerationStats, seconds: float) -> Text:
-    """What a user wants to know at the end: speed, acceptance, where the time went, what plain decoding would have done."""
+    """Print the summary: speed, acceptance, time by phase, predicted speed of plain decoding."""
     lines = [f"{stats.num_tokens} tokens in {seconds:.2f} s, {stats.tok_s:.1f} tok/s"]
     plain = stats.plain_tok_s
     if stats.num_drafts:
@@ -153,7 +153,7 @@ def summary(stats: GenerationStats, seconds: float) -> Text:
         shares = stats.times.by_phase()
         shares["other"] = shares.pop("host")
         shares["draft"] += shares.pop("draft_prefill")
-        if not stats.times.read:  # a short prompt is read with the first score
+        if not stats.times.read:  # a short prompt is read by the first score
             del shares["read"]
         lines.append("time: " + ", ".join(f"{name} {part:.2f} s ({part / total:.0%})" for name, part in shares.items()))
     if stats.faults:

@@ -20,7 +20,9 @@ outrider demo --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --methods draft,suf
 outrider demo --host 0.0.0.0 --port 8080
 """
 SERVER = "Server"
-LARGE = 100_000_000  # parameters; below it every method is built, above it only those that cost no second copy
+LARGE = (
+    100_000_000  # parameters; up to this size every method is built, above it only those without a second copy of the weights
+)
 
 
 @with_groups
@@ -35,7 +37,7 @@ def command(
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.", rich_help_panel=SERVER)] = False,
     models: ModelOptions,
 ) -> None:
-    """Show a page on which plain and speculative decoding race, token by token."""
+    """Serve a page on which plain and speculative decoding race, token by token."""
     from rich.text import Text
 
     from outrider.cli.console import err, waiting
@@ -68,7 +70,7 @@ def command(
 
 
 def load_track(models: ModelOptions, methods: str | None) -> Track:
-    """The target, once, and every method that is offered."""
+    """Load the target once, and every offered method."""
     from outrider.cli.console import waiting
     from outrider.cli.session import load, resolve
     from outrider.engine.config import default_method
@@ -77,7 +79,7 @@ def load_track(models: ModelOptions, methods: str | None) -> Track:
     from outrider.server.demo.track import Track
 
     wanted = [method.strip() for method in split_methods(methods)] if methods else []
-    for method in wanted:  # what is wrong with them shows before the seconds that loading takes
+    for method in wanted:  # errors appear before the seconds of loading
         resolve(models, MethodOptions(method=method))
     plain: Any = PROPOSERS.get("plain")
     llm = load(models, MethodOptions(method=plain.name), max_batch=2, compile=models.compile or "always")

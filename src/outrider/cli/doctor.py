@@ -1,4 +1,4 @@
-"""``outrider doctor``: does this draft fit this target? In plain words, before anything is served."""
+"""``outrider doctor``: check whether a draft fits a target before it is served."""
 
 from __future__ import annotations
 

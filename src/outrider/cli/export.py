@@ -1,4 +1,4 @@
-"""``outrider export``: a plan as the launch command and config of another engine."""
+"""``outrider export``: write a plan as the launch command and config of another engine."""
 
 from __future__ import annotations
 

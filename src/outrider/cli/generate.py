@@ -1,4 +1,4 @@
-"""``outrider generate``: one prompt, its continuation as it comes, and what it cost."""
+"""``outrider generate``: stream the continuation of one prompt, then a summary."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def command(
     methods: MethodOptions,
     sampling: SamplingOptions,
 ) -> None:
-    """Continue a text, showing it as it comes and then what it cost."""
+    """Stream the continuation of a text, then print a summary."""
     from outrider.cli.app import EXIT_INTERRUPTED
     from outrider.cli.session import load, prepare, read_prompt, start
 
@@ -57,7 +57,7 @@ def command(
 
 
 def stream_to_screen(llm: LLM, prompt: str | list[int], params: SamplingParams, show: bool = False) -> str:
-    """Streams to stdout, then a summary to stderr. Ctrl-C ends the answer and nothing else. Returns the text."""
+    """Stream to stdout, then print a summary to stderr. Ctrl-C ends only the answer. Return the text."""
     from outrider.cli.console import err, legend, painter_for, say_error, summary
     from outrider.cli.session import streamed
 
@@ -85,7 +85,7 @@ def stream_to_screen(llm: LLM, prompt: str | list[int], params: SamplingParams, 
 
 
 def _document(llm: LLM, prompt: str, params: SamplingParams) -> dict[str, Any]:
-    """Everything about one completion, for programs; after Ctrl-C as far as it has come, its ``finish_reason`` "abort"."""
+    """Return one completion as JSON-ready data; after Ctrl-C the partial one, with ``finish_reason`` "abort"."""
     from outrider.cli.console import waiting
     from outrider.engine import GenerationInterrupted
 
@@ -105,7 +105,7 @@ def _document(llm: LLM, prompt: str, params: SamplingParams) -> dict[str, Any]:
 
 
 def stats_document(stats: GenerationStats) -> dict[str, Any]:
-    """Statistics under the names of docs/glossary.md."""
+    """Return statistics under the names of docs/glossary.md."""
     return {
         "tok_s": stats.tok_s,
         "plain_tok_s": stats.plain_tok_s,

@@ -1,6 +1,6 @@
-"""Groups of command-line options, shared by the commands: a dataclass field is an option.
+"""Groups of command-line options, shared by the commands. Each dataclass field is an option.
 
-Every default here means "not given": the values themselves stand once, in the dataclasses of the rooms that use them.
+Defaults here mean "not given"; the default values are declared once, in the dataclasses that use them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ READABLE_TEMPERATURE, READABLE_TOP_P = 0.7, 0.9
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which models, and how they run."""
+    """Models and how to run them."""
 
     target: Annotated[
         str | None,
@@ -63,7 +63,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class MethodOptions:
-    """Where drafts come from, and how many."""
+    """Source and number of drafts."""
 
     method: Annotated[
         str | None,
@@ -82,7 +82,7 @@ class MethodOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How a token is chosen from the model's probabilities."""
+    """Sampling settings."""
 
     max_tokens: Annotated[
         int | None, typer.Option(help="Most tokens to generate (default: 256).", rich_help_panel=SAMPLING)
@@ -123,7 +123,7 @@ class SamplingOptions:
         return replace(self, temperature=READABLE_TEMPERATURE, top_p=READABLE_TOP_P if self.top_p is None else self.top_p)
 
     def params(self, **more: Any) -> SamplingParams:
-        """The values given, over the defaults of ``SamplingParams``. Raises ``OutriderError`` for one out of range."""
+        """Return ``SamplingParams`` with the given values. Raises ``OutriderError`` for a value out of range."""
         from outrider.types import SamplingParams
 
         given = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -132,7 +132,7 @@ class SamplingOptions:
 
 
 def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
-    """Lets a command take option groups: each dataclass parameter becomes one option per field."""
+    """Let a command take option groups: each dataclass parameter becomes one option per field."""
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
@@ -161,7 +161,7 @@ def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def parse_k(value: str | None) -> int | str:
-    """``"auto"`` or a number of drafts. Raises ``OutriderError`` for anything else, negative numbers included."""
+    """Parse ``"auto"`` or a number of drafts. Raises ``OutriderError`` for anything else, negative numbers included."""
     from outrider.types import OutriderError
 
     if value is None or value.strip().lower() == "auto":
@@ -176,7 +176,7 @@ def parse_k(value: str | None) -> int | str:
 
 
 def parse_list(option: str, text: str, parse: Callable[[str], Result]) -> tuple[Result, ...]:
-    """``"1,4,8"`` -> parsed items, each once. Raises ``OutriderError`` for one that ``parse`` refuses."""
+    """Parse ``"1,4,8"`` into distinct items. Raises ``OutriderError`` for an item that ``parse`` refuses."""
     from outrider.types import OutriderError
 
     items: list[Result] = []

@@ -1,4 +1,4 @@
-"""``outrider serve``: an OpenAI-compatible server around one target and whatever drafts for it."""
+"""``outrider serve``: an OpenAI-compatible server for one target and its drafting method."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ outrider serve --engine vllm plan.toml -- --tensor-parallel-size 4 --pipeline-pa
 curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "def quicksort(", "max_tokens": 64}'
 """
 LISTEN, LIMITS, ELSEWHERE = "Listening", "Limits", "Another engine"
-MAX_BATCH = 32  # sequences at once, unless said: the cache grows with those that come
+MAX_BATCH = 32  # default limit of concurrent sequences; the cache grows with them
 
 
 @dataclass(frozen=True)
 class ListenOptions:
-    """Where, and for whom."""
+    """Address, keys and logging."""
 
     host: Annotated[str | None, typer.Option(help="Default: 127.0.0.1, this machine only.", rich_help_panel=LISTEN)] = None
     port: Annotated[int | None, typer.Option(help="Default: 8000.", rich_help_panel=LISTEN)] = None
@@ -58,7 +58,7 @@ class ListenOptions:
 
 @dataclass(frozen=True)
 class LimitOptions:
-    """What the server puts up with."""
+    """Limits of the server."""
 
     max_batch: Annotated[int | None, typer.Option(help="Sequences at once (default: 32).", rich_help_panel=LIMITS)] = None
     max_queue: Annotated[
@@ -123,7 +123,7 @@ class LimitOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Which engine, where it is not Outrider's own."""
+    """Another engine instead of Outrider's."""
 
     engine: Annotated[
         str | None, typer.Option(help="vllm: run the plan there, with its own options behind --.", rich_help_panel=ELSEWHERE)
@@ -152,13 +152,13 @@ def command(
     models: ModelOptions,
     methods: MethodOptions,
 ) -> None:
-    """Serve a model to OpenAI's clients: completions and chat, streamed or whole, drafted for and unchanged by it."""
+    """Run an OpenAI-compatible server with lossless speculative decoding."""
     from outrider.cli.bench_documents import check_writable
     from outrider.engine.plan import Plan, served_name
     from outrider.types import OutriderError
 
     passed = list(engine_options or ())
-    if plan is not None and str(plan).startswith("-"):  # what stands behind -- where there is no plan
+    if plan is not None and str(plan).startswith("-"):  # arguments after --, without a plan
         plan, passed = None, [str(plan), *passed]
     if elsewhere.engine is not None:
         serve_elsewhere(plan, passed, elsewhere, listening, limits, (models, methods))
@@ -188,7 +188,7 @@ def command(
         "trust_remote_code": listening.trust_remote_code,
     }
 
-    with listen(config.host, config.port) as listener:  # a port that is taken is found before the model is loaded
+    with listen(config.host, config.port) as listener:  # find a port in use before loading the model
         llm = load_aside(lambda: prepared(models, methods, **more))
         log_json()
         serve(llm, config, keys, listener)
@@ -214,7 +214,7 @@ def serve_elsewhere(
     limits: LimitOptions,
     drafting: tuple[ModelOptions, MethodOptions],
 ) -> NoReturn:
-    """Becomes the other engine's server. Raises ``OutriderError`` where it is not there, or an option means nothing to it."""
+    """Replace this process by the other engine's server. Raises ``OutriderError`` if it is missing or cannot take an option."""
     from outrider.cli.session import check_source
     from outrider.engine.plan import Plan
     from outrider.export.engine import write
@@ -243,7 +243,7 @@ def serve_elsewhere(
 
 
 def merged(plan: Plan, models: ModelOptions, methods: MethodOptions) -> tuple[ModelOptions, MethodOptions]:
-    """Options with the plan's values where the command line gives none."""
+    """Return the options, completed by the plan's values."""
     own = {"target", "draft", "verifier", "same_text", "max_len", "dtype", "device", "compile"}
     for option in own:
         if not is_given(getattr(models, option)) and plan.given(option) is not None:
@@ -253,7 +253,7 @@ def merged(plan: Plan, models: ModelOptions, methods: MethodOptions) -> tuple[Mo
 
 
 def joined(plan: Plan, models: ModelOptions, methods: MethodOptions, **limits: float | None) -> Plan:
-    """A plan with the command line's values in it. ``limits``: of its keys ``max_batch`` and ``kv_memory``."""
+    """Return the plan with the command line's values. ``limits``: values of ``max_batch`` and ``kv_memory``."""
     from outrider.engine.plan import KEYS, Plan
 
     models, methods = merged(plan, models, methods)
@@ -263,10 +263,10 @@ def joined(plan: Plan, models: ModelOptions, methods: MethodOptions, **limits: f
 
 
 def is_given(value: Any) -> bool:
-    """Whether an option was given. 0 is a value, ``--k 0`` for one; False is a flag left out."""
+    """Return whether an option was given. 0 is a value (``--k 0``); False is an absent flag."""
     return value is not None and value is not False
 
 
 def first_given(*values: Any) -> Any:
-    """The first value that is not None, None where all are."""
+    """Return the first value that is not None, or None."""
     return next((value for value in values if value is not None), None)

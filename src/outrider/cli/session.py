@@ -1,4 +1,4 @@
-"""From options to a loaded ``LLM``, with every wait announced and every mistake in one line."""
+"""Build an ``LLM`` from options; show what is being loaded and report errors in one line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def start() -> None:
 
 
 def read_prompt(argument: str | None) -> str:
-    """The prompt given, or standard input for ``-`` or where something is piped in."""
+    """Return the given prompt, or standard input for ``-`` or a pipe."""
     from outrider.types import OutriderError
 
     if argument in (None, "-"):
@@ -48,9 +48,9 @@ def read_prompt(argument: str | None) -> str:
 
 
 def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
-    """Keyword options of ``LLM``, all but ``target``, holding only what the user gave.
+    """Return the keyword options of ``LLM`` except ``target``, with the user's values only.
 
-    Raises ``OutriderError`` for a mistake that needs no model to be found, before the seconds that loading takes.
+    Raises ``OutriderError`` for errors that can be found without loading a model.
     """
     from outrider.method_text import split_method
     from outrider.registry import PROPOSERS, VERIFIERS
@@ -86,7 +86,7 @@ def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
 
 
 def check_machine(models: ModelOptions) -> None:
-    """Refuses a device that is not there and a context of no length."""
+    """Check device and context length."""
     import torch
 
     from outrider.types import OutriderError
@@ -103,7 +103,7 @@ def check_machine(models: ModelOptions) -> None:
 
 
 def check_source(model: str | None) -> None:
-    """Refuses what can be neither a folder nor a hub id; keeps quiet folders off the network."""
+    """Refuse what is neither a folder nor a hub id; local folders disable hub access."""
     from outrider.types import OutriderError
 
     if model is None:
@@ -118,7 +118,7 @@ def check_source(model: str | None) -> None:
     if not model or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise OutriderError(f"there is no model folder {model!r}; a model of the Hugging Face hub is written owner/name")
     if not _hub_reachable():
-        os.environ["HF_HUB_OFFLINE"] = "1"  # without it every file is asked for six times, with pauses
+        os.environ["HF_HUB_OFFLINE"] = "1"  # otherwise every file is requested six times, with pauses
         from huggingface_hub import try_to_load_from_cache
 
         if not isinstance(try_to_load_from_cache(model, "config.json"), str):
@@ -129,7 +129,7 @@ def check_source(model: str | None) -> None:
 
 @cache
 def _hub_reachable(seconds: float = 5.0) -> bool:
-    """Whether the hub's host answers. With a proxy only the real request can tell, so that counts as yes."""
+    """Return whether the hub is reachable. With a proxy only the real request can tell, so the answer is yes."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         return False
     if any(name.lower() in ("https_proxy", "all_proxy") for name in os.environ):
@@ -143,14 +143,14 @@ def _hub_reachable(seconds: float = 5.0) -> bool:
 
 
 def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
-    """Loads target and draft. ``more`` goes to ``LLM`` as it is."""
+    """Load target and draft. ``more`` is passed to ``LLM``."""
     from outrider.method_text import split_method
 
     show_notices()
     arguments = resolve(models, methods) | more
     named = [value for value in split_method(methods.method or "")[1].values() if "/" in value]
     if all(source is None or Path(source).expanduser().is_dir() for source in (models.target, models.draft, *named)):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing to look up: local folders must not wait for a network
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # local folders must not wait for a network
     with loading(f"loading {models.target or 'the embedded models'}"):
         from outrider.engine import LLM
 
@@ -160,9 +160,9 @@ def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
 
 @contextmanager
 def loading(what: str) -> Iterator[Status | None]:
-    """``waiting`` for what is loaded within, without transformers' own progress bars.
+    """Show a wait while loading, without transformers' progress bars.
 
-    Behind it garbage is looked for again (``cli.app`` had that stopped), but not among what was loaded.
+    Garbage collection is enabled again afterwards (``cli.app`` disabled it), with the loaded objects frozen.
     """
     with waiting(what) as status:
         from transformers.utils import logging
@@ -174,7 +174,7 @@ def loading(what: str) -> Iterator[Status | None]:
 
 
 def prepare(llm: LLM, models: ModelOptions) -> None:
-    """Before the clock runs: compiles where that was asked for, and learns what a plain pass takes, for the summary."""
+    """Compile if requested, and measure a plain pass for the summary, before timing starts."""
     if models.compile == "always":
         with waiting("compiling"):
             llm.warmup()
@@ -182,7 +182,7 @@ def prepare(llm: LLM, models: ModelOptions) -> None:
 
 
 def streamed(llm: LLM, prompt: str | list[int], params: SamplingParams) -> Generator[Chunk, None, None]:
-    """``llm.stream`` that says what it waits for until the first chunk. Close it to end the generation early."""
+    """Run ``llm.stream`` with a wait shown until the first chunk. Close the iterator to end generation early."""
     stream = llm.stream(prompt, params)
     with waiting("reading the prompt"):
         first = next(stream)

@@ -1,4 +1,4 @@
-"""``outrider train``: what drafts for a target of the user's, from the user's text. One function a kind."""
+"""``outrider train``: train drafts and heads for a target on the user's text. One function per kind."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ outrider generate --target ./my-model --method eagle --draft heads/eagle3 "Dear 
 """
 WHAT, TEXT, LONG = "What", "Text", "How long"
 Out = Annotated[Path, typer.Option(help="Folder for what was trained.", rich_help_panel=WHAT)]
-MODEL_RATES = {"muon_lr": 0.002, "adam_lr": 0.0001}  # of weights that are good already and must stay so
+MODEL_RATES = {"muon_lr": 0.002, "adam_lr": 0.0001}  # learning rates for already trained weights
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """The target and what it is trained to be followed on."""
+    """Target and training text."""
 
     target: Annotated[
         str | None, typer.Option(help="Folder or hub id of the target (default: the embedded one).", rich_help_panel=WHAT)
@@ -69,7 +69,7 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class LengthOptions:
-    """How long and how hard."""
+    """Length and learning rates."""
 
     minutes: Annotated[
         float | None, typer.Option(help="End by then, the learning rate with it (default: by --epochs).", rich_help_panel=LONG)
@@ -142,7 +142,7 @@ def eagle(  # noqa: PLR0913 - one parameter an option
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
-    """Train an EAGLE head; written with the layers it reads said in its config."""
+    """Train an EAGLE head; its config names the layers that it reads."""
     from outrider.heads.eagle_formats import FORMATS
     from outrider.train.runs import EagleRun, train_eagle
     from outrider.types import OutriderError
@@ -234,7 +234,7 @@ COMMANDS = {"medusa": medusa, "eagle": eagle, "draft": draft, "early-exit": earl
 
 
 def check(**numbers: int | None) -> None:
-    """Refuses numbers below 1 before anything is loaded."""
+    """Refuse numbers below 1 before anything is loaded."""
     from outrider.types import OutriderError
 
     for name, number in numbers.items():
@@ -243,12 +243,12 @@ def check(**numbers: int | None) -> None:
 
 
 def given(options: Any, *names: str) -> dict[str, Any]:
-    """Those of an option group that were given."""
+    """Return the given options of a group."""
     return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
 
 
 def plan_of(length: LengthOptions, rates: dict[str, float] | None = None) -> HeadPlan:
-    """The plan that the options describe, with these learning rates where none are given."""
+    """Return the training plan of the options, with these default learning rates."""
     from outrider.train.runs import HeadPlan
     from outrider.types import OutriderError
 
@@ -260,7 +260,7 @@ def plan_of(length: LengthOptions, rates: dict[str, float] | None = None) -> Hea
 
 
 def bench_of(text: TextOptions, out: Path) -> Bench:
-    """Loads the target; everything that can be refused without it is refused before."""
+    """Check the options, then load the target."""
     from outrider.cli.console import show_notices
     from outrider.cli.session import check_source, loading
     from outrider.train.runs import Bench, Source
@@ -292,7 +292,7 @@ def bench_of(text: TextOptions, out: Path) -> Bench:
 
 
 def done(finished: bool, options: str) -> None:
-    """What comes next: the options with which it drafts."""
+    """Print the result and how to use it."""
     if not finished:
         from outrider.cli.app import EXIT_INTERRUPTED
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TRAFFIC, SEARCH, OUTPUT = "The traffic", "The search", "Output"
 PLAN = "plan.toml"
-MAX_TOKENS = 96  # of an answer, unless said
+MAX_TOKENS = 96  # default limit per answer
 EXAMPLES = """Examples:
 
 outrider tune --traffic requests.jsonl
@@ -37,7 +37,7 @@ outrider tune --traffic requests.jsonl --resume
 
 @dataclass(frozen=True)
 class TrafficOptions:
-    """What the plan is for."""
+    """The traffic."""
 
     traffic: Annotated[
         Path | None,
@@ -57,7 +57,7 @@ class TrafficOptions:
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What is tried."""
+    """The search space."""
 
     methods: Annotated[
         str,
@@ -78,7 +78,7 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Where the result goes."""
+    """Output files."""
 
     out: Annotated[Path | None, typer.Option(help=f"The plan (default: {PLAN}).", rich_help_panel=OUTPUT)] = None
     report: Annotated[Path | None, typer.Option(help="Write a report, one HTML file.", rich_help_panel=OUTPUT)] = None
@@ -99,7 +99,7 @@ class OutputOptions:
         return self.json or self.plan.with_suffix(".json")
 
     def check(self) -> None:
-        """Refuses now what would lose the results of minutes later, and to replace a plan that was not named."""
+        """Check output files before minutes of measuring; refuse to overwrite a plan that was not named."""
         from outrider.types import OutriderError
 
         if self.out is None and self.plan.exists():
@@ -168,7 +168,7 @@ def command(
 
 
 def finish(search: Search, chosen: Choice, models: ModelOptions, output: OutputOptions) -> None:
-    """The plan, the document and the report to their files; the table and where they are to the screen."""
+    """Write plan, document and report to their files and the table to the screen."""
     from rich.console import Console
 
     from outrider.engine.plan import Plan
@@ -191,7 +191,7 @@ def finish(search: Search, chosen: Choice, models: ModelOptions, output: OutputO
 
 
 def plan_values(models: ModelOptions, chosen: Choice, search: Search) -> dict[str, Any]:
-    """The plan's keys: what was chosen, and what was given to run the models."""
+    """Return the plan's keys: the choice, and the options that the models ran with."""
     from outrider.method_text import split_method, with_drafts
     from outrider.registry import PROPOSERS
 
@@ -208,13 +208,13 @@ def plan_values(models: ModelOptions, chosen: Choice, search: Search) -> dict[st
 
 
 def _findable(source: str) -> str:
-    """A local folder by its whole path, so that the plan works from anywhere."""
+    """Return the absolute path of a local folder, so that the plan works from any directory."""
     path = Path(source).expanduser()
     return str(path.resolve()) if path.is_dir() else source
 
 
 def read_question(asked: SearchOptions) -> Question:
-    """Raises ``OutriderError`` for lengths and batches that cannot be."""
+    """Raise ``OutriderError`` for invalid lengths and batch sizes."""
     from outrider.search import Question
     from outrider.types import OutriderError
 
@@ -226,7 +226,7 @@ def read_question(asked: SearchOptions) -> Question:
 
 
 def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[Asked]:
-    """The prompts, read before a model is loaded so that a mistake shows at once."""
+    """Read the prompts before a model is loaded, so that errors appear at once."""
     from outrider.search.traffic import read_builtin, read_file
     from outrider.types import OutriderError
 
@@ -242,7 +242,7 @@ def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[Ask
 
 
 def check_drafts(models: ModelOptions, asked: SearchOptions) -> None:
-    """Refuses a folder that is none before the seconds that loading takes."""
+    """Refuse an invalid folder before loading."""
     from outrider.cli.session import check_source, resolve
     from outrider.method_text import split_method, split_methods
 
@@ -254,7 +254,7 @@ def check_drafts(models: ModelOptions, asked: SearchOptions) -> None:
 
 
 def fingerprint(models: ModelOptions, asked: SearchOptions, question: Question, texts: Sequence[Text]) -> dict[str, Any]:
-    """All that the findings depend on."""
+    """Return everything that the results depend on."""
     traffic = repr([(text.prompt, text.params) for text in texts])
     return {
         "models": asdict(models),

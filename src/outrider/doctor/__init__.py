@@ -1,4 +1,4 @@
-"""The room that looks at a target and what is to draft for it before anything is served. Knows no method: it asks each one."""
+"""Check a target and its draft before serving. Independent of methods: each one provides its own checks."""
 
 from outrider.doctor.checkup import Acceptance, Checkup, Patient, check_up
 

@@ -1,4 +1,4 @@
-"""Does this draft fit this target? What files and configs say, then what a few prompts show.
+"""Check whether a draft fits a target: first files and configs, then a few prompts.
 
 The checks of a method stand in its own file (``MethodSpec.examine`` and ``alternatives``): here is what all have in common.
 """
@@ -23,21 +23,21 @@ from outrider.types import Finding, OutriderError, SamplingParams
 if TYPE_CHECKING:
     from outrider.runner import ModelRunner
 
-WORKLOADS = ("code", "story", "json", "math")  # kinds of text, one prompt each
-K = 5  # drafts a round while acceptance is measured
+WORKLOADS = ("code", "story", "json", "math")  # one prompt each
+K = 5  # drafts per round while acceptance is measured
 HOPELESS, DOUBTFUL = (
     0.1,
     0.35,
-)  # acceptance of the first draft below which it does not fit, and below which something may be wrong
-BETTER = 1.15  # an alternative's mean acceptance length over the first one's, from which on it is named
-CLEAR = 2.33  # standard errors between the two's acceptance, beyond which it is named too
+)  # acceptance of the first draft: below the first limit it does not fit, below the second it is suspicious
+BETTER = 1.15  # ratio of mean acceptance lengths from which an alternative is reported
+CLEAR = 2.33  # standard errors of the acceptance difference from which it is reported, too
 
 Progress = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
 class Patient:
-    """What is looked at: the options that ``LLM`` takes."""
+    """The options of ``LLM`` to check."""
 
     target: Any
     method: str
@@ -47,13 +47,13 @@ class Patient:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What a few prompts showed."""
+    """Measurements on a few prompts."""
 
-    by_position: list[float]  # share of the drafts in each place that were accepted, of those that were reached
+    by_position: list[float]  # share of the reached drafts at each position that were accepted
     mean_acceptance_length: float
     plain_tok_s: float
     tok_s: float
-    best_k: int  # by the measured acceptance and cost; 0 where no number of drafts pays
+    best_k: int  # by measured acceptance and cost; 0 where drafts do not pay
     num_prompts: int
 
     @property
@@ -63,7 +63,7 @@ class Acceptance:
 
 @dataclass
 class Checkup:
-    """Everything found, in the order in which it was."""
+    """All findings, in order."""
 
     findings: list[Finding] = field(default_factory=list)
     acceptance: Acceptance | None = None
@@ -86,7 +86,7 @@ class Checkup:
 
 
 def check_up(patient: Patient, progress: Progress = lambda _: None) -> Checkup:
-    """Looks at files, then loads, then measures. What is wrong before that ends it, and is a finding, never an exception."""
+    """Check files, then load, then measure. An error ends the check as a finding, never as an exception."""
     checkup = Checkup()
     try:
         for finding in _stages(patient, checkup, progress):
@@ -119,17 +119,17 @@ def _stages(patient: Patient, checkup: Checkup, progress: Progress) -> Iterator[
     prompts = [encode(llm.tokenizer, prompt) for workload in WORKLOADS for prompt in builtin(workload, 1)]
     prompts = [ids[-llm.runner.max_len // 2 :] for ids in prompts]
     drafted = yield from _measured(patient, contenders, prompts, checkup, progress)
-    if drafted.num_drafts:  # also where much is accepted: one layer beside the right one costs some of it, not all
+    if drafted.num_drafts:  # even at high acceptance: a neighbouring layer costs only a part of it
         yield from _tried(patient, kind.alternatives(setting), contenders, prompts, drafted, progress)
 
 
 def _measured(
     patient: Patient, contenders: Contenders, prompts: list[list[int]], checkup: Checkup, progress: Progress
 ) -> Generator[Finding, None, Run]:
-    """Plain and drafted in turn: acceptance by position, speeds, and whether the text is the same. Returns the drafted run."""
+    """Run plain and drafted in turn; measure acceptance by position, speeds and equal outputs. Return the drafted run."""
     runs: dict[str, Run] = {}
     pair = [Contender(PLAIN, 0), Contender(patient.method, K)]
-    for contender in pair:  # what is slow only once
+    for contender in pair:  # warm up
         generate(contenders, contender, prompts[:1], SamplingParams(max_tokens=8), batch=1)
     for contender in pair:
         progress(f"{contender.label}: {len(prompts)} prompts")
@@ -163,7 +163,7 @@ def _acceptance(plain: Run, drafted: Run, num_prompts: int) -> Acceptance:
     whole = sum(plain.phase_seconds.values()) / max(plain.num_steps, 1)
     score = max(drafted.ms["score"] + drafted.ms["verify"] + drafted.ms["host"], 1e-6) / 1e3
     rate = drafted.acceptance_rate
-    # A round's score grows little with its drafts; between a plain round and the measured one it is a straight line.
+    # A score grows little with its drafts; interpolate linearly between a plain round and the measured one.
     speeds = [expected_tau(rate, k) / (k * step + whole + (score - whole) * min(k / K, 1)) if k else 1 / max(whole, 1e-9)
               for k in range(2 * K + 1)]  # fmt: skip
     best = max(range(len(speeds)), key=lambda k: speeds[k]) if drafted.num_drafts else 0
@@ -179,7 +179,7 @@ def _tried(
     drafted: Run,
     progress: Progress,
 ) -> Iterator[Finding]:
-    """Other options of the same method, in the place of those given: the one that fits better is named."""
+    """Try alternative options of the same method; report the one that fits better."""
     name, given = split_method(patient.method)
     runs: dict[str, Run] = {}
     for alternative in alternatives:
@@ -199,7 +199,7 @@ def _tried(
 
 
 def _is_clear(better: Run, drafted: Run) -> bool:
-    """Whether one's first drafts are accepted more often than the other's by more than chance explains (two-sided 2%)."""
+    """Return whether the first drafts of two runs differ significantly in acceptance (two-sided 2%)."""
     counts = [(run.kept[0], run.reached[0]) for run in (better, drafted)]
     if not all(reached for _, reached in counts):
         return False
@@ -210,7 +210,7 @@ def _is_clear(better: Run, drafted: Run) -> bool:
 
 
 def _memory_on_disk(sources: list[Any]) -> Iterator[Finding]:
-    """Whether weights in local folders fit into the memory that is free."""
+    """Check whether weights in local folders fit into free memory."""
     files = [file for source in sources if isinstance(source, (str, Path)) for file in _weights_in(Path(source))]
     needed, free = sum(file.stat().st_size for file in files), free_memory()
     if files and free is not None:
@@ -219,13 +219,13 @@ def _memory_on_disk(sources: list[Any]) -> Iterator[Finding]:
 
 
 def _weights_in(folder: Path) -> list[Path]:
-    """The files that are read: where a folder holds its weights in two formats, the first."""
+    """Return the weight files that are read: the first format where a folder has two."""
     kinds = (sorted(folder.glob(f"*{suffix}")) for suffix in (".safetensors", ".bin", ".pt"))
     return next((files for files in kinds if files), [])
 
 
 def _cache_memory(runner: ModelRunner) -> Finding:
-    """What a request that fills the window takes."""
+    """Check the cache of a request that fills the context window."""
     needed = runner.cache.shape.floats_per_token * runner.max_len * runner.cache.dtype.itemsize
     free = free_memory()
     said = f"a request that fills the window of {runner.max_len} tokens takes {size(needed)} of cache"
@@ -235,7 +235,7 @@ def _cache_memory(runner: ModelRunner) -> Finding:
 
 
 def free_memory() -> int | None:
-    """Bytes that the system can still give; None where it does not tell."""
+    """Return the available bytes of memory; None if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The loop, the scheduler, statistics and the ``LLM`` facade. This room knows no method's name."""
+"""Engine loop, scheduler, statistics and the ``LLM`` facade. Independent of drafting methods."""
 
 from __future__ import annotations
 

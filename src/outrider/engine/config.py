@@ -1,4 +1,4 @@
-"""From what a user writes to the parts of an engine: options, tokenizer, proposer, verifier and draft length by name."""
+"""Build the parts of an engine from user options: tokenizer, proposer, verifier and draft-length policy by name."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def load_tokenizer(
 
 
 def eos_token_ids(runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
-    """Every id that ends a text: the generation config's, the model config's and the tokenizer's."""
+    """Return all end-of-text ids: of the generation config, the model config and the tokenizer."""
     model = getattr(runner, "model", None)
     sources = [getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer]
     found: set[int] = set()
@@ -86,7 +86,7 @@ def default_method(draft: object, drafts: Mapping[str, object]) -> str:
 
 
 def build_proposer(speculation: Speculation, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) -> Proposer:
-    """The proposer object, or the one that the method's name makes for this target."""
+    """Return the given proposer, or build the method's proposer for this target."""
     if speculation.proposer is not None:
         if speculation.method != AUTO or speculation.draft is not None:
             raise OutriderError("give either a proposer or a method and a draft, not both")
@@ -116,14 +116,14 @@ def build_proposer(speculation: Speculation, runner: ModelRunner, tokenizer: Pre
 
 
 def build_verifiers(speculation: Speculation) -> tuple[Verifier, Verifier]:
-    """The verifier for sampled rounds, and the one for rounds that leave nothing to chance."""
+    """Return the verifier for sampled rounds and the one for deterministic rounds."""
     verifier = speculation.verifier
     sampled: Verifier = VERIFIERS.get(verifier)() if isinstance(verifier, str) else verifier
     if not sampled.lossless:
         name = type(sampled).__name__
         logger.warning("%s is lossy: faster, but the text does not follow the target's distribution", name)
     deterministic: Verifier = VERIFIERS.get("exact")()
-    # A lossy verifier is a choice for greedy rounds too; a lossless one would only say the same more slowly.
+    # A lossy verifier also applies to greedy rounds; a lossless one would give the same result more slowly.
     return sampled, deterministic if sampled.lossless else sampled
 
 
@@ -140,7 +140,7 @@ def warn_of_limits(speculation: Speculation, config: RunnerConfig, runner: Model
 
 
 def build_policy(speculation: Speculation, runner: ModelRunner, proposer: Proposer) -> LengthPolicy:
-    """A fixed K, or the policy of that name, which chooses from 0 to what the proposer says is the most."""
+    """Return a fixed K, or the named policy, which chooses from 0 to the proposer's maximum."""
     k = speculation.num_draft_tokens
     if not isinstance(k, (int, str)):
         return k

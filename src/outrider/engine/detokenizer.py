@@ -1,6 +1,6 @@
-"""Token ids -> text, as they come: never a broken character, never text that a stop string takes back.
+"""Incremental detokenization: never emits an incomplete character or text that a stop string removes.
 
-Knows a tokenizer and nothing of models, requests or rounds.
+Independent of models, requests and rounds.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from outrider.runner.tokenizers import BROKEN, byte_table
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CONTEXT_TOKENS = 6  # of the prompt, so that a leading space is not lost where a tokenizer strips it at the start of a text
-MAX_HELD_TOKENS = 16  # held back for an incomplete character; the longest real one takes 4 byte tokens (a joined emoji more)
+CONTEXT_TOKENS = 6  # tokens of the prompt, so that a tokenizer that strips leading spaces keeps them
+MAX_HELD_TOKENS = 16  # held back for an incomplete character; a character has at most 4 byte tokens (a joined emoji more)
 
 
 class Detokenizer(Protocol):
     """One request's incremental decoder."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete."""
+        """Return the text completed by these tokens."""
         ...
 
     def flush(self) -> str:
-        """What is still held back, as a full decode would show it. The last call."""
+        """Return the text still held back, as a full decode shows it. Must be the last call."""
         ...
 
 
 class BytesDetokenizer:
-    """Byte-level BPE: a table of each token's bytes and UTF-8's own incremental decoder. O(1) a token, no tokenizer calls."""
+    """Byte-level BPE: a table of token bytes and an incremental UTF-8 decoder. O(1) per token, without tokenizer calls."""
 
     def __init__(self, table: list[bytes]) -> None:
         self._table = table
@@ -46,16 +46,16 @@ class BytesDetokenizer:
 
 
 class WindowDetokenizer:
-    """Any tokenizer: decodes a short window twice and emits the difference, holding back while the window ends broken."""
+    """Any tokenizer: decode a short window twice and emit the difference; hold back while the window ends incomplete."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._window = list(prompt_ids[-CONTEXT_TOKENS:])  # decoded text, then tokens not yet shown
+        self._window = list(prompt_ids[-CONTEXT_TOKENS:])  # context tokens, then tokens not emitted yet
         self._shown = len(self._window)
         self._shown_text = self._text(self._window)
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        # One at a time: where a character ends must not depend on how the tokens were grouped into rounds.
+        # One token at a time: the result must not depend on how tokens were grouped into rounds.
         return "".join([self._feed_one(token) for token in token_ids])
 
     def _feed_one(self, token: int) -> str:
@@ -66,7 +66,7 @@ class WindowDetokenizer:
             return ""
         new = text[len(self._shown_text) :]
         if new or len(window) - self._shown >= MAX_HELD_TOKENS:
-            # The tokens just shown become the context of the next ones, and what stood before them is dropped.
+            # The emitted tokens become the context of the next ones; earlier context is dropped.
             del window[: self._shown]
             self._shown = len(window)
             self._shown_text = self._text(window)
@@ -81,7 +81,7 @@ class WindowDetokenizer:
 
 
 class DetokenizerFactory:
-    """Makes each request's detokenizer; what all of them share is computed once."""
+    """Creates each request's detokenizer; shared tables are computed once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -94,7 +94,7 @@ class DetokenizerFactory:
 
 
 class StopScanner:
-    """Finds stop strings across chunks: shows only text that no stop string can take back any more."""
+    """Finds stop strings across chunks; releases only text that no stop string can still remove."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -102,7 +102,7 @@ class StopScanner:
         self.stopped_by: str | None = None
 
     def feed(self, text: str) -> str:
-        """The part of the text so far that is safe to show; ``stopped_by`` is set once a stop string is complete."""
+        """Return the text that is safe to emit; ``stopped_by`` is set when a stop string is complete."""
         text = self._held + text
         found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
@@ -119,5 +119,5 @@ class StopScanner:
 
     @staticmethod
     def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of the text with which the stop string begins."""
+        """Return the length of the longest suffix of the text that is a prefix of the stop string."""
         return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

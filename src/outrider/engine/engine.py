@@ -41,7 +41,7 @@ class Observation:
 
 
 class Engine:
-    """Runs requests to their end, one round a step. Not thread-safe: one thread owns it."""
+    """Runs requests, one round per step. Not thread-safe: one thread owns it."""
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class Engine:
         scheduler: Scheduler,
         coupled: bool = False,
     ) -> None:
-        """``verifiers``: the one for sampled rounds, then the one for rounds in which the sampler leaves nothing to chance."""
+        """``verifiers``: for sampled rounds, and for deterministic rounds."""
         self.runner = runner
         self.proposer = proposer
         self.policy = policy
         self.scheduler = scheduler
-        self.observer: Callable[[Observation], None] | None = None  # sees each round last; its time is no round's
+        self.observer: Callable[[Observation], None] | None = None  # called after each round; its time is not counted
         self._make_sampler = partial(Sampler, vocab_size=runner.vocab_size, device=runner.device, coupled=coupled)
         self._hidden = proposer.needs_hidden
         self._clock = PhaseClock()
@@ -241,7 +241,7 @@ class Engine:
         pairs = zip(context.request_ids, context.limits, strict=True)
         return context.limited([limit if request_id in able else 0 for request_id, limit in pairs])
 
-    # --- requests come and go -----------------------------------------------------------------------------------------------
+    # --- request lifecycle -- -----------------------------------------------------------------------------------------------
 
     def _admit(self) -> list[Emission]:
         """Admit waiting requests. Returns the ends of those whose cache could not be copied."""
@@ -257,7 +257,7 @@ class Engine:
         """Start a request whose prompt is cached already from a copy."""
         request = entry.request
         if entry.fork_of is not None and self._guard.fork(entry.fork_of, request):
-            # The last token of the prompt is scored again, for this sample's first token.
+            # The last prompt token is scored again, for this sample's first token.
             self.runner.fork(entry.fork_of, request.request_id, request.num_prompt_tokens - 1)
             self.scheduler.move(entry, State.DECODE)
 

@@ -47,7 +47,7 @@ class FeatureStore:
         self._unseen.setdefault(request.request_id, []).append(_Round(hidden, num_drafts, path))
         if request.request_id in self._prompts:
             read = len(hidden[self.layers[0]]) - num_drafts
-            if read == num_before:  # from the first token on
+            if read == num_before:  # from the first token
                 prompt = {index: states[: request.num_prompt_tokens - 1] for index, states in hidden.items()}
                 self._prompts[request.request_id] = _Round(prompt, 0, [])
 

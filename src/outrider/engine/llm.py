@@ -1,6 +1,6 @@
-"""Text in, text out: the facade that owns a tokenizer and an engine.
+"""The ``LLM`` facade: owns a tokenizer and an engine.
 
-Knows prompts and completions; everything about rounds is the engine's.
+Handles prompts and completions; rounds are the engine's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     Params = SamplingParams | Sequence[SamplingParams] | None
 
-SEED_STRIDE = 0x9E3779B97F4A7C15  # keeps the seeds of a prompt's samples apart
+SEED_STRIDE = 0x9E3779B97F4A7C15  # separates the seeds of a prompt's samples
 
 
 class LLM:
@@ -106,11 +106,11 @@ class LLM:
         self.engine = Engine(self.runner, self.proposer, verifiers, self.policy, scheduler, coupled)
         self._is_closed = False
         self._ids = itertools.count()
-        self._inbox: dict[str, deque[Emission]] = {}  # emissions of requests whose reader was not the one who stepped
+        self._inbox: dict[str, deque[Emission]] = {}  # emissions of requests whose reader did not run the step
 
     @property
     def stats(self) -> GenerationStats:
-        """Totals over everything generated so far."""
+        """Return totals over everything generated so far."""
         return self._final_stats if self._is_closed else self.engine.stats
 
     def warmup(self, num_draft_tokens: int | None = None, batch: int = 1) -> None:
@@ -127,8 +127,8 @@ class LLM:
             self.runner.costs.record_pass(width, batch, 0, self.runner.pass_cost(width, batch, 0, hidden=hidden))
 
     def price_plain(self) -> None:
-        """Measures one pass without drafts where drafts are a fixed number, so that statistics can tell what plain decoding
-        would have taken: such rounds never run without drafts and so learn no price of their own."""
+        """Measure one plain pass if K is fixed, so that statistics can predict plain decoding: with a fixed K no plain round
+        runs that could be measured."""
         k = self.speculation.num_draft_tokens
         if isinstance(k, int) and k > 0:
             self.runner.costs.record_pass(1, 1, 0, self.runner.pass_cost(1, 1, 0, repeat=1, hidden=self.proposer.needs_hidden))
@@ -191,7 +191,7 @@ class LLM:
         return as_token_ids(token_ids, self.runner.vocab_size)
 
     def requests_for(self, token_ids: Sequence[int], params: SamplingParams) -> list[Request]:
-        """The requests that one prompt and its ``n`` samples become, each with a seed of its own."""
+        """Return the requests of one prompt and its ``n`` samples, each with its own seed."""
         seed = params.seed if params.seed is not None else random.SystemRandom().getrandbits(63)
         return [self._request(token_ids, params, (seed + i * SEED_STRIDE) % 2**63) for i in range(params.n)]
 

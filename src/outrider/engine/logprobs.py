@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens: the target's own, before any sampler setting, of the row each was drawn from."""
+"""Log-probabilities of emitted tokens: the target's own, before any sampler setting."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from outrider.sampling import raw_logprobs, top_logprobs
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of one emitted token, and of the likeliest tokens in its place."""
+    """Log-probability of one emitted token, and of the likeliest tokens at its position."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
 
 
 def token_logprobs(logits: Tensor, rows: list[int], token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
-    """logits [N + 1, V] of one request; ``rows[i]`` is the row that ``token_ids[i]`` was drawn from."""
+    """Compute from logits [N + 1, V] of one request; ``rows[i]`` is the row that ``token_ids[i]`` was sampled from."""
     logits = logits[rows]  # [T, V]
     chosen = raw_logprobs(logits, torch.tensor(token_ids, device=logits.device)).tolist()
     if not num_top:

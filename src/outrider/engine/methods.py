@@ -1,4 +1,4 @@
-"""Which methods a target can have: names that a user gives, the proposers they come to, and why some come to none."""
+"""Resolve method names to proposers for a target, with the reason for each method that does not fit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALL = "all"
 
 
 def chosen_methods(names: Sequence[str]) -> list[str]:
-    """The methods named; ``"all"`` stands for every one that is not. Raises ``OutriderError`` for an unknown one."""
+    """Expand method names; ``"all"`` adds every method not named. Raises ``OutriderError`` for an unknown one."""
     named = [name for name in dict.fromkeys(names) if name != ALL]
     for name in named:
         if not getattr(PROPOSERS.get(split_method(name)[0]), "max_drafts", 1):
@@ -44,9 +44,9 @@ def fitting_proposers(
     methods: Sequence[str],
     verifier: Verifier | None = None,
 ) -> tuple[dict[str, Proposer], dict[str, str]]:
-    """Proposers by method, and of the methods that this target or ``verifier`` cannot have the reason why.
+    """Return proposers by method, and the reason for each method that does not fit this target or ``verifier``.
 
-    ``speculation.draft`` is for the methods that take one and name none of their own.
+    ``speculation.draft`` is used by methods that take a draft and name none themselves.
     """
     proposers: dict[str, Proposer] = {}
     reasons: dict[str, str] = {}
@@ -56,13 +56,13 @@ def fitting_proposers(
             continue
         try:
             proposers[method] = build_proposer(replace(speculation, method=method, proposer=None), runner, tokenizer)
-        except Exception as misfit:  # out of memory, say: the others may fit nevertheless
+        except Exception as misfit:  # for example out of memory; the others may still fit
             reasons[method] = in_one_line(misfit)
     return proposers, reasons
 
 
 def in_one_line(failure: Exception) -> str:
-    """Why a method is left out."""
+    """Return why a method is left out."""
     if isinstance(failure, OutriderError):
         return str(failure)
     logger.debug("a method is left out", exc_info=failure)

@@ -1,6 +1,6 @@
-"""A plan: which models, which method and which limits, in a TOML file that a person can read and change.
+"""Plans: models, method and limits in a readable TOML file.
 
-Every key is an option of ``LLM`` under the name that the command line gives it; what is left out is the default.
+Every key is an option of ``LLM`` under its command-line name; missing keys have their defaults.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# key -> type, option of LLM (None: the same name), what the comment beside it says
+# key -> type, option of LLM (None: the same name), comment in the file
 KEYS: dict[str, tuple[type | tuple[type, ...], str | None, str]] = {
     "target": (str, None, "folder or hub id; left out: the embedded model"),
     "draft": (str, None, "folder or hub id of what drafts: a small model, or heads"),
@@ -35,20 +35,20 @@ KEYS: dict[str, tuple[type | tuple[type, ...], str | None, str]] = {
     "device": (str, None, "cpu, cuda, cuda:1"),
     "compile": (str, None, "auto, always or never"),
 }
-FOLDERS = frozenset(("target", "draft"))  # keys that may name one
+FOLDERS = frozenset(("target", "draft"))  # keys that may name a folder
 HEAD = "# A plan for outrider serve. Every line may be left out: then the default holds.\n"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The values of a plan file, by their keys."""
+    """Values of a plan file by key."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    folder: Path = Path()  # where relative paths begin
+    folder: Path = Path()  # base of relative paths
 
     @classmethod
     def read(cls, file: Path) -> Plan:
-        """Raises ``OutriderError`` for a file that is none, an unknown key and a value of the wrong type."""
+        """Read a plan. Raises ``OutriderError`` for an unreadable file, an unknown key or a value of the wrong type."""
         if file.is_char_device() or file.is_block_device():  # /dev/null would be a plan of nothing but defaults
             raise OutriderError(f"{file} is a device: give a plan file")
         try:
@@ -65,11 +65,11 @@ class Plan:
         return cls(values, file.parent)
 
     def write(self, file: Path, notes: Sequence[str] = ()) -> None:
-        """Every value on a line of its own, with a comment that says what it is; ``notes`` are comments above them."""
+        """Write one commented line per value, below ``notes`` as comments."""
         file.write_text(self.text(notes), encoding="utf-8")
 
     def text(self, notes: Sequence[str] = ()) -> str:
-        """What ``write`` writes."""
+        """Return the text that ``write`` writes."""
         lines = [
             f"{key} = {_toml(self.values[key])}  # {comment}" for key, (_, _, comment) in KEYS.items() if key in self.values
         ]
@@ -77,7 +77,7 @@ class Plan:
         return HEAD + said + "\n" + "\n".join(lines) + "\n"
 
     def given(self, key: str) -> Any:
-        """The value of a key, None where the plan leaves it out; a folder beside the plan is found from anywhere."""
+        """Return the value of a key or None; folders are resolved relative to the plan."""
         value = self.values.get(key)
         if value is not None and key in FOLDERS:
             return self._found(value)
@@ -88,7 +88,7 @@ class Plan:
 
 
 def served_name(target: str | None) -> str:
-    """What clients call the model: the last part of its folder, its hub id, or outrider for the embedded one."""
+    """Return the model name for clients: the folder's last part, the hub id, or outrider for the embedded model."""
     if target is None:
         return "outrider"
     path = Path(target).expanduser()
@@ -96,5 +96,5 @@ def served_name(target: str | None) -> str:
 
 
 def _toml(value: str | float | bool) -> str:
-    """What JSON writes of these kinds is TOML too."""
+    """Format a value; JSON and TOML agree on these types."""
     return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""How many drafts a round asks for: the engine's side of it. The policy that adapts lives in outrider.tune."""
+"""Interface of draft-length policies. The adaptive policy is in outrider.tune."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ POLICIES = Registry("draft length", {"auto": "outrider.tune.policy:DraftLengthPo
 
 
 class LengthPolicy(Protocol):
-    """Chooses each request's K, round by round, from what the rounds before cost and gained."""
+    """Chooses each request's K every round from the costs and gains of earlier rounds."""
 
     def next_lengths(self, context: Context) -> list[int]:
-        """Drafts to ask for this round, of each request; 0 for all is plain decoding."""
+        """Return the drafts to request in this round, per request; all 0 is plain decoding."""
         ...
 
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
-        """Learns from a round, its tokens committed. A prefill's seconds say nothing of decoding.
+        """Learn from a committed round. The seconds of a prefill are not those of decoding.
 
-        Requests with a K of their own (``num_draft_tokens``) were drafted for as they wish.
+        Requests with their own K (``num_draft_tokens``) used it.
         """
         ...
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Forgets requests that ended."""
+        """Remove requests that ended."""
         ...
 
 
 class FixedLength:
-    """The same K for every request and round."""
+    """Uses the same K for every request and round."""
 
     def __init__(self, k: int) -> None:
         if k < 0:
@@ -42,7 +42,7 @@ class FixedLength:
         return [self.k] * len(context.requests)
 
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
-        """Nothing to learn."""
+        """Do nothing."""
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Nothing to forget."""
+        """Do nothing."""

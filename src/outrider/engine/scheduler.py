@@ -1,6 +1,6 @@
-"""Who runs, and when a request is finished: admission, the limits of a round, and every finish rule in one place.
+"""Scheduler: admission, limits of a round, and all finish rules.
 
-Knows requests and text; knows no model, no method and no probability.
+Independent of models, methods and probabilities.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Entry:
     """A request and its place in the engine."""
 
     request: Request
-    max_tokens: int  # of output, clipped to the context
+    max_tokens: int  # output tokens, limited by the context
     stop_ids: frozenset[int]
     detokenizer: Detokenizer | None
-    scanner: StopScanner | None  # only where stop strings were asked for
-    fork_of: str | None = None  # the request whose prompt is the same, to copy its cache
+    scanner: StopScanner | None  # only with stop strings
+    fork_of: str | None = None  # request with the same prompt, whose cache is copied
     state: State = State.WAITING
     finish_reason: str | None = None
 
@@ -55,7 +55,7 @@ class Batch:
 
 
 class Scheduler:
-    """Up to ``max_batch`` requests at once, in a fair order. The only writer of ``Request.token_ids``."""
+    """Runs up to ``max_batch`` requests in fair order. The only writer of ``Request.token_ids``."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Scheduler:
         return admitted
 
     def find(self, request_id: str | None) -> Entry | None:
-        """The running request of that id."""
+        """Return the running request with that id."""
         return next((entry for entry in self.running if entry.request.request_id == request_id), None)
 
     def next_batch(self, make_sampler: Callable[[Sequence[Request]], BatchSampler]) -> Batch:

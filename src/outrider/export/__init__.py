@@ -1,1 +1,1 @@
-"""Plans for other engines: the same models and the same way of drafting, in their words, files and commands."""
+"""Export plans to other engines: the same models and drafting method as their files and commands."""

@@ -19,30 +19,30 @@ SCRIPT = "run.sh"
 
 @dataclass(frozen=True)
 class Export:
-    """What an engine is told."""
+    """An engine's command, options and files."""
 
     command: Sequence[str]  # the program
-    options: Sequence[str] = ()  # and what it is told, in the folder
+    options: Sequence[str] = ()  # options, relative to the folder
     files: Mapping[str, str] = field(default_factory=dict)  # name -> text
     environment: Mapping[str, str] = field(default_factory=dict)
-    needs_outrider: bool = False  # in the engine's own Python environment
-    notes: Sequence[str] = ()  # what will be different there
+    needs_outrider: bool = False  # whether the engine's Python environment needs Outrider
+    notes: Sequence[str] = ()  # differences to Outrider
 
 
 class Engine(ABC):
-    """One engine: what it can do of a plan, and how it is told."""
+    """One engine: which plans it supports, and how to express them."""
 
-    name: ClassVar[str]  # as its makers write it
-    module: ClassVar[str]  # what its Python must be able to import
-    program: ClassVar[str | None] = None  # its server's command; None: it has none that `outrider serve` could become
-    entry: ClassVar[Sequence[str]] = ()  # the same as a module and its arguments
-    nameless_entry: ClassVar[Sequence[str]] = ()  # of builds that are installed under another name than the module's
-    instead: ClassVar[Mapping[type[Portable], str]]  # way of drafting that it lacks -> what to use
-    rules: ClassVar[Sequence[str]] = ("rejection", "exact")  # its acceptance rules, under our names
-    takes_code: ClassVar[bool] = False  # whether proposers of others can be brought along
+    name: ClassVar[str]  # official spelling
+    module: ClassVar[str]  # importable module in its Python
+    program: ClassVar[str | None] = None  # its server command; None: `outrider serve` cannot run it
+    entry: ClassVar[Sequence[str]] = ()  # the server as a module with arguments
+    nameless_entry: ClassVar[Sequence[str]] = ()  # for builds with another package name than the module's
+    instead: ClassVar[Mapping[type[Portable], str]]  # unsupported method -> what to use instead
+    rules: ClassVar[Sequence[str]] = ("rejection", "exact")  # its acceptance rules, in our terms
+    takes_code: ClassVar[bool] = False  # whether it supports custom proposers
 
     def check(self, wanted: Wanted, own_code: bool) -> None:
-        """Raises ``OutriderError``, in one line, for what the engine lacks whatever drafts."""
+        """Raise ``OutriderError`` for settings that the engine lacks, independent of the method."""
         if own_code and not self.takes_code:
             raise OutriderError(f"{self.name} takes no proposers of others: leave out --own-code, or export to vLLM")
         if wanted.same_text:
@@ -52,26 +52,26 @@ class Engine(ABC):
 
     @abstractmethod
     def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
-        """Writes converted heads, if any, into the folder, and says the rest of a plan that passed ``check``.
+        """Write converted heads, if any, into the folder, and return the export of a plan that passed ``check``.
 
-        ``own_code``: Outrider's proposer rather than the engine's own of the same kind. Raises ``OutriderError``, in one line,
-        for a way of drafting that the engine lacks, with what to use instead.
+        ``own_code``: use Outrider's proposer instead of the engine's. Raises ``OutriderError`` for an unsupported method,
+        with what to use instead.
         """
 
     def refuse(self, kind: Portable, wanted: Wanted) -> OutriderError:
-        """The error for a way of drafting that the engine lacks."""
+        """Return the error for an unsupported method."""
         advice = self.instead.get(type(kind), "serve the plan with `outrider serve`")
         return OutriderError(f"{self.name} cannot draft with {kind.what} (method {wanted.method!r}): {advice}")
 
 
 def gpu_environment(device: str | None) -> dict[str, str]:
-    """What lets a process see the one GPU that ``device`` names by its number, if it does."""
+    """Return the environment that selects the GPU named by ``device``, if any."""
     gpu = re.fullmatch(r"cuda:(\d+)", device or "")
     return {"CUDA_VISIBLE_DEVICES": gpu[1]} if gpu else {}
 
 
 def write(engine: Engine, wanted: Wanted, folder: Path, own_code: bool = False) -> Export:
-    """Writes everything into the folder: the engine's files and a script that starts it. Raises ``OutriderError``."""
+    """Write the engine's files and its start script into the folder. Raises ``OutriderError``."""
     if own_code and not wanted.reads_text_only:
         raise OutriderError(f"method {wanted.method!r} needs more than the text, so its own code cannot be brought along")
     engine.check(wanted, own_code)

@@ -1,4 +1,4 @@
-"""Heads in the format that another engine reads, written only where the plan's are in another."""
+"""Convert heads to another engine's format, if necessary."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ FOLDER = "heads"  # inside the folder of an export
 
 
 def feature_head(kind: FeatureHead, wanted: Wanted, folder: Path) -> tuple[str, int]:
-    """Where the head lies (converted ones relative to ``folder``), and its generation: 1 or 3.
+    """Return the head's folder (relative to ``folder`` if converted) and its generation, 1 or 3.
 
-    A native head whose config names the layers it reads in both of the ways in which they are counted is left where it is:
-    engines guess what a config does not say, or read one count as the other. Raises ``OutriderError`` for a head that does
-    not fit the target.
+    A native head whose config names its layers in both numbering conventions is not converted; otherwise engines guess or
+    misread them. Raises ``OutriderError`` for a head that does not fit the target.
     """
     config = wanted.config
     head = eagle_formats.load(kind.source, config.num_hidden_layers, config.vocab_size, config.hidden_size)
@@ -42,7 +41,7 @@ def feature_head(kind: FeatureHead, wanted: Wanted, folder: Path) -> tuple[str, 
 
 
 def parallel_heads(kind: ParallelHeads, wanted: Wanted, folder: Path) -> tuple[str, int]:
-    """Where vLLM's form of the heads lies, and how many there are. Raises ``OutriderError`` for heads that do not fit."""
+    """Return the folder of the heads in vLLM's format and their number. Raises ``OutriderError`` for heads that do not fit."""
     heads, _ = medusa.load(kind.source, wanted.config.vocab_size)
     if medusa.is_exported(find_folder(kind.source), heads):
         return kind.source, heads.shape.num_heads
@@ -51,6 +50,6 @@ def parallel_heads(kind: ParallelHeads, wanted: Wanted, folder: Path) -> tuple[s
 
 
 def _as_stored(heads: Heads, source: str) -> Heads:
-    """In the number format of the file: loading made them float32."""
+    """Convert back to the file's dtype; loading converted to float32."""
     _, tensors = read_folder(find_folder(source))
     return heads.to(next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32))

@@ -1,4 +1,4 @@
-"""Becoming another engine's server: it gets this process, and with it every signal, the terminal and the exit code."""
+"""Replace this process by another engine's server, which then owns signals, terminal and exit code."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ try:
 except importlib.metadata.PackageNotFoundError:
     sys.exit({nameless})
 """
-NAMELESS = 3  # the module is there, in a package of another name
+NAMELESS = 3  # exit code: the module exists in a package of another name
 
 
 def working_folder(engine: Engine, wanted: Wanted, own_code: bool) -> Path:
-    """Where the export of such a plan is kept: servers that run at once and differ in anything have one each."""
+    """Return the cache folder of a plan's export; concurrent servers with different plans have different folders."""
     return cache_dir("exports", hashlib.sha256(f"{engine.name}\n{wanted}\n{own_code}".encode()).hexdigest()[:16])
 
 
 def find_command(engine: Engine, python: str | None) -> list[str]:
-    """How the engine's program is started. ``python``: of its environment; None: the program is looked for on PATH.
+    """Return the engine's start command. ``python``: of its environment; None: search the program on PATH.
 
-    Raises ``OutriderError`` where it is not installed, or has no server that could be started.
+    Raises ``OutriderError`` if it is not installed or has no server.
     """
     if engine.program is None:
         raise OutriderError(f"{engine.name} is not run by `outrider serve`: write its command with outrider export")
@@ -55,7 +55,7 @@ def find_command(engine: Engine, python: str | None) -> list[str]:
 
 
 def _asked(python: str, module: str) -> int | None:
-    """What ``CHECK`` says in another Python: the module is found, but not run. None where there is no such Python."""
+    """Run ``CHECK`` in another Python, without importing the module. None if there is no such Python."""
     program = CHECK.format(module=module, nameless=NAMELESS)
     try:
         return subprocess.run([python, "-c", program], timeout=60, check=False, capture_output=True).returncode
@@ -64,7 +64,7 @@ def _asked(python: str, module: str) -> int | None:
 
 
 def become(command: Sequence[str], folder: Path, export: Export) -> NoReturn:
-    """Replaces this process by the engine's, in the export's folder. Raises ``OutriderError`` where it cannot be started."""
+    """Replace this process by the engine's, in the export's folder. Raises ``OutriderError`` if it cannot be started."""
     environment = {**os.environ, **export.environment}
     if export.needs_outrider:
         paths = [str(_alone(folder)), *filter(None, [environment.get("PYTHONPATH")])]
@@ -79,7 +79,7 @@ def become(command: Sequence[str], folder: Path, export: Export) -> NoReturn:
 
 
 def _alone(folder: Path) -> Path:
-    """A folder in which this package lies and no other: the engine's environment has its own torch."""
+    """Return a folder that contains only this package, because the engine's environment has its own torch."""
     link = folder / "python" / "outrider"
     link.parent.mkdir(exist_ok=True)
     package = Path(__file__).parent.parent

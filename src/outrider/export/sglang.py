@@ -1,6 +1,6 @@
 """SGLang: flags of ``python -m sglang.launch_server``, as of 0.5.21.
 
-It counts the last committed token among the drafts: ``--speculative-num-draft-tokens`` is one more than everyone else's.
+It counts the last committed token as a draft: ``--speculative-num-draft-tokens`` is one more than in other engines.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from outrider.types import OutriderError
 
 LAUNCH = ("python", "-m", "sglang.launch_server")
 SMALLER = "give the plan a draft model, or an EAGLE head trained on the target"
-TREE_NODES = 60  # drafts of a tree on a GPU, where Outrider's are as many
+TREE_NODES = 60  # drafts per tree on a GPU, as in Outrider
 
 
 class Sglang(Engine):
-    """Small models, EAGLE's heads as chains or trees, and its own trie of n-grams."""
+    """Supports draft models, EAGLE heads as chains or trees, and its own trie of n-grams."""
 
     name: ClassVar[str] = "SGLang"
     module: ClassVar[str] = "sglang"
@@ -69,7 +69,7 @@ class Sglang(Engine):
         return Export(command, environment=environment, notes=notes)
 
     def _drafting(self, wanted: Wanted, folder: Path) -> tuple[dict[str, str | int], list[str]]:
-        """SGLang's flags for the drafts, without their dashes, and what will be different there."""
+        """Return SGLang's flags for drafting, without dashes, and the differences to Outrider."""
         kind, k = wanted.kind, wanted.k
         chain: dict[str, str | int] = {
             "speculative-num-steps": k,

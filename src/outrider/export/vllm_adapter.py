@@ -1,9 +1,9 @@
-"""Outrider's proposers of the text inside vLLM: the class that ``speculative_config = {"method": "custom_class", ...}`` names.
+"""Outrider's text-based proposers inside vLLM: the class for ``speculative_config = {"method": "custom_class", ...}``.
 
 vLLM 0.32 (``v1/spec_decode/custom_class_proposer.py``) makes it from its ``VllmConfig`` and, after each step, calls
-``propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, slot_mappings=...)``. It does not say which request a row is:
-rows move, and requests leave and come back. So requests are known by their text: a row goes on with the longest known
-text that it begins with. This module imports no vLLM, so that it can be tested without one.
+``propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, slot_mappings=...)``. It does not identify requests: rows move,
+and requests leave and return. So a row is matched to the longest known sequence that is its prefix. This module does not
+import vLLM, so that it can be tested without it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Tokens = NDArray[np.int32]
 KEY = "outrider"  # in vLLM's additional_config: {"method": "name:option=value"}
 FAULT_PAUSE = 64  # steps without drafts after a fault; each further one doubles it, as in outrider.engine.guard
 MAX_DOUBLINGS = 6
-PATIENCE = 64  # steps after which a text that no row goes on with has ended: it may only have been put off
+PATIENCE = 64  # steps until an unmatched sequence counts as ended; it may have been preempted
 
 
 @dataclass(eq=False, slots=True)
 class Known:
-    """A text as it stood when it was last seen, and the request that the proposer knows it by."""
+    """A sequence as last seen, and its request in the proposer."""
 
     request: Request
     tokens: Tokens
@@ -43,10 +43,10 @@ class Known:
 
 
 class TextProposer:
-    """A proposer that reads the text alone, as vLLM calls it."""
+    """A text-based proposer with vLLM's interface."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """Raises ``OutriderError`` where the config names no method, or one that needs more than the text."""
+        """Raise ``OutriderError`` if the config names no method, or one that is not text-based."""
         named = (vllm_config.additional_config or {}).get(KEY)
         if not isinstance(named, dict) or "method" not in named:
             raise OutriderError('--additional-config must hold {"outrider": {"method": ...}}: see outrider export --to vllm')
@@ -55,19 +55,19 @@ class TextProposer:
         self._k = min(int(vllm_config.speculative_config.num_speculative_tokens), self._proposer.max_drafts)
         self._max_len = int(vllm_config.model_config.max_model_len)
         self._vocab_size = int(vllm_config.model_config.get_vocab_size())
-        self._texts: list[Known] = []  # of the rows, then those that no row went on with
+        self._texts: list[Known] = []  # of the rows, then unmatched ones
         self._sampler: Sampler | None = None
         self._num_steps = self._num_requests = self._num_faults = self._resumes_at = 0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """There is none; vLLM asks every proposer."""
+        """Do nothing: there is no model, but vLLM calls it for every proposer."""
 
     def propose(
         self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, **unused: Any
     ) -> list[list[int]]:
-        """Drafts for each row; none for one that sampled nothing, as in the middle of a prompt, or whose context is full.
+        """Return drafts for each row; none for rows without a sampled token (prefill) or with a full context.
 
-        ``num_tokens_no_spec`` [rows]: lengths of the texts with what was just sampled; ``token_ids_cpu`` [rows, max_len].
+        ``num_tokens_no_spec`` [rows]: lengths including the sampled tokens; ``token_ids_cpu`` [rows, max_len].
         """
         self._num_steps += 1
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
@@ -79,7 +79,7 @@ class TextProposer:
             self._forget()
             for row, chain in zip(rows, self._drafts(known) if rows else (), strict=True):
                 drafts[row] = chain
-        except Exception:  # in vLLM it would end the engine, with every request
+        except Exception:  # an exception would stop vLLM's engine
             pause = FAULT_PAUSE << min(self._num_faults, MAX_DOUBLINGS)
             logger.exception("the proposer failed: no drafts for %d steps, then every text is read again", pause)
             self._num_faults, self._resumes_at = self._num_faults + 1, self._num_steps + pause
@@ -88,7 +88,7 @@ class TextProposer:
         return drafts
 
     def _drafts(self, known: Sequence[Known]) -> list[list[int]]:
-        """Drafts for each text."""
+        """Return drafts for each sequence."""
         requests = tuple(text.request for text in known)
         limits = tuple(max(0, min(self._k, self._max_len - len(request.token_ids) - 1)) for request in requests)
         if self._sampler is None or self._sampler.requests != requests:
@@ -98,7 +98,7 @@ class TextProposer:
         return [ids[: min(count, limit)] for ids, count, limit in found]
 
     def _recognise(self, texts: Sequence[Tokens]) -> list[Known]:
-        """The request of each text, with its new tokens read; a new one where no known text is its beginning."""
+        """Return the updated request of each sequence; a new one if no known sequence is its prefix."""
         free = list(self._texts)
         found: list[Known] = []
         for place, tokens in enumerate(texts):
@@ -121,7 +121,7 @@ class TextProposer:
         return Request(f"vllm-{self._num_requests}", [], 0, SamplingParams(), 0, torch.Generator())
 
     def _forget(self) -> None:
-        """Releases what no row went on with for long: only then may the proposer count it among earlier texts."""
+        """Release sequences that stayed unmatched; only then they may count as earlier texts."""
         ended = [text for text in self._texts if self._num_steps - text.last_seen >= PATIENCE]
         if ended:
             self._texts = [text for text in self._texts if text not in ended]
@@ -129,7 +129,7 @@ class TextProposer:
 
 
 def _begins(tokens: Tokens, text: Known | None) -> bool:
-    """Whether the tokens begin with a known text. Its end is looked at first: that is where texts differ."""
+    """Return whether a known sequence is a prefix of the tokens; its end is compared first, where sequences differ."""
     if text is None or not 0 < len(text.tokens) <= len(tokens):
         return False
     last = len(text.tokens) - 1
@@ -137,7 +137,7 @@ def _begins(tokens: Tokens, text: Known | None) -> bool:
 
 
 def build(method: str) -> Proposer:
-    """A proposer without a target. Raises ``OutriderError`` for a method that needs one."""
+    """Build a proposer without a target. Raises ``OutriderError`` for a method that needs one."""
     name, options = split_method(method)
     factory = PROPOSERS.get(name)
     if not factory.reads_text_only:

@@ -1,4 +1,4 @@
-"""A plan, read for another engine: which models, which way of drafting, how many drafts. Knows no engine's words."""
+"""Engine-independent content of a plan: models, method and number of drafts."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What another engine has to be told."""
+    """The plan's content for another engine."""
 
     target: str  # folder or hub id
-    name: str  # of the model, for clients
-    method: str  # as Outrider writes it, options included
+    name: str  # model name for clients
+    method: str  # Outrider's name, options included
     kind: Portable
     k: int  # drafts a round
-    has_own_k: bool  # the plan said so; else it is the usual number
+    has_own_k: bool  # given by the plan; otherwise a typical number
     verifier: str
-    reads_text_only: bool  # whether Outrider's own proposer could be brought along
+    reads_text_only: bool  # whether Outrider's proposer can be exported
     dtype: str | None = None
     device: str | None = None
     max_len: int | None = None
@@ -44,16 +44,16 @@ class Wanted:
 
     @cached_property
     def config(self) -> PreTrainedConfig:
-        """The target's, of its text part."""
+        """Return the target's text config."""
         from outrider.runner.loading import load_config, text_config
 
         return text_config(load_config(self.target))
 
 
 def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wanted:
-    """Reads a plan. ``check``: refuses a model that can be neither a folder nor a hub id, before anything is looked for.
+    """Read a plan. ``check``: refuses what is neither a folder nor a hub id.
 
-    Raises ``OutriderError`` where the plan names what is not there, or a method refuses its options or its draft.
+    Raises ``OutriderError`` for missing models, and for invalid options or drafts.
     """
     from outrider.family import TARGET, drafts
 
@@ -63,7 +63,7 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
     name = served_name(target)
     target, draft = _located(target or str(TARGET)), plan.given("draft")
     check(target)
-    verifier = plan.given("verifier") or "rejection"  # what every engine has; the law of the text is the same
+    verifier = plan.given("verifier") or "rejection"  # supported everywhere; the output distribution is the same
     VERIFIERS.get(verifier)
     method = plan.given("method") or default_method(draft, drafts_there)
     kind = _kind(method, draft, drafts_there)
@@ -106,13 +106,13 @@ def _kind(method: str, draft: str | None, drafts: Mapping[str, str]) -> Portable
 
 
 def _located(source: str) -> str:
-    """A folder as its absolute path: what is written stands in another folder."""
+    """Return a folder's absolute path, because the export is in another folder."""
     path = Path(source).expanduser()
     return str(path.resolve()) if path.is_dir() else source
 
 
 def _tokenizers_differ(target: str, draft: str) -> bool:
-    """Whether both have a tokenizer and the two give the same ids other meanings."""
+    """Return whether both have a tokenizer and the two differ."""
     from outrider.engine.config import load_tokenizer
     from outrider.runner.tokenizers import DifferentVocabulary, check_same_vocabulary
 

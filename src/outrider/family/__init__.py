@@ -1,4 +1,4 @@
-"""Where the embedded models lie: a target and what drafts for it, ordinary folders and nothing else."""
+"""Folders of the embedded models: a target and its drafts."""
 
 from pathlib import Path
 
@@ -8,6 +8,6 @@ DRAFT = FOLDER / "draft"
 
 
 def drafts() -> dict[str, Path]:
-    """All that drafts for the target, by the names of the folders: a small model, and heads."""
+    """Return the target's drafts by folder name: a small model, and heads."""
     folders = sorted(config.parent for config in FOLDER.glob("*/config.json"))
     return {folder.name: folder for folder in folders if folder != TARGET}

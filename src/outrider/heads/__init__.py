@@ -1,1 +1,1 @@
-"""Heads: small modules trained on a target's hidden states that draft for it, and the checkpoint formats they come in."""
+"""Heads: small modules trained on a target's hidden states to draft for it, and their checkpoint formats."""

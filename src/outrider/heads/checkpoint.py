@@ -1,4 +1,4 @@
-"""Reading and writing a head's folder: a config.json and tensors, in whatever file their makers put them."""
+"""Read and write folders of heads: config.json and tensors in any of the usual files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ EAGLE = DraftKind("eagle", "an EAGLE head", r"^((model|eagle_module|draft_model)
 
 
 def find_folder(source: str | Path) -> Path:
-    """A local folder, or the download of a hub id. Raises ``OutriderError`` where there is none."""
+    """Return a local folder, or the download of a hub id. Raises ``OutriderError`` if there is none."""
     path = Path(source).expanduser()
     if path.is_dir():
         return path
@@ -51,12 +51,12 @@ def find_folder(source: str | Path) -> Path:
 
     try:
         return Path(snapshot_download(str(source), allow_patterns=["*.json", *FILES, "*.safetensors", "*.bin"]))
-    except Exception as error:  # the hub fails in more ways than can be listed
+    except Exception as error:  # the hub client raises many kinds of exceptions
         raise OutriderError(f"cannot get {source} from the hub: {first_line(error)}") from error
 
 
 def folder_of(source: object) -> Path:
-    """``find_folder`` for whatever a user gave. Raises ``OutriderError`` for what can be neither a folder nor a hub id."""
+    """Return ``find_folder`` of a user's value. Raises ``OutriderError`` if it is neither a folder nor a hub id."""
     if not isinstance(source, (str, Path)):
         raise OutriderError(f"heads are a folder, a hub id or a loaded module of outrider.heads, not {type(source).__name__}")
     return find_folder(source)
@@ -69,7 +69,7 @@ def kind_of(folder: Path) -> DraftKind | None:
         return None
     try:
         names = list(_tensor_names(folder))
-    except Exception:  # broken files: whoever loads them says how
+    except Exception:  # broken files are reported when they are loaded
         return None
     kinds = (MEDUSA, EAGLE, MODEL)  # heads may come with an embedding of their own
     return next((kind for kind in kinds if any(re.search(kind.mark, name) for name in names)), None)
@@ -89,7 +89,7 @@ def _tensor_names(folder: Path) -> Iterator[str]:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and all tensors, on the CPU. Raises ``OutriderError``: no such files, cut short, NaN or infinity in them."""
+    """Read config.json and all tensors, on the CPU. Raises ``OutriderError`` for missing or broken files, NaN or infinity."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except OSError:
@@ -102,7 +102,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     for file in _weight_files(folder):
         try:
             tensors |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-        except Exception as error:  # a truncated file fails in many ways
+        except Exception as error:  # truncated files raise many kinds of exceptions
             raise OutriderError(f"{file} cannot be read, download or copy it again: {first_line(error)}") from error
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -131,7 +131,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """A folder as ``read_folder`` reads it, the weights in safetensors."""
+    """Write a folder for ``read_folder``, with weights in safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, folder / "model.safetensors",
@@ -139,9 +139,9 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: object, ignored: Sequence[str] = ()) -> None:
-    """Loads every parameter and persistent buffer of a module. ``ignored``: patterns of names that may be left over.
+    """Load every parameter and persistent buffer of a module. ``ignored``: patterns of names that may be unused.
 
-    Raises ``OutriderError`` naming the first tensor that is missing, unknown or of another shape.
+    Raises ``OutriderError`` with the first tensor that is missing, unknown or of another shape.
     """
     wanted = module.state_dict()
     missing = [name for name in wanted if name not in tensors]

@@ -1,10 +1,10 @@
-"""The autoregressive head of EAGLE: one decoder layer over the target's features, run over its own small cache.
+"""EAGLE's autoregressive head: one decoder layer over the target's features, with its own small cache.
 
 EAGLE-1 and EAGLE-2 (Li et al. 2024, arXiv 2401.15077 and 2406.16858) share their weights: fc over the next token's embedding
 and the target's last feature, one decoder layer, the target's own output head. EAGLE-3 (arXiv 2503.01840) reads three layers of
 the target, has its own norm and output head over a part of the vocabulary, and feeds itself back without imitating features.
 
-Entry j of a text is the token j + 1 with feature j, at position j: what follows token j + 1 comes out.
+Entry j of a sequence combines token j + 1 and feature j at position j; its output predicts the token after token j + 1.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines
 
 @dataclass(frozen=True)
 class EagleShape:
-    """What a head is made of."""
+    """Shape and variant of a head."""
 
     generation: int  # 1 (EAGLE-1 and EAGLE-2) or 3
-    llama: LlamaConfig  # of its decoder layers; vocab_size is the target's
+    llama: LlamaConfig  # config of its decoder layers; vocab_size is the target's
     target_hidden_size: int
-    hidden_states: tuple[int, ...]  # of the target that it reads, counted as types.Scores says
+    hidden_states: tuple[int, ...]  # target hidden states it reads, numbered as in types.Scores
     draft_vocab_size: int
     fc_bias: bool = False
-    out_bias: bool = False  # with the config's attention_bias: whether attention's output has one too, as Qwen2's has not
+    out_bias: bool = False  # with attention_bias: whether attention's output has a bias too (Qwen2's has not)
     norm_before_residual: bool = False  # generation 3: the residual is the normed feature
     norm_before_fc: bool = False  # one norm over all features together
-    fc_norm: bool = False  # one norm each
-    norm_output: bool = False  # what is fed back has gone through the final norm (EAGLE-3.1)
+    fc_norm: bool = False  # one norm per feature
+    norm_output: bool = False  # the feedback passes the final norm (EAGLE-3.1)
     first_layer_norm: bool = False  # generation 1: whether the first layer has an input norm
-    reduced: bool = False  # it drafts a part of the vocabulary
+    reduced: bool = False  # drafts a part of the vocabulary
     own_embedding: bool = False
-    own_output: bool = True  # generation 3: False where the target's output head serves
+    own_output: bool = True  # generation 3: False if it uses the target's output head
 
 
 class Norm(nn.RMSNorm):
-    """transformers' RMS norm as one operation instead of six; in mixed precision it is the weight's type that is normed in."""
+    """transformers' RMS norm as one operation instead of six; in mixed precision it computes in the weight's type."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
@@ -62,7 +62,7 @@ def _with_short_norms(layer: LlamaDecoderLayer) -> LlamaDecoderLayer:
 
 
 class FusedLayer(LlamaDecoderLayer):
-    """transformers' decoder layer whose attention reads the normed embedding and the normed feature side by side."""
+    """transformers' decoder layer with the concatenated normed embedding and feature as attention input."""
 
     def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
         super().__init__(config, 0)
@@ -84,9 +84,9 @@ class FusedLayer(LlamaDecoderLayer):
 
 
 class EagleHead(nn.Module):
-    """The head's modules. The target's embedding and output head, where it uses them, are lent by ``lend``."""
+    """The head's modules. ``lend`` provides the target's embedding and output head if the head uses them."""
 
-    draft_ids: Tensor | None  # [Vd] the target's id of each draft id; None: the same
+    draft_ids: Tensor | None  # [Vd] target id of each draft id; None: identical
 
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()
@@ -121,33 +121,33 @@ class EagleHead(nn.Module):
                 output = layer.self_attn.o_proj
                 layer.self_attn.o_proj = nn.Linear(output.in_features, output.out_features, bias=False)
         self.register_buffer("draft_ids", torch.arange(shape.draft_vocab_size) if shape.reduced else None)
-        self._lent: list[nn.Module] = []  # in a list: the target's modules are not the head's to save or to pack
+        self._lent: list[nn.Module] = []  # in a list, so that the target's modules are not registered
         self._finish: Finish | None = None
-        self._columns = torch.empty(0, dtype=torch.long)  # [V] of the padded logits, by the target's token
+        self._columns = torch.empty(0, dtype=torch.long)  # [V] column of the padded logits per target token
 
     @property
     def uses_targets_output(self) -> bool:
-        """Whether the target's output head serves, which is then read with every level."""
+        """Return whether the target's output head is used, and thus read at every level."""
         return self.shape.generation == 1 or not self.shape.own_output
 
     def lend(self, embedding: nn.Module, output: nn.Module, finish: Finish | None = None) -> None:
-        """Gives the head the target's embedding, its output head, and what the target does to that one's numbers."""
+        """Set the target's embedding, output head and logit post-processing."""
         self._lent, self._finish = [embedding, output], finish
 
     def target_logits(self, features: Tensor) -> Tensor:
-        """What the target makes of its last features: [..., H] -> [..., V]."""
+        """Return the target's logits of its last features: [..., H] -> [..., V]."""
         numbers: Tensor = self._lent[1](features)
         return numbers if self._finish is None else self._finish(numbers)
 
     def embedding_table(self) -> Tensor:
-        """[V, H]: its own, or what the target's embedding gives for each token: some scale what they have stored."""
+        """Return [V, H]: its own embedding, or the target's output per token (some targets scale their weights)."""
         if self.shape.own_embedding:
             return self.embed_tokens.weight
         table: Tensor = self._lent[0](torch.arange(self.shape.llama.vocab_size, device=self.fc.weight.device))
         return table.to(self.fc.weight.dtype)
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
-        """The target's features, each [..., Ht] -> what the first round feeds: [..., H]."""
+        """Combine target features, each [..., Ht], into the first input [..., H]."""
         if self.shape.generation == 1:
             return features[0]
         if self.shape.fc_norm:
@@ -157,9 +157,9 @@ class EagleHead(nn.Module):
         return fused
 
     def forward(self, token_ids: Tensor, hidden: Tensor, position_ids: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """Tokens [B, W] and the features before them [B, W, H] -> [B, W, H]: what ``logits`` reads and ``feedback`` returns.
+        """Map tokens [B, W] and the features before them [B, W, H] to [B, W, H], the input of ``logits`` and ``feedback``.
 
-        ``rotation``: cosines and sines at these positions [B, W, D], where they are at hand.
+        ``rotation``: cosines and sines at these positions [B, W, D], if available.
         """
         embedding = self.embed_tokens if self.shape.own_embedding else self._lent[0]
         embeds = embedding(token_ids).to(hidden.dtype)
@@ -174,11 +174,11 @@ class EagleHead(nn.Module):
         return hidden
 
     def feedback(self, out: Tensor) -> Tensor:
-        """What the next round reads in the place of a feature of the target."""
+        """Return the stand-in for a target feature in the next step."""
         return self.norm(out) if self.shape.norm_output else out
 
     def logits(self, out: Tensor) -> Tensor:
-        """[..., H] -> [..., Vd] over the head's own vocabulary."""
+        """Map [..., H] to logits [..., Vd] over the head's vocabulary."""
         if self.shape.generation == 3:
             out = self.norm(out)
             if self.shape.own_output:
@@ -186,7 +186,7 @@ class EagleHead(nn.Module):
         return self.target_logits(out)
 
     def spread(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """[..., Vd] -> float32 [..., V] over the target's vocabulary: ``UNSAID`` where the head has no such token."""
+        """Expand [..., Vd] to float32 [..., V] over the target's vocabulary, ``UNSAID`` for tokens the head lacks."""
         logits = logits.float()
         ids = self.draft_ids
         if ids is None and logits.shape[-1] >= vocab_size:
@@ -196,12 +196,12 @@ class EagleHead(nn.Module):
         if self._columns.shape[0] != vocab_size or self._columns.device != logits.device:
             self._columns = torch.full((vocab_size,), logits.shape[-1], device=logits.device)
             self._columns[ids] = torch.arange(len(ids), device=logits.device)
-        padded = functional.pad(logits, (0, 1), value=UNSAID)  # the last column: of tokens that the head has not
+        padded = functional.pad(logits, (0, 1), value=UNSAID)  # the last column is for tokens that the head lacks
         return padded.gather(-1, self._columns.expand(*logits.shape[:-1], -1))
 
 
 def check_fit(head: EagleHead, target: ModelRunner) -> None:
-    """Raises ``OutriderError``, in one line, for a head that was not made for a target like this."""
+    """Raise ``OutriderError`` for a head that was not made for a target like this."""
     shape, name = head.shape, target.name
     if shape.target_hidden_size != target.hidden_size:
         raise OutriderError(f"the head was made for hidden size {shape.target_hidden_size}, {name} has {target.hidden_size}")
@@ -222,7 +222,7 @@ def check_fit(head: EagleHead, target: ModelRunner) -> None:
 
 
 def default_hidden_states(num_layers: int) -> tuple[int, int, int]:
-    """The low, middle and high layer that EAGLE-3's authors read where a config does not say: 2, n // 2, n - 3.
+    """Return the default hidden states of EAGLE-3's authors: 2, n // 2, n - 3.
 
     Raises ``OutriderError`` for a target without such layers.
     """

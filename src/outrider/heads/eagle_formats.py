@@ -1,8 +1,8 @@
 """EAGLE heads on disk: EAGLE-1/2, EAGLE-3 native and speculators are read; EAGLE-1, native and speculators are written.
 
-The layers an EAGLE-3 head reads are counted in two ways. ``eagle_aux_hidden_state_layer_ids`` at the top of a config (vLLM,
-speculators) counts as transformers' ``hidden_states`` do; inside ``eagle_config`` (SGLang, SpecForge, ModelOpt) it counts
-layers from 0 and means what they put out, one less. Both are written.
+The layers of an EAGLE-3 head are numbered in two ways. ``eagle_aux_hidden_state_layer_ids`` at the top of a config (vLLM,
+speculators) follows transformers' ``hidden_states``; inside ``eagle_config`` (SGLang, SpecForge, ModelOpt) it counts layers
+from 0 and means their outputs, one less. Both are written.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ LAYER_KEYS = (
     "mlp_bias",
     "hidden_act",
 )
-# Llama's layer but for what shows in the weights: biases of attention are read, norms within a head are refused by name.
+# Llama's layer, except for what the weights show: attention biases are read, norms within a head are refused by name.
 LLAMA_LIKE = ("llama", "eagle", "qwen2", "qwen3")
-SECTIONS = ("transformer_layer_config", "model", "eagle_config", "outrider")  # of a config that are configs
+SECTIONS = ("transformer_layer_config", "model", "eagle_config", "outrider")  # nested configs
 FORMATS = ("native", "speculators")
 
 
 def load(source: str | Path, num_layers: int, vocab_size: int, target_hidden_size: int) -> EagleHead:
-    """Reads a head for a target of these sizes, float32. Raises ``OutriderError`` for what is missing or does not fit."""
+    """Read a head for a target of these sizes, in float32. Raises ``OutriderError`` if parts are missing or do not fit."""
     folder = find_folder(source)
     config, tensors = read_folder(folder)
     kind = config.get("speculators_model_type")
@@ -69,11 +69,11 @@ def load(source: str | Path, num_layers: int, vocab_size: int, target_hidden_siz
         shape = _shape_of_generation_3(config, tensors, llama, num_layers, target_hidden_size, str(source))
     else:
         shape = _shape_of_generation_1(tensors, llama, num_layers)
-        # The output head is the target's; an embedding beside it is a copy of the target's.
+        # The output head is the target's; a stored one is a copy.
         tensors = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
     try:
         head = EagleHead(shape)
-    except KeyError as error:  # of transformers' tables
+    except KeyError as error:  # from transformers' tables
         raise OutriderError(f"{source}: its config names {error}, an activation or rotation that is not known") from error
     except Exception as error:  # wrong values fail in more ways than can be listed
         raise OutriderError(f"{source}: no head can be made of its config: {first_line(error)}") from error
@@ -87,19 +87,19 @@ def load(source: str | Path, num_layers: int, vocab_size: int, target_hidden_siz
 
 
 def _plain_name(name: str) -> str:
-    """Our name of a tensor: without prefixes, ``midlayer`` and SGLang's ``additional_layers`` counted as layers."""
+    """Return the canonical tensor name: without prefixes, ``midlayer`` and SGLang's ``additional_layers`` as layers."""
     name = re.sub(r"^(model|eagle_module|draft_model)\.", "", name).replace("midlayer.", "layers.0.", 1)
     return re.sub(r"^additional_layers\.(\d+)\.", lambda found: f"layers.{int(found[1]) + 1}.", name)
 
 
 def _llama(layer: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int) -> LlamaConfig:
-    """The config of the head's layers. Their number is counted in the weights: configs say that of the target now and then."""
+    """Return the config of the head's layers. Their number is counted in the weights; some configs have the target's."""
     given = {key: layer[key] for key in LAYER_KEYS if layer.get(key) is not None}
-    given["attention_bias"] = "layers.0.self_attn.q_proj.bias" in tensors  # configs call it qkv_bias, or leave it to the model
+    given["attention_bias"] = "layers.0.self_attn.q_proj.bias" in tensors  # configs call it qkv_bias or omit it
     numbers = [int(found[1]) for found in (re.match(r"layers\.(\d+)\.", name) for name in tensors) if found]
     try:
         config = LlamaConfig(**given, num_hidden_layers=max(numbers, default=0) + 1, attention_dropout=0.0)
-    except Exception as error:  # transformers checks configs in many ways
+    except Exception as error:  # transformers raises many kinds of exceptions
         raise OutriderError(f"the head's config makes no Llama layer: {' '.join(str(error).split())}") from error
     embedding = tensors.get("embed_tokens.weight")
     config.vocab_size = vocab_size if embedding is None else embedding.shape[0]
@@ -155,7 +155,7 @@ def _shape_of_generation_3(
 
 
 def layer_ids(config: dict[str, Any]) -> tuple[int, ...] | None:
-    """The hidden states that a config names, in transformers' count; None where it is silent."""
+    """Return the hidden states that a config names, in transformers' numbering; None if it names none."""
     outer = config.get("eagle_aux_hidden_state_layer_ids")
     inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     try:
@@ -172,9 +172,9 @@ def layer_ids(config: dict[str, Any]) -> tuple[int, ...] | None:
 def export(
     head: EagleHead, folder: Path, kind: str = "native", verifier: str = "", acceptance: list[float] | None = None
 ) -> None:
-    """Writes a head. ``kind``: native or speculators (EAGLE-3 only); ``verifier``: the target's name, for the config.
+    """Write a head. ``kind``: native or speculators (EAGLE-3 only); ``verifier``: the target's name, for the config.
 
-    ``acceptance``: measured acceptance of the first, second, ... sibling, by which Outrider shapes its trees.
+    ``acceptance``: measured acceptance of the first, second, ... sibling, which determines tree shapes.
     """
     shape = head.shape
     if kind not in FORMATS:
@@ -182,7 +182,7 @@ def export(
     if shape.generation == 1 and kind == "speculators":
         raise OutriderError("an EAGLE-1 head is written in its native format: speculators has none that others load")
     tensors = {name: tensor for name, tensor in head.state_dict().items() if name != "draft_ids"}
-    if shape.generation == 1 or kind == "speculators":  # elsewhere the target's is used
+    if shape.generation == 1 or kind == "speculators":  # other formats use the target's
         tensors.setdefault("embed_tokens.weight", head.embedding_table())
     layer = _layer_config(head)
     extra = {"outrider": {"acceptance_by_rank": acceptance}} if acceptance else {}
@@ -190,7 +190,7 @@ def export(
         config = layer | {"architectures": ["LlamaForCausalLM"], "bias": shape.fc_bias}
         write_folder(folder, config | extra, tensors)
         return
-    if head.draft_ids is not None:  # vLLM refuses the tables of a head over the whole vocabulary
+    if head.draft_ids is not None:  # vLLM refuses these tables for a head over the whole vocabulary
         ids = head.draft_ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(shape.llama.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
@@ -257,7 +257,7 @@ def _speculators(layer: dict[str, Any], verifier: str) -> dict[str, Any]:
 
 
 def measured_acceptance(folder: Path) -> tuple[float, ...] | None:
-    """What ``export`` was told of the siblings' acceptance, if anything."""
+    """Return the sibling acceptance stored by ``export``, if any."""
     config = json.loads((folder / "config.json").read_text())
     values = (config.get("outrider") or {}).get("acceptance_by_rank")
     return tuple(float(value) for value in values) if values else None

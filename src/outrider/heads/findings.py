@@ -1,4 +1,4 @@
-"""What a head's files say of whether it fits a target, in plain words, before a draft is made with it."""
+"""Check from a head's files whether it fits a target, before drafting with it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from outrider.runner import ModelRunner
 from outrider.runner.loading import text_config
 from outrider.types import Finding
 
-ENOUGH, FEW = 0.95, 0.85  # share of a text's tokens that a reduced vocabulary should hold, and below which it costs much
-LARGE = 0.25  # of the target's weights, for what drafts
-SAME = 0.1  # relative distance of two embeddings that are copies, rounding included
+ENOUGH, FEW = 0.95, 0.85  # share of a text's tokens that a reduced vocabulary should cover, and below which it is suspicious
+LARGE = 0.25  # share of the target's weights above which drafting is expensive
+SAME = 0.1  # maximum relative distance of copied embeddings, rounding included
 
 
 def of_eagle(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterator[Finding]:
-    """Of an EAGLE head. ``sample``: token ids of some text. Raises ``OutriderError`` for files that cannot be read or used."""
+    """Check an EAGLE head. ``sample``: token ids of a text. Raises ``OutriderError`` for unreadable or invalid files."""
     config, tensors = read_folder(folder)
     head = eagle_formats.load(folder, target.num_layers, target.vocab_size, target.hidden_size)
     eagle.check_fit(head, target)
@@ -43,7 +43,7 @@ def of_eagle(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterat
 
 
 def of_medusa(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterator[Finding]:
-    """Of Medusa heads, in the same way."""
+    """Check Medusa heads."""
     config, tensors = read_folder(folder)
     heads, accuracies = medusa.load(folder, target.vocab_size)
     medusa.check_fit(heads, target)
@@ -72,7 +72,7 @@ def _vocabulary(said: int | None, target: ModelRunner) -> Iterator[Finding]:
 
 
 def _coverage(ids: Tensor, vocab_size: int, sample: Sequence[int]) -> Finding:
-    """What a reduced vocabulary costs."""
+    """Check the coverage of a reduced vocabulary."""
     known = set(ids.tolist())
     said = f"it drafts {len(known):,} of {vocab_size:,} tokens"
     if not sample:
@@ -83,7 +83,7 @@ def _coverage(ids: Tensor, vocab_size: int, sample: Sequence[int]) -> Finding:
 
 
 def _known_tokens(ids: Tensor, marked: Tensor | None) -> Iterator[Finding]:
-    """Whether t2d marks the tokens that d2t names."""
+    """Check that t2d and d2t agree."""
     if len(set(ids.tolist())) < len(ids):
         yield Finding("suspicious", "draft vocabulary", "d2t names a token twice: a part of the output head is never used")
     if marked is not None and not torch.equal(marked.nonzero().flatten(), ids.unique()):
@@ -91,7 +91,7 @@ def _known_tokens(ids: Tensor, marked: Tensor | None) -> Iterator[Finding]:
 
 
 def _layers(config: Mapping[str, Any], states: tuple[int, ...], num_layers: int) -> Iterator[Finding]:
-    """Which hidden states are read, and whether the config says so clearly."""
+    """Check which hidden states are read, and whether the config names them unambiguously."""
     outer = config.get("eagle_aux_hidden_state_layer_ids")
     inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     said = f"it reads the hidden states {', '.join(map(str, states))} of {num_layers}"
@@ -120,7 +120,7 @@ def _norms(head: EagleHead, target: ModelRunner) -> Iterator[Finding]:
 def _rope(head: EagleHead, target: ModelRunner) -> Iterator[Finding]:
     ropes = [dict(getattr(config, "rope_parameters", None) or {}) for config in (head.shape.llama, text_config(target.model))]
     own, other = [rope.get("rope_theta") for rope in ropes]
-    if other is None:  # positions of another kind, or a theta for each kind of layer
+    if other is None:  # other position embeddings, or one theta per layer type
         yield Finding("note", "RoPE", f"its theta is {own:g}, the target has no single one; each uses its own")
     elif own != other:
         yield Finding("note", "RoPE", f"its theta is {own:g}, the target's {other:g}; each uses its own")
@@ -138,7 +138,7 @@ def _dtype(tensors: Mapping[str, Tensor], target: ModelRunner) -> Iterator[Findi
 
 
 def _embedding(head: EagleHead, target: ModelRunner) -> Iterator[Finding]:
-    """A head that brings an embedding brings a copy of its target's."""
+    """Check that a stored embedding is a copy of the target's."""
     own = head.embed_tokens.weight
     if own.shape[1] != target.hidden_size:
         return
@@ -153,7 +153,7 @@ def _embedding(head: EagleHead, target: ModelRunner) -> Iterator[Finding]:
 
 
 def _size(head: nn.Module, target: ModelRunner, what: str) -> Finding:
-    """What drafting reads, beside what a pass of the target reads."""
+    """Compare the weights read for drafting with those of a target pass."""
     own = sum(weight.numel() for name, weight in head.named_parameters() if "embed_tokens" not in name)
     if isinstance(head, EagleHead) and head.uses_targets_output:
         own += target.vocab_size * target.hidden_size

@@ -1,6 +1,6 @@
-"""Runs a head over its own KV cache: catches up with the target's features, and drafts a tree level by level behind them.
+"""Runs a head over its own KV cache: processes the target's features, then drafts a tree level by level.
 
-Built from the runner's parts: the ragged cache, Outrider's attention and packed weights.
+Uses the runner's ragged cache, attention and packed weights.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.kv_cache import CacheShape, KVCache
 from outrider.runner.layouts import Layouts
 
-CHUNK = 256  # entries of a request per pass while its prompt is read
+CHUNK = 256  # entries of a request per pass during prefill
 
 
 class HeadRunner:
-    """One head beside one target. An entry of its cache is made from the target's own feature; drafted ones are overwritten."""
+    """Runs one head for one target. Cache entries come from target features; drafted entries are overwritten."""
 
     def __init__(self, head: EagleHead, target: ModelRunner, bits: int | None = None) -> None:
-        """``bits``: 8, or None for weights of the target's kind. Raises ``OutriderError`` where there are no 8."""
+        """``bits``: 8, or None for the target's weight type. Raises ``OutriderError`` if 8 bits are not supported."""
         self.head, self.dtype = head, quantized.place_head(head, target.model, bits)
-        # Moved to 16 bits, the frequencies were rounded too: a hundred tokens on, angles would be off.
+        # Frequencies rounded to 16 bits would give wrong angles after a hundred tokens.
         head.rotary_emb = LlamaRotaryEmbedding(head.shape.llama).to(target.device)
         model, finish = target.model, finish_of(target.model) if head.uses_targets_output else None
         head.lend(model.get_input_embeddings(), model.get_output_embeddings(), finish)
@@ -36,10 +36,10 @@ class HeadRunner:
         cache_dtype = linear.arithmetic(head)
         self.cache = KVCache(_cache_shape(head.shape.llama), target.max_batch, target.max_len, cache_dtype, target.device)
         self._layouts = Layouts(self.cache, self.device, self._max_len)
-        self._rotations: Rotation | None = None  # of the first positions, [S, D]
+        self._rotations: Rotation | None = None  # rotations of the first positions, [S, D]
 
     def cached_len(self, request_id: str) -> int:
-        """Entries of a request made from the target's features."""
+        """Return the number of entries made from target features."""
         return self.cache.cached_len(request_id)
 
     def release(self, request_ids: Sequence[str]) -> None:
@@ -50,9 +50,9 @@ class HeadRunner:
     def extend(
         self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]], features: Sequence[Sequence[Tensor]]
     ) -> Tensor:
-        """Adds entries: of each request the tokens [n_b] and, by hidden state, the features [n_b, Ht] before them; n_b >= 1.
+        """Add entries: for each request tokens [n_b] and, by hidden state, the features [n_b, Ht] before them; n_b >= 1.
 
-        Returns what the head puts out at each request's last entry: [B, H].
+        Return the head's output at each request's last entry, [B, H].
         """
         rows = [self.cache.row(request_id) for request_id in request_ids]
         fused = [self.head.fuse([each.to(self.device, self.dtype) for each in of_request]) for of_request in features]
@@ -70,16 +70,16 @@ class HeadRunner:
         return torch.stack([each for each in last if each is not None])
 
     def _chain(self, rows: list[int], ids: list[list[int]], hidden: list[Tensor]) -> list[Tensor]:
-        """What the head puts out at each request's tokens: [n_b, H] each."""
+        """Return the head's output at each request's tokens, [n_b, H] each."""
         texts = self._layouts.chain(ids, rows, [self.cache.cached_lens[row] for row in rows])
         out = self._run(texts.layout, texts.ids, texts.join(hidden)).split(texts.lens)
         return [each[: len(text)] for each, text in zip(out, ids, strict=True)]
 
     @torch.inference_mode()
     def level(self, request_ids: Sequence[str], token_ids: Tensor, hidden: Tensor, depth: int, sees: Tensor) -> Tensor:
-        """Feeds drafts [B, W] of one depth (1: children of the root) with their parents' feedback [B, W, H] -> [B, W, H].
+        """Feed drafts [B, W] of one depth (1: children of the root) with their parents' feedback [B, W, H]; return [B, W, H].
 
-        ``sees`` bool [B, W, M]: which of the M drafts fed in this round, these W at their end, each of them sees.
+        ``sees`` bool [B, W, M]: attention mask over the M drafts fed in this round, these W last.
         """
         rows = [self.cache.row(request_id) for request_id in request_ids]
         committed, (batch, width) = [self.cache.cached_lens[row] for row in rows], token_ids.shape
@@ -93,20 +93,20 @@ class HeadRunner:
         return self._run(layout, token_ids.reshape(1, -1), hidden.flatten(0, 1)[None]).view_as(hidden)
 
     def _run(self, layout: PassLayout, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """One pass over tokens [1, T] and features [1, T, H] -> [T, H]."""
+        """Run one pass over tokens [1, T] and features [1, T, H]; return [T, H]."""
         with active_pass(layout):
             out: Tensor = self.head(token_ids, hidden, layout.positions, self._rotation(layout.positions))
         return out[0]
 
     def _rotation(self, positions: Tensor) -> Rotation | None:
-        """Cosines and sines at ``positions``: looked up, since working them out takes as long as a matrix.
+        """Return cached cosines and sines at ``positions``; computing them takes as long as a matrix product.
 
-        None for the kinds of rotation that change with the length of the text.
+        None for rotary types that depend on the sequence length.
         """
         rotary = self.head.rotary_emb
         if rotary.rope_type in ("dynamic", "longrope"):
             return None
-        reach = min(self._max_len, self.cache.capacity)  # beyond every position of a pass
+        reach = min(self._max_len, self.cache.capacity)  # an upper bound of all positions
         if self._rotations is None or self._rotations[0].shape[0] < reach:
             like, places = torch.empty(0, dtype=self.dtype, device=self.device), torch.arange(reach, device=self.device)
             cos, sin = rotary(like, places[None])
@@ -115,7 +115,7 @@ class HeadRunner:
 
     @torch.inference_mode()
     def logits(self, out: Tensor) -> Tensor:
-        """[..., H] -> float32 [..., V] over the target's vocabulary."""
+        """Map [..., H] to float32 logits [..., V] over the target's vocabulary."""
         return self.head.spread(self.head.logits(out), self._vocab_size)
 
 

@@ -1,7 +1,7 @@
-"""Medusa's heads (Cai et al. 2024, arXiv 2401.10774): head i guesses the token i + 2 places on from the target's last hidden
-state, residual blocks and a linear layer each.
+"""Medusa heads (Cai et al. 2024, arXiv 2401.10774): head i predicts the token i + 2 positions after the last hidden state, with
+residual blocks and a linear layer.
 
-Two formats are read, FasterDecoding's (medusa_lm_head.pt) and vLLM's; vLLM's is written.
+FasterDecoding's format (medusa_lm_head.pt) and vLLM's are read; vLLM's is written.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from outrider.heads.checkpoint import fill, find_folder, read_folder, write_fold
 from outrider.runner import ModelRunner
 from outrider.types import UNSAID, OutriderError
 
-Accuracies = tuple[tuple[float, ...], ...]  # [head][rank]: how often the head's candidate of that rank is the target's token
+Accuracies = tuple[tuple[float, ...], ...]  # [head][rank]: probability that the candidate of that rank is the target's token
 
 
 @dataclass(frozen=True)
 class MedusaShape:
-    """What the heads are made of."""
+    """Shape of the heads."""
 
     num_heads: int
-    num_layers: int  # residual blocks of a head
+    num_layers: int  # residual blocks per head
     hidden_size: int
-    vocab_size: int  # what the heads guess from: the target's, or the length of a token map
+    vocab_size: int  # the target's vocabulary size, or the length of a token map
     bias: bool = True
     mapped: bool = False
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(W x), once a layer."""
+    """Residual block: x + SiLU(W x) per layer."""
 
     def __init__(self, shape: MedusaShape) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class ResidualBlock(nn.Module):
 class MedusaHeads(nn.Module):
     """All heads of a target. Names are vLLM's."""
 
-    token_map: Tensor | None  # [V'] the target's id of each of the heads'
+    token_map: Tensor | None  # [V'] target id of each head id
 
     def __init__(self, shape: MedusaShape) -> None:
         super().__init__()
@@ -66,30 +66,30 @@ class MedusaHeads(nn.Module):
         self.register_buffer("token_map", torch.arange(shape.vocab_size) if shape.mapped else None)
 
     def forward(self, hidden: Tensor, num_heads: int | None = None) -> Tensor:
-        """Hidden states [..., H] -> logits [heads, ..., V'] of the first ``num_heads`` heads (None: all)."""
+        """Map hidden states [..., H] to logits [heads, ..., V'] of the first ``num_heads`` heads (None: all)."""
         count = self.shape.num_heads if num_heads is None else min(num_heads, self.shape.num_heads)
         return torch.stack([self.one(index, hidden) for index in range(count)])
 
     def one(self, index: int, hidden: Tensor) -> Tensor:
-        """Hidden states [..., H] -> logits [..., V'] of the head of that number."""
+        """Map hidden states [..., H] to logits [..., V'] of one head."""
         logits: Tensor = self.lm_heads[index](self.blocks[index](hidden))
         return logits
 
     def spread(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """[..., V'] -> float32 [..., V] over the target's vocabulary: ``UNSAID`` where the heads have no such token."""
+        """Expand [..., V'] to float32 [..., V] over the target's vocabulary, ``UNSAID`` for tokens the heads lack."""
         if self.token_map is None:
             return logits.float()
         full = logits.new_full((*logits.shape[:-1], vocab_size), UNSAID, dtype=torch.float32)
         return full.index_copy_(-1, self.token_map, logits.float())
 
     def candidates(self, hidden: Tensor, num_heads: int, count: int) -> Tensor:
-        """Hidden states [B, H] -> the ``count`` likeliest tokens of each head, likeliest first: int64 [B, heads, count]."""
+        """Return the ``count`` likeliest tokens of each head from hidden states [B, H]: int64 [B, heads, count]."""
         found = self(hidden, num_heads).float().topk(min(count, self.shape.vocab_size), -1).indices.transpose(0, 1)
         return found if self.token_map is None else self.token_map[found]
 
 
 def load(source: str | Path, vocab_size: int) -> tuple[MedusaHeads, Accuracies | None]:
-    """Reads heads, float32, and their accuracies if Outrider measured them. Raises ``OutriderError`` for what does not fit."""
+    """Read heads in float32 and their measured accuracies, if stored. Raises ``OutriderError`` if they do not fit."""
     folder = find_folder(source)
     config, tensors = read_folder(folder)
     tensors = {re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in tensors.items()}
@@ -97,7 +97,7 @@ def load(source: str | Path, vocab_size: int) -> tuple[MedusaHeads, Accuracies |
         tensors = _from_original(tensors)
     if not any(name.startswith("blocks.0.") for name in tensors):
         raise OutriderError(f"{source} holds no Medusa heads: neither '0.0.linear.weight' nor 'blocks.0.layers.0.weight'")
-    # Configs say another number of heads than the file holds, so they are counted.
+    # The number of heads is counted in the file, because configs are often wrong.
     heads = 1 + max(int(found[1]) for found in (re.match(r"blocks\.(\d+)\.", name) for name in tensors) if found)
     layers = 1 + max(int(found[1]) for found in (re.match(r"blocks\.0\.layers\.(\d+)\.", name) for name in tensors) if found)
     shared = tensors.pop("lm_head.weight", None)
@@ -122,7 +122,7 @@ def load(source: str | Path, vocab_size: int) -> tuple[MedusaHeads, Accuracies |
 
 
 def _from_original(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``{head}.{layer}.linear.weight`` and ``{head}.{layers}.weight`` -> vLLM's names."""
+    """Rename ``{head}.{layer}.linear.weight`` and ``{head}.{layers}.weight`` to vLLM's names."""
     renamed = {}
     for name, tensor in tensors.items():
         block, output = re.match(r"(\d+)\.(\d+)\.linear\.(\w+)$", name), re.match(r"(\d+)\.\d+\.weight$", name)
@@ -136,7 +136,7 @@ def _from_original(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def export(heads: MedusaHeads, folder: Path, vocab_size: int, accuracies: Sequence[Sequence[float]] | None = None) -> None:
-    """Writes heads in vLLM's format; ``accuracies`` are kept beside, for the tree."""
+    """Write heads in vLLM's format; ``accuracies`` are stored in the config, for the tree."""
     shape = heads.shape
     config: dict[str, Any] = {
         "architectures": ["MedusaModel"],
@@ -156,13 +156,13 @@ def export(heads: MedusaHeads, folder: Path, vocab_size: int, accuracies: Sequen
 
 
 def is_exported(folder: Path, heads: MedusaHeads) -> bool:
-    """Whether the folder that these heads were read from is as ``export`` writes it, their number included."""
+    """Return whether these heads' folder is as ``export`` writes it, number of heads included."""
     config = json.loads((folder / "config.json").read_text())
     return bool(config.get("model_type") == "medusa" and config.get("num_heads") == heads.shape.num_heads)
 
 
 def check_fit(heads: MedusaHeads, target: ModelRunner) -> None:
-    """Raises ``OutriderError``, in one line, for heads that were not made for a target like this."""
+    """Raise ``OutriderError`` for heads that were not made for a target like this."""
     shape = heads.shape
     if shape.hidden_size != target.hidden_size:
         raise OutriderError(f"the heads were made for hidden size {shape.hidden_size}, {target.name} has {target.hidden_size}")

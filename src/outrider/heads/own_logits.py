@@ -1,7 +1,7 @@
-"""What a model does to the numbers of its output head before they are its logits: caps them (Gemma 2), scales them (Cohere,
-Granite). A head that guesses through the target's output head must do the same.
+"""Logit post-processing of a model after its output head: capping (Gemma 2), scaling (Cohere, Granite). A head that uses
+the target's output head must apply it too.
 
-The code that does it is transformers': it runs in a copy of the model of which nothing but its last lines is left.
+transformers' own code is used, in a copy of the model without its layers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Finish = Callable[[Tensor], Tensor]  # [..., V] -> [..., V]
 
 
 class InPlaceOf(nn.Module):
-    """Stands where a module stood, and answers what is asked of it (a kind of attention, a factor) as that one would."""
+    """Replaces a module and delegates attribute access to the original."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self._original = [original]  # in a list: its weights are not this one's
+        self._original = [original]  # in a list, so that its weights are not registered
 
     @property
     def original(self) -> nn.Module:
@@ -39,21 +39,21 @@ class InPlaceOf(nn.Module):
 
 
 class _Body(InPlaceOf):
-    """Hands on the hidden states that it is given as the last ones."""
+    """Body without layers: returns its inputs as the last hidden states."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _LastHidden:
         return _LastHidden((inputs_embeds,))
 
 
 class _OutputHead(InPlaceOf):
-    """Leaves what it is given as it is."""
+    """Identity layer: returns its input."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden
 
 
 class _LastHidden(tuple[Tensor]):
-    """What the body of any architecture returns; of all that some have beside the hidden states, nothing."""
+    """Minimal model output with hidden states only."""
 
     def __getattr__(self, name: str) -> Tensor | None:
         if name.startswith("__"):
@@ -62,8 +62,8 @@ class _LastHidden(tuple[Tensor]):
 
 
 def finish_of(model: PreTrainedModel) -> Finish | None:
-    """From the numbers of the model's output head to its logits, element by element; None where these are the same."""
-    own: Any = copy.copy(model)  # its own list of modules, the same weights
+    """Return the element-wise function from output-head values to logits; None if it is the identity."""
+    own: Any = copy.copy(model)  # shallow copy: own module list, shared weights
     own._modules = dict(model._modules)
     body, output = model.base_model, model.get_output_embeddings()
     if body is model or output is None:
@@ -72,13 +72,13 @@ def finish_of(model: PreTrainedModel) -> Finish | None:
     own.set_output_embeddings(_OutputHead(output))
 
     def finish(numbers: Tensor) -> Tensor:
-        flat = numbers.reshape(1, -1, numbers.shape[-1])  # [1, T, V], as a model gives them
+        flat = numbers.reshape(1, -1, numbers.shape[-1])  # [1, T, V], as models return logits
         logits: Tensor = own(inputs_embeds=flat, use_cache=False).logits
         return logits.reshape(numbers.shape)
 
     probe = torch.linspace(-60, 60, 61, device=model.device)
     try:
         return None if torch.equal(finish(probe), probe) else finish
-    except Exception:  # a model's own code, called in a way that it does not know
+    except Exception:  # model code can fail in this reduced form
         logger.debug("what %s does to its logits cannot be told", type(model).__name__, exc_info=True)
         return None

@@ -18,7 +18,7 @@ class Around(Proposer):
 
     @property
     def memory(self) -> object:
-        """The inner one's."""
+        """Return the inner proposer's value."""
         return self.inner.memory
 
     @memory.setter

@@ -21,9 +21,9 @@ class Proposer(ABC):
 
     name: str = "custom"
     needs_hidden: tuple[int, ...] = ()  # hidden states of the target that it reads, counted as types.Scores says
-    drafts_trees: bool = False  # whether its proposals may have parents: then the verifier must handle trees
-    max_drafts: int = 64  # the longest path it can draft
-    auto_drafts: int = 15  # the longest that is asked for where the length is chosen each round: passes of 16 rows
+    drafts_trees: bool = False  # whether its proposals can be trees, which the verifier must support
+    max_drafts: int = 64  # maximum path length
+    auto_drafts: int = 15  # maximum path length where K is chosen each round: passes of 16 rows
     reads_text_only: bool = False  # whether it looks at committed tokens alone, and runs no model
     memory: Any = None  # what it learned from requests that ended; None: nothing yet
 
@@ -67,7 +67,7 @@ class Proposer(ABC):
 
 
 class ScriptedProposer(Proposer):
-    """Calls a function of yours: the mock of this interface, public so that your tests can use it too.
+    """Calls a function: a public mock of the interface, for tests.
 
     >>> proposer = ScriptedProposer(lambda context, k: Proposal.empty(len(context.requests)))
     """
@@ -82,12 +82,12 @@ class ScriptedProposer(Proposer):
 
     @classmethod
     def of_chains(cls, chains: Callable[[Context, int], Sequence[Sequence[int]]]) -> ScriptedProposer:
-        """From a function that gives each request's drafts as a list of ids: point masses, ragged."""
+        """Build from a function that returns each request's drafts as a list of ids (point masses, ragged)."""
         return cls(lambda context, k: chain_proposal(chains(context, k)))
 
 
 def chain_proposal(chains: Sequence[Sequence[int]]) -> Proposal:
-    """Ragged lists of draft ids -> a right-padded chain proposal of point masses."""
+    """Convert ragged lists of draft ids to a right-padded chain proposal of point masses."""
     lens = [len(chain) for chain in chains]
     width = max(lens, default=0)
     padded = [list(chain) + [0] * (width - len(chain)) for chain in chains]
@@ -95,10 +95,10 @@ def chain_proposal(chains: Sequence[Sequence[int]]) -> Proposal:
 
 
 def merged(parts: Sequence[tuple[Sequence[int], Proposal]], batch: int, vocab_size: int) -> Proposal:
-    """Proposals for some rows of a batch each, no row in two of them, as one for all; the other rows are without drafts.
+    """Merge proposals for disjoint rows of a batch into one; the remaining rows have no drafts.
 
-    Where one of them has probabilities the point masses of the others become one-hots, and where one is a tree the chains of
-    the others become trees: to a verifier they are the same.
+    If one has probabilities, point masses of the others become one-hots; if one is a tree, chains of the others become
+    trees. Both are equivalent for a verifier.
     """
     parts = [(rows, part) for rows, part in parts if part.num_nodes]
     if not parts:
@@ -129,7 +129,7 @@ def merged(parts: Sequence[tuple[Sequence[int], Proposal]], batch: int, vocab_si
 
 
 def spread(values: Tensor, rows: Sequence[int], batch: int) -> Tensor:
-    """[A, ...] of the requests ``rows`` -> [B, ...], all that the sampler knows: the others' rows are zero and lead nowhere."""
+    """Scatter [A, ...] of the requests ``rows`` to [B, ...]; other rows are zero and unused."""
     if len(rows) == batch:
         return values
     index = torch.tensor(rows, device=values.device)

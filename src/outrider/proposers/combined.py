@@ -1,7 +1,7 @@
-"""Two methods in turn, request by request: the first one's draft where it is long enough, else the second one's.
+"""Two methods in turn, per request: the first one's draft if it is long enough, else the second one's.
 
-Made for a first that knows the text and costs nothing, and a second that runs a model: what repeats is copied, what is new is
-drafted. Written ``first+second``; knows neither, only what a ``Proposer`` says of itself.
+Intended for a text-based first method and a model-based second one: repetitions are copied, new text is drafted by the model.
+Written ``first+second``; independent of the two methods.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from outrider.types import Context, Finding, OutriderError, Proposal, Request, V
 
 @dataclass(frozen=True)
 class CombinedConfig:
-    """When the first method's draft is taken."""
+    """When the first method's draft is used."""
 
-    min_first: int = 8  # drafts; a shorter one only where the second has none
+    min_first: int = 8  # drafts; a shorter one is used only if the second has none
 
     def __post_init__(self) -> None:
         if self.min_first < 1:
@@ -32,22 +32,22 @@ class CombinedConfig:
 
 
 class _Part:
-    """One of the two, which is asked about some requests of a round, and sees what any proposer sees: these and no others."""
+    """One of the two proposers, called with some requests of a round as its batch."""
 
     def __init__(self, proposer: Proposer) -> None:
         self.proposer = proposer
-        self.rows: set[int] = set()  # that it was asked about this round
-        self._unseen: dict[str, dict[int, list[Tensor]]] = {}  # request -> layer -> features since it was last asked about it
+        self.rows: set[int] = set()  # rows requested in this round
+        self._unseen: dict[str, dict[int, list[Tensor]]] = {}  # request -> layer -> features since the last call
 
     def hear(self, context: Context) -> None:
-        """Keeps the features that this round brought until they are asked for."""
+        """Store the features of this round until they are needed."""
         for layer in self.proposer.needs_hidden:
             for request_id, hidden in zip(context.request_ids, context.hidden[layer], strict=True):
                 if hidden.numel():
                     self._unseen.setdefault(request_id, {}).setdefault(layer, []).append(hidden)
 
     def propose(self, view: Context, rows: list[int], k: int) -> Proposal:
-        """Drafts for the requests of a view, which are ``rows`` of the batch."""
+        """Draft for the requests of a view, which are ``rows`` of the batch."""
         hidden = {}
         for layer in self.proposer.needs_hidden:
             chunks = [self._unseen.get(request_id, {}).get(layer) for request_id in view.request_ids]
@@ -73,8 +73,8 @@ class _Part:
 class CombinedProposer(Proposer):
     """Takes each request's drafts from one of two proposers.
 
-    The first must draft point masses: which draft is taken may depend on the text, but not on what was drawn, or the drafts
-    that are taken would follow another distribution than the one they carry.
+    The first must draft point masses: the choice may depend on committed tokens but not on sampled drafts, or the chosen
+    drafts would not follow the distribution they carry.
     """
 
     def __init__(self, first: Proposer, second: Proposer, config: CombinedConfig = CombinedConfig()) -> None:
@@ -85,8 +85,8 @@ class CombinedProposer(Proposer):
         self.max_drafts = max(first.max_drafts, second.max_drafts)
         self.auto_drafts = max(first.auto_drafts, second.auto_drafts)
         self.reads_text_only = first.reads_text_only and second.reads_text_only
-        self._rows: dict[str, int] = {}  # of each request in the batch of this round
-        self._owners: list[_Part] = []  # of each row's drafts
+        self._rows: dict[str, int] = {}  # row of each request in this round
+        self._owners: list[_Part] = []  # source of each row's drafts
         self._proposal = Proposal.empty(0)
 
     @property
@@ -99,7 +99,7 @@ class CombinedProposer(Proposer):
         self._first.proposer.memory, self._second.proposer.memory = known or (None, None)
 
     def propose(self, context: Context, k: int) -> Proposal:
-        """Raises ``OutriderError`` where the first one's drafts carry probabilities."""
+        """Raise ``OutriderError`` if the first one's drafts carry probabilities."""
         self._rows = {request_id: b for b, request_id in enumerate(context.request_ids)}
         for part in (self._first, self._second):
             part.hear(context)
@@ -128,7 +128,7 @@ class CombinedProposer(Proposer):
         return self._proposal
 
     def commit(self, context: Context, verdict: Verdict) -> None:
-        rows = [self._rows[request_id] for request_id in context.request_ids]  # not all that were drafted for, perhaps
+        rows = [self._rows[request_id] for request_id in context.request_ids]  # possibly not all that were drafted for
         for part in (self._first, self._second):
             asked = [i for i, row in enumerate(rows) if row in part.rows]
             if asked:
@@ -160,7 +160,7 @@ class CombinedProposer(Proposer):
             part.retire(request_ids)
 
     def _ask_first(self, context: Context, k: int) -> Proposal:
-        """The first one's drafts: also where only few are wanted, as many as show that it has enough."""
+        """Return the first one's drafts; request at least enough to decide whether it has enough."""
         rows, view = list(range(len(context.requests))), context
         if not self._first.proposer.drafts_trees:
             wanted = self._config.min_first
@@ -173,9 +173,9 @@ class CombinedProposer(Proposer):
         return proposal
 
     def _verdict_for(self, part: _Part, asked: list[int], rows: list[int], verdict: Verdict) -> Verdict:
-        """What a part hears: of drafts that were not taken none was kept, and the text went on with another token.
+        """Return the verdict for one part: unused drafts count as rejected.
 
-        ``asked``: places in the verdict of the requests that it was asked about; ``rows``: theirs in the batch.
+        ``asked``: positions in the verdict of the part's requests; ``rows``: their rows in the batch.
         """
         path, num_accepted, next_token = verdict.path[asked], verdict.num_accepted[asked], verdict.next_token[asked]
         for i, row in enumerate(rows):
@@ -228,7 +228,7 @@ class CombinedMethod(MethodSpec):
         return [draft for part in self._parts for draft in part.drafts_in(each[part.name], general, drafts)]
 
     def portable(self, setting: Setting) -> Portable:
-        """Raises ``OutriderError`` for options that one of the two refuses."""
+        """Raise ``OutriderError`` for options that one of the two refuses."""
         self._config(setting)
         for part, own in self._settings(setting):
             part.portable(own)

@@ -1,10 +1,10 @@
-"""A draft model with a tokenizer of its own: what it says is translated into the target's tokens.
+"""Draft model with another tokenizer: its drafts are translated into the target's tokens.
 
 Timor et al. 2025, "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies".
-Sampled requests are drafted by *token-level intersection* (TLI): the draft's distribution over the tokens that both
-vocabularies have, renormalised; drafts are drawn from exactly that distribution, and the proposal carries it. Greedy requests
-are drafted by *string-level exact match* (SLEM): the draft writes text, which is tokenised again behind the
-committed text, so that tokens only the target has are drafted too. Both are lossless: to the verifier they are drafts as any.
+Sampled requests use *token-level intersection* (TLI): drafts are sampled from the draft's distribution over the common tokens,
+renormalised, and the proposal carries that distribution. Greedy requests use *string-level exact match* (SLEM): the draft
+generates text, which is tokenised again after the committed text, so tokens that only the target has are drafted too. Both are
+lossless: the verifier treats them like any drafts.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from outrider.runner import ModelRunner
 from outrider.runner.tokenizers import Spelling
 from outrider.types import UNSAID, Context, Finding, OutriderError, Proposal, Request, SamplingParams, Verdict
 
-FEW_SHARED = 0.5  # of a text's tokens, below which hardly anything is drafted when sampling
-WINDOW = 32  # target tokens at the end of a text that may still be translated in another way when the text goes on
-MAX_STEPS_PER_DRAFT = 4  # passes of the draft for each token wanted, where the draft's tokens are shorter
+FEW_SHARED = 0.5  # share of common tokens in a text below which sampled requests are hardly drafted for
+WINDOW = 32  # target tokens at the end of a sequence whose translation may still change
+MAX_STEPS_PER_DRAFT = 4  # draft passes per requested token, where the draft's tokens are shorter
 
 
 class CrossTokenizerProposer(DraftModelProposer):
-    """Drafts with a model whose ids mean other tokens than the target's."""
+    """Drafts with a model that has another vocabulary than the target."""
 
     name = "cross-tokenizer"
 
@@ -45,7 +45,7 @@ class CrossTokenizerProposer(DraftModelProposer):
         if not both:
             raise OutriderError("draft and target have no token in common: this draft cannot be used")
         columns = torch.tensor(both, device=draft.device)
-        self._draft_ids, self._target_ids = columns.unbind(1)  # [C]: the same tokens in both vocabularies
+        self._draft_ids, self._target_ids = columns.unbind(1)  # [C]: the common tokens in both vocabularies
         self._common = frozenset(of_target for _, of_target in both)
         self._to_draft = torch.zeros(vocab_size, dtype=torch.long, device=draft.device)
         self._to_draft[self._target_ids] = self._draft_ids
@@ -69,7 +69,7 @@ class CrossTokenizerProposer(DraftModelProposer):
         return merged([(rows[0], by_text.take(rows[0])), (rows[1], by_token.take(rows[1]))], batch, self._vocab_size)
 
     def texts(self, context: Context, k: int) -> dict[int, list[int]]:
-        """Row -> its committed text in the draft's ids; what of it differs from what the draft was fed is taken back."""
+        """Return each row's committed text in the draft's ids; roll the draft's cache back to the common prefix."""
         found = {}
         for b, (request, limit) in enumerate(zip(context.requests, context.limits, strict=True)):
             if limit <= 0 or not (self._can_say(request.params) or _is_written(request.params)):
@@ -83,7 +83,7 @@ class CrossTokenizerProposer(DraftModelProposer):
         return found
 
     def in_target(self, logits: Tensor) -> Tensor:
-        """TLI: what the target has no token for is left out, what the draft has none for unsaid; the sampler renormalises."""
+        """TLI: drop draft tokens that the target lacks, mask target tokens that the draft lacks; the sampler renormalises."""
         full = logits.new_full((*logits.shape[:2], self._vocab_size), UNSAID)
         full[:, :, self._target_ids] = logits[:, :, self._draft_ids]
         return full
@@ -96,10 +96,10 @@ class CrossTokenizerProposer(DraftModelProposer):
         return [True] * len(requests)
 
     def fork(self, source_id: str, request: Request) -> None:
-        """Nothing: what the draft was fed belongs to a translation of its own."""
+        """Do nothing: the draft's cache belongs to its own translation."""
 
     def commit(self, context: Context, verdict: Verdict) -> None:
-        """Nothing: what was fed is compared with the text when it is translated again."""
+        """Do nothing: the cache is compared with the text at the next translation."""
 
     def release(self, request_ids: Sequence[str]) -> None:
         super().release(request_ids)
@@ -107,13 +107,13 @@ class CrossTokenizerProposer(DraftModelProposer):
             self._translations.pop(request_id, None)
 
     def _write(self, context: Context, k: int) -> Proposal:
-        """SLEM: the draft's likeliest text, in the target's tokens."""
+        """SLEM: return the draft's likeliest text in the target's tokens."""
         requests = context.requests
         k = min(k, self.max_drafts, max(context.limits))
         if k == 0:
             return Proposal.empty(len(requests))
         ratios = [self._translation(request).ratio for request in requests]
-        # One token more than is wanted: the last one may be the beginning of a longer one.
+        # One token more than requested: the last one may be the beginning of a longer one.
         steps = min(math.ceil((k + 1) * max(ratios)), MAX_STEPS_PER_DRAFT * k)
         texts = self.texts(context, steps)
         if not texts:
@@ -140,7 +140,7 @@ class CrossTokenizerProposer(DraftModelProposer):
         return found
 
     def _can_say(self, params: SamplingParams) -> bool:
-        """Whether the request's token masks leave any token that both have."""
+        """Return whether the request's token masks allow any common token."""
         allowed = self._common if params.allowed_token_ids is None else self._common & set(params.allowed_token_ids)
         return len(allowed) > len(params.banned_token_ids) or bool(allowed - set(params.banned_token_ids))
 
@@ -149,7 +149,7 @@ class CrossTokenizerMethod(DraftModelMethod):
     proposer = CrossTokenizerProposer
 
     def build(self, setting: Setting) -> CrossTokenizerProposer:
-        """Loads the draft beside the target. Raises ``OutriderError`` where it or one of the tokenizers is missing."""
+        """Load the draft. Raises ``OutriderError`` if it or one of the tokenizers is missing."""
         setting = setting.of(self)
         setting.config(NoOptions)
         tokenizer = draft_tokenizer(setting)
@@ -166,7 +166,7 @@ class CrossTokenizerMethod(DraftModelMethod):
         return SmallModel(str(setting.draft), other_tokenizer=True)
 
     def examine_vocabulary(self, setting: Setting, draft: PreTrainedConfig) -> Iterator[Finding]:
-        """How much of the target's vocabulary the draft has too."""
+        """Check how much of the target's vocabulary the draft has."""
         tokenizer = draft_tokenizer(setting)
         if setting.tokenizer is None or tokenizer is None:
             yield Finding("wrong", "vocabulary", "one of the two has no tokenizer, so nothing can be translated")
@@ -183,7 +183,7 @@ METHOD = CrossTokenizerMethod()
 
 
 class TokenizerPair:
-    """Two tokenizers, and which of their tokens are the same: those of the same bytes, and special ones of the same role."""
+    """Two tokenizers and their common tokens: equal bytes, or special tokens of the same role."""
 
     def __init__(self, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
         self.target, self.draft = Spelling(target), Spelling(draft)
@@ -200,26 +200,26 @@ class TokenizerPair:
 
 
 class Translation:
-    """One request's committed text in the draft's ids, and drafted text back in the target's.
+    """Translates one request's committed text into the draft's ids, and drafts back into the target's.
 
-    Only the end of the text is tokenised again when it grows: what lies further back is settled, at a place where tokens of
-    both begin, before a space if there is one.
+    Only the end of the text is tokenised again when it grows. The rest is settled up to a position where tokens of both
+    begin, before a space if there is one.
     """
 
     def __init__(self, pair: TokenizerPair) -> None:
         self._pair = pair
-        self._settled = list(pair.start)  # ids of the draft ...
-        self._num_settled = 0  # ... for so many of the target
-        self._is_start = True  # no text stands before what is not settled
-        self.fed: list[int] = []  # what the draft's cache holds, or more
-        self._common = 0  # tokens at the beginning of ``fed`` that cannot differ any more
-        self.ratio = 1.0  # the draft's tokens for one of the target's
+        self._settled = list(pair.start)  # settled ids of the draft ...
+        self._num_settled = 0  # ... and the number of target tokens they cover
+        self._is_start = True  # whether the unsettled text starts the sequence
+        self.fed: list[int] = []  # ids in the draft's cache, or more
+        self._common = 0  # length of the prefix of ``fed`` that cannot change any more
+        self.ratio = 1.0  # draft tokens per target token
 
     def read(self, token_ids: list[int]) -> list[int] | None:
-        """The whole text in the draft's ids; None while it ends in a part of a character that the draft cannot write."""
+        """Return the text in the draft's ids; None while it ends inside a character that the draft cannot encode."""
         pair, first = self._pair, self._num_settled
         special = [i for i in range(first, len(token_ids)) if token_ids[i] in pair.target.special]
-        for at in special:  # a special token is a place where nothing joins
+        for at in special:  # text never merges across a special token
             run = self._translated(token_ids[self._num_settled : at])
             known = pair.specials.get(token_ids[at])
             is_first = at == 0 and self._settled == [known]
@@ -235,7 +235,7 @@ class Translation:
         return text
 
     def feed(self, text: list[int]) -> int:
-        """Notes that the draft is fed this text; returns how much of it it was fed before."""
+        """Record that the draft is fed these ids; return the length of the prefix fed before."""
         fed, common = self.fed, self._common
         while common < min(len(fed), len(text)) and fed[common] == text[common]:
             common += 1
@@ -243,10 +243,10 @@ class Translation:
         return common
 
     def back(self, token_ids: list[int], drafted: list[int]) -> list[int]:
-        """Drafted ids of the draft -> ids of the target that go on from ``token_ids``.
+        """Translate drafted ids into target ids that continue ``token_ids``.
 
-        The end of the text is tokenised again together with the draft. Where a token then reaches over the border, which is
-        fixed, its part behind the border is written with other tokens.
+        The end of the text is tokenised again together with the draft. If a token spans the fixed border, its part after the
+        border is written with other tokens.
         """
         pair, target = self._pair, self._pair.target
         stop = next((i for i, token in enumerate(drafted) if token in pair.draft.special), len(drafted))
@@ -254,15 +254,15 @@ class Translation:
         before, fresh = self._bytes(token_ids[self._num_settled :]), pair.draft.joined(drafted[:stop])
         whole, _ = _split(before + fresh)
         data = whole.encode()
-        if not (before + fresh).startswith(data):  # a character was broken
+        if not (before + fresh).startswith(data):  # a character was split
             return target.segment(fresh) or []
         retold = target.encode(whole, self._is_start)
-        shift = len(target.joined(retold)) - len(data)  # 1 where a space was put in front
+        shift = len(target.joined(retold)) - len(data)  # 1 if a leading space was added
         starts = [0, *(at - shift for at in accumulate(len(target.table[token]) for token in retold))]
         if shift not in (0, 1) or not target.joined(retold).endswith(data):
             return (target.segment(data[len(before) :]) or []) + end
         border = next((i for i, at in enumerate(starts) if at >= len(before)), None)
-        if border is None:  # nothing but a part of a character
+        if border is None:  # only a part of a character
             return []
         part = target.segment(data[len(before) : starts[border]])
         return [] if part is None else part + retold[border:] + end
@@ -277,18 +277,18 @@ class Translation:
         return None if rest is None else self._pair.draft.encode(whole, self._is_start) + rest
 
     def _settle(self, token_ids: list[int], run: list[int]) -> None:
-        """Moves the beginning of the unsettled text to the last place, a window before the end, where tokens of both begin."""
+        """Advance the start of the unsettled text to the last common token boundary before the window."""
         pending, pair = token_ids[self._num_settled :], self._pair
         target_at = list(accumulate((len(pair.target.table[token]) for token in pending), initial=0))
         draft_at = list(accumulate((len(pair.draft.table[token]) for token in run), initial=0))
-        shift = draft_at[-1] - target_at[-1]  # a space in front that one of the two puts there
+        shift = draft_at[-1] - target_at[-1]  # a leading space added by one of the two
         places = {at - shift: i for i, at in enumerate(draft_at) if i}
         last = len(pending) - WINDOW
         spaces = (i for i in range(last, 0, -1) if pair.target.table[pending[i]].startswith(b" ") and target_at[i] in places)
         found = next(spaces, None)
         if found is None and last > 2 * WINDOW:
             found = next((i for i in range(last, 0, -1) if target_at[i] in places), None)
-        if abs(shift) > 1:  # a tokenizer that changes what it reads: no place can be found, and the text must not grow
+        if abs(shift) > 1:  # a tokenizer that normalises text: no common boundary exists
             found, places[target_at[-1]] = (len(pending), len(run)) if last > 2 * WINDOW else (None, 0)
         if found is not None:
             self._settled += run[: places[target_at[found]]]
@@ -297,18 +297,18 @@ class Translation:
 
 
 def _is_written(params: SamplingParams) -> bool:
-    """Whether a request is drafted as text: greedy, and not shaped by settings that speak of the target's tokens."""
+    """Return whether a request is drafted as text: greedy, without settings that refer to target tokens."""
     masks = params.logit_bias or params.banned_token_ids or params.allowed_token_ids is not None
     return params.is_greedy and not params.has_penalties and not masks
 
 
 def _only(context: Context, rows: set[int]) -> Context:
-    """The context with no use for drafts outside ``rows``."""
+    """Return the context with limits of 0 outside ``rows``."""
     return replace(context, limits=tuple([limit if b in rows else 0 for b, limit in enumerate(context.limits)]))
 
 
 def _split(data: bytes) -> tuple[str, bytes]:
-    """Bytes -> the text of them, and the part of a character that they end with."""
+    """Decode bytes; return the text and the incomplete character at the end."""
     try:
         return data.decode(), b""
     except UnicodeDecodeError as error:

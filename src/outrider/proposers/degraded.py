@@ -1,7 +1,6 @@
-"""Another proposer's drafts with some of them replaced by wrong ones: to see what a worse draft costs, not to be faster.
+"""Wraps a proposer and replaces some of its drafts by wrong ones, to show the cost of a worse draft.
 
-Knows what a ``Proposer`` says and nothing of how. The text stays lossless, because the proposal stays honest: a replaced draft
-is a point mass, whatever it was drawn from before, and whether it is replaced depends on no draft.
+The output stays lossless: a replaced draft is a point mass, and whether it is replaced does not depend on the draft.
 """
 
 from __future__ import annotations
@@ -14,20 +13,20 @@ from outrider.proposers.base import Proposer
 from outrider.sampling.randomness import key_of, uniforms
 from outrider.types import Context, OutriderError, Proposal, Request, Verdict
 
-_REPLACED = 0x57726F6E67  # keeps these numbers apart from the sampler's of the same seed
+_REPLACED = 0x57726F6E67  # separates this random stream from the sampler's
 
 
 class Degraded(Around):
     """Each draft of ``inner``, in a chain or a tree, is kept with probability ``accuracy``.
 
-    At 1 the proposals are the inner ones. At 0 every draft is a token at random that is not the one drafted: as good as never
-    accepted. Which drafts are replaced belongs to (seed, text length, node).
+    At 1 proposals are unchanged. At 0 every draft is a random other token, almost never accepted. The replaced drafts are
+    determined by (seed, sequence length, node).
     """
 
     def __init__(self, inner: Proposer, accuracy: float = 1.0) -> None:
         super().__init__(inner)
         self.accuracy = accuracy
-        self._wrong: dict[str, dict[int, int]] = {}  # request -> this round's node -> the token that stands there now
+        self._wrong: dict[str, dict[int, int]] = {}  # request -> node of this round -> replacement token
 
     @property
     def accuracy(self) -> float:
@@ -58,7 +57,7 @@ class Degraded(Around):
         return replace(proposal, token_ids=token_ids, probs=probs)
 
     def _replacements(self, request: Request, token_ids: Sequence[int], vocab_size: int) -> dict[int, int]:
-        """Node -> another token than the one drafted. Chosen by node alone: a choice by later drafts would bias these."""
+        """Return node -> replacement token. The choice depends on the node only, or later drafts would be biased."""
         heights = uniforms(key_of(request.seed, _REPLACED, len(request.token_ids)), 2 * len(token_ids))
         wrong = {}
         for node, token in enumerate(token_ids):
@@ -68,7 +67,7 @@ class Degraded(Around):
         return wrong
 
     def commit(self, context: Context, verdict: Verdict) -> None:
-        """Tells the inner proposer of its own drafts only: where a wrong one was accepted, its path ends there."""
+        """Pass the verdict on, with the path cut before an accepted replacement."""
         path, num_accepted, next_token = verdict.path, verdict.num_accepted, verdict.next_token
         for b, request_id in enumerate(context.request_ids):
             wrong = self._wrong.get(request_id, {})

@@ -1,4 +1,4 @@
-"""A second, smaller model drafts (Leviathan et al. 2023; Chen et al. 2023): K steps, each one pass of the draft."""
+"""Draft model: K steps, each one pass of a smaller model (Leviathan et al. 2023; Chen et al. 2023)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from outrider.types import UNSAID, Context, Finding, OutriderError, Proposal, Re
 
 
 class DraftModelProposer(Proposer):
-    """Drafts with a model of its own, which keeps its own cache of the committed text.
+    """Drafts with a second model that has its own KV cache.
 
-    Each draft is drawn from the draft's distribution after the same sampler as the target's, penalties by position included,
+    Each draft is sampled from the draft's distribution under the request's sampler settings, penalties by position included,
     and the proposal carries that distribution. Greedy and coupled drafts are point masses.
     """
 
@@ -31,7 +31,7 @@ class DraftModelProposer(Proposer):
 
     def __init__(self, draft: ModelRunner | SelfDraft, vocab_size: int) -> None:
         self.draft = draft
-        self._vocab_size = vocab_size  # the target's: padding rows of the embedding may differ between the two
+        self._vocab_size = vocab_size  # the target's; padding rows of the embeddings may differ
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
@@ -61,7 +61,7 @@ class DraftModelProposer(Proposer):
         return Proposal(drafts, lens, torch.cat(probs, 1) if probs else None, partial_pass=partial)
 
     def texts(self, context: Context, k: int) -> dict[int, list[int]]:
-        """Row -> its committed text, of the requests for which k drafts are of use and fit the draft's window."""
+        """Return row -> committed tokens, for requests with room for k drafts in the draft's context."""
         return {
             b: request.token_ids
             for b, (request, limit) in enumerate(zip(context.requests, context.limits, strict=True))
@@ -69,14 +69,14 @@ class DraftModelProposer(Proposer):
         }
 
     def in_target(self, logits: Tensor) -> Tensor:
-        """Logits of the draft [A, 1, Vd] -> logits of the target's tokens [A, 1, V]."""
+        """Map draft logits [A, 1, Vd] to logits of target tokens [A, 1, V]."""
         missing = self._vocab_size - logits.shape[2]
         if missing > 0:
             return functional.pad(logits, (0, missing), value=UNSAID)
         return logits[:, :, : self._vocab_size]
 
     def in_draft(self, token_ids: Tensor) -> Tensor:
-        """Tokens of the target [A, 1] -> the draft's ids."""
+        """Map target tokens [A, 1] to the draft's ids."""
         return token_ids
 
     def prefill(self, requests: Sequence[Request]) -> list[bool]:
@@ -111,7 +111,7 @@ class DraftModelMethod(MethodSpec):
     own_draft = "draft"
 
     def build(self, setting: Setting) -> DraftModelProposer:
-        """Loads the draft beside the target. Raises ``OutriderError`` where there is none or the vocabularies differ."""
+        """Load the draft. Raises ``OutriderError`` if there is none or the vocabularies differ."""
         setting = setting.of(self)
         setting.config(NoOptions)
         tokenizer = draft_tokenizer(setting)
@@ -128,7 +128,7 @@ class DraftModelMethod(MethodSpec):
         return SmallModel(str(setting.draft))
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
-        """Vocabulary, context, RoPE, dtype and size, from the draft's config and tokenizer."""
+        """Check vocabulary, context, RoPE, dtype and size from the draft's config and tokenizer."""
         setting = setting.of(self)
         is_loaded = isinstance(setting.draft, PreTrainedModel)
         config = text_config(setting.draft if is_loaded else load_config(setting.draft))  # type: ignore[arg-type]
@@ -136,7 +136,7 @@ class DraftModelMethod(MethodSpec):
         yield from _compared(text_config(setting.target.model), config, setting.target.max_len)
 
     def examine_vocabulary(self, setting: Setting, draft: PreTrainedConfig) -> Iterator[Finding]:
-        """Whether ids mean the same tokens to both."""
+        """Check whether ids mean the same tokens in both."""
         tokenizer = draft_tokenizer(setting)
         if setting.tokenizer is None or tokenizer is None:
             yield Finding("suspicious", "vocabulary", "one of the two has no tokenizer, so ids cannot be compared")
@@ -156,7 +156,7 @@ METHOD = DraftModelMethod()
 
 
 def draft_tokenizer(setting: Setting) -> PreTrainedTokenizerBase | None:
-    """The draft's tokenizer, if there is one. Raises ``OutriderError`` for what cannot be a draft."""
+    """Return the draft's tokenizer, if any. Raises ``OutriderError`` for what cannot be a draft."""
     draft = setting.draft
     if not isinstance(draft, (str, Path, PreTrainedModel)):
         raise OutriderError(f"draft must be a folder, a hub id or a loaded model, not {type(draft).__name__}")
@@ -164,7 +164,7 @@ def draft_tokenizer(setting: Setting) -> PreTrainedTokenizerBase | None:
 
 
 def _compared(target: PreTrainedConfig, draft: PreTrainedConfig, window: int) -> Iterator[Finding]:
-    """What the two configs say of each other."""
+    """Compare the two configs."""
     reach = int(getattr(draft, "max_position_embeddings", None) or window)
     if reach < window:
         said = f"the draft's window of {reach} tokens is shorter than the target's {window}: beyond it nothing is drafted"
@@ -186,13 +186,13 @@ def _compared(target: PreTrainedConfig, draft: PreTrainedConfig, window: int) ->
 
 
 def _num_weights(config: PreTrainedConfig) -> float:
-    """Roughly, of a dense transformer: what a pass reads."""
+    """Estimate the weights that a pass of a dense transformer reads."""
     width, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return float(config.num_hidden_layers * width * (4 * width + 3 * inner) + config.vocab_size * width)
 
 
 def _tokenizer_of(draft: object, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in the draft's folder or hub repository, if there is one."""
+    """Return the tokenizer in the draft's folder or hub repository, if any."""
     source = str(getattr(draft, "name_or_path", draft))
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)

@@ -1,11 +1,11 @@
-"""A head that goes on from the target's own features drafts a tree (Li et al.: EAGLE-1 arXiv 2401.15077, EAGLE-2 2406.16858,
-EAGLE-3 2503.01840).
+"""EAGLE: a head that continues from the target's features drafts a tree (Li et al.: EAGLE-1 arXiv 2401.15077, EAGLE-2
+2406.16858, EAGLE-3 2503.01840).
 
-Greedy and coupled rounds: the dynamic tree of EAGLE-2, section 4: levels of the ``top_k`` most confident nodes are expanded,
-then all candidates are re-ranked and the best kept; its drafts are point masses. EAGLE-2 takes the head's confidence for the
-chance of acceptance; here it is calibrated by what the target took. Sampled rounds: siblings are drawn one after the other
-without replacement, in a tree whose shape does not depend on what is drawn, and the proposal carries the distributions:
-multi-round rejection then has its full value, and the law of the output is the target's.
+Greedy and coupled rounds use the dynamic tree of EAGLE-2, section 4: the ``top_k`` most confident nodes of each level are
+expanded, then all candidates are ranked again and the best kept; drafts are point masses. Confidences are calibrated by what
+the target accepted. Sampled rounds: siblings are sampled without replacement, in a tree whose shape does not depend on the
+samples, and the proposal carries the distributions, so multi-round rejection keeps its full value and the output has the
+target's distribution.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ from outrider.types import Context, Finding, OutriderError, Proposal, Verdict
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """The trees it drafts."""
+    """Shape of the trees."""
 
-    top_k: int = 6  # children of a node, and nodes of a level that are expanded
+    top_k: int = 6  # children per node, and expanded nodes per level
     max_depth: int = 12
-    max_nodes: int | None = None  # drafts in a proposal; None: as many as pay
+    max_nodes: int | None = None  # maximum drafts in a proposal; None: as many as pay
     acceptance: tuple[float, ...] = (0.72, 0.13, 0.05, 0.025, 0.01)  # of the first, second, ... sibling when sampling
-    hidden_states: tuple[int, ...] | None = None  # of the target, in the place of those that the head names
-    bits: int | None = None  # 8: of the head's weights, and where the CPU can of what they multiply; half of what a level reads
+    hidden_states: tuple[int, ...] | None = None  # target hidden states that override those named by the head
+    bits: int | None = (
+        None  # 8: quantise the head's weights, and its inputs on CPUs with 8-bit products; halves the memory traffic
+    )
 
     def __post_init__(self) -> None:
         if self.top_k < 1 or self.max_depth < 1 or (self.max_nodes is not None and self.max_nodes < 1) or not self.acceptance:
@@ -52,13 +54,13 @@ class EagleConfig:
 
 
 class EagleProposer(Proposer):
-    """Drafts with a head over the target's features, which keeps its own cache of one layer."""
+    """Drafts with a head over the target's features, which has its own KV cache of one layer."""
 
     name = "eagle"
     drafts_trees = True
 
     def __init__(self, head: EagleHead, target: ModelRunner, config: EagleConfig = EagleConfig()) -> None:
-        """Raises ``OutriderError`` for a head that does not fit the target."""
+        """Raise ``OutriderError`` for a head that does not fit the target."""
         check_fit(head, target)
         self.needs_hidden = config.hidden_states or head.shape.hidden_states
         is_there = 0 <= min(self.needs_hidden) <= max(self.needs_hidden) <= target.num_layers
@@ -71,14 +73,14 @@ class EagleProposer(Proposer):
         self._sizes = TreeSizes(target, config.max_nodes)
         self._rates = SiblingRates([config.acceptance] * config.max_depth)
         self._calibrations = {is_greedy: Calibration() for is_greedy in (True, False)}
-        self._drafted: dict[str, Drafted] = {}  # of each request, until it is known what the target took
+        self._drafted: dict[str, Drafted] = {}  # trees of this round, until the verdict
 
     def num_nodes(self, k: int) -> int:
         return self._sizes.expected(k)
 
     def propose(self, context: Context, k: int) -> Proposal:
         started = perf_counter()
-        # Before its prompt has been read by the target, a request has no features.
+        # A request has no features before the target has read its prompt.
         able = [b for b in range(len(context.requests)) if len(context.hidden[self.needs_hidden[0]][b])]
         k = min(k, self.max_drafts, max((context.limits[b] for b in able), default=0))
         self._drafted = {}
@@ -98,7 +100,7 @@ class EagleProposer(Proposer):
             shape = self._sizes.shape(self._rates.table[:k], context, is_levelwise=True)
             proposal = _drawn_tree(self.head, round_, out, shape)
             depth = num_steps = max(shape.depths)
-            if not self._sizes.is_fixed:  # where the user fixed the size, a seed's text depends on no other
+            if not self._sizes.is_fixed:  # with a fixed size, output for a seed does not depend on other requests
                 lens = proposal.lens.tolist()
                 drawn = zip(round_.ids, [lens[b] for b in able], strict=True)
                 self._drafted = {request_id: DrawnTree(shape, count, self._rates) for request_id, count in drawn}
@@ -106,7 +108,7 @@ class EagleProposer(Proposer):
         return proposal
 
     def _read(self, context: Context, able: list[int]) -> Tensor:
-        """Catches up with the target's features: what the head puts out after each request's last token, [A, H]."""
+        """Process new target features; return the head's output after each request's last token, [A, H]."""
         ids = [context.requests[b].request_id for b in able]
         tokens = [context.requests[b].token_ids[self.head.cached_len(name) + 1 :] for b, name in zip(able, ids, strict=True)]
         features = [[context.hidden[index][b] for index in self.needs_hidden] for b in able]
@@ -118,7 +120,7 @@ class EagleProposer(Proposer):
         return out
 
     def commit(self, context: Context, verdict: Verdict) -> None:
-        """Compares the trees with what the target took."""
+        """Update the acceptance estimates from the verdict."""
         learn_from(self._drafted, context, verdict)
 
     def release(self, request_ids: Sequence[str]) -> None:
@@ -133,7 +135,7 @@ class EagleMethod(MethodSpec):
     own_draft = "eagle3"
 
     def build(self, setting: Setting) -> EagleProposer:
-        """Loads the head beside the target. Raises ``OutriderError`` where there is none or it does not fit."""
+        """Load the head. Raises ``OutriderError`` if there is none or it does not fit."""
         setting = setting.of(self)
         target, source = setting.target, setting.draft
         if isinstance(source, EagleHead):
@@ -149,14 +151,14 @@ class EagleMethod(MethodSpec):
         return FeatureHead(str(setting.draft), config.hidden_states, config.top_k, config.max_nodes, asks_for_tree)
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
-        """Sizes, vocabulary, layers, norms, RoPE, dtype and embedding, from the head's files."""
+        """Check sizes, vocabulary, layers, norms, RoPE, dtype and embedding from the head's files."""
         setting = setting.of(self)
         if not isinstance(setting.draft, EagleHead):
             sample = setting.tokenizer.encode(TEXT) if setting.tokenizer is not None else []
             yield from findings.of_eagle(folder_of(setting.draft), setting.target, sample)
 
     def alternatives(self, setting: Setting) -> list[str]:
-        """The neighbours of the layers that an EAGLE-3 head reads: conventions differ by one."""
+        """Return the neighbours of the layers that an EAGLE-3 head reads: numbering conventions differ by one."""
         setting = setting.of(self)
         target, head = setting.target, setting.draft
         if not isinstance(head, EagleHead):
@@ -173,7 +175,7 @@ METHOD = EagleMethod()
 
 
 class _Round:
-    """The requests of a round that can be drafted for: A of the batch's B."""
+    """The requests of a round that can be drafted for: A of B."""
 
     def __init__(self, context: Context, able: list[int], k: int, vocab_size: int) -> None:
         self.batch, self.able, self.k, self.vocab_size = len(context.requests), able, k, vocab_size
@@ -192,7 +194,7 @@ class _Round:
 
 
 def _grown(sees: Tensor | None, parent: Tensor, width: int) -> Tensor:
-    """Which of the drafts fed so far the next level sees: bool [A, W, M] from the level before and each one's parent in it."""
+    """Return the attention mask bool [A, W, M] of the next level over the drafts fed so far, from each node's parent."""
     own = torch.eye(width, dtype=torch.bool, device=parent.device).expand(parent.shape[0], -1, -1)
     if sees is None:
         return own
@@ -205,11 +207,9 @@ def _children_of(values: Tensor, parent: Tensor) -> Tensor:
 
 
 def _confident_tree(head: HeadRunner, round_: _Round, out: Tensor, top_k: int, found: _Candidates) -> Proposal:
-    """EAGLE-2, section 4.1 (expansion) and 4.2 (re-ranking), as far as it pays."""
-    beam: Tensor | None = None  # [A, W]: index among the candidates of each node that is expanded
-    nodes = parents = torch.zeros(
-        len(round_.able), 0, dtype=torch.long, device=out.device
-    )  # expanded so far, as the sampler sees it
+    """Expand and re-rank (EAGLE-2, sections 4.1 and 4.2) as far as it pays."""
+    beam: Tensor | None = None  # [A, W]: candidate index of each expanded node
+    nodes = parents = torch.zeros(len(round_.able), 0, dtype=torch.long, device=out.device)  # expanded so far, for the sampler
     sees, at = None, torch.zeros(len(round_.able), 1, dtype=torch.float64, device=out.device)
     hidden = out[:, None]  # [A, W, H]
     for depth in range(1, round_.k + 1):
@@ -218,7 +218,7 @@ def _confident_tree(head: HeadRunner, round_: _Round, out: Tensor, top_k: int, f
         drafts, above = (round_.spread(nodes), round_.spread(parents)) if depth > 1 else (None, None)
         confidences = round_.pick(round_.sampler.confidences(logits, drafts, above, start))  # [A, W, V]
         best = confidences.topk(min(top_k, confidences.shape[-1]), -1)
-        logprobs = found.chances(best.values).log_().clamp_(max=-1e-9)  # a child is worth less than its parent
+        logprobs = found.chances(best.values).log_().clamp_(max=-1e-9)  # a child has less value than its parent
         values = (at[:, :, None] + logprobs).flatten(1)  # [A, W * top_k]
         first = found.add(best.indices.flatten(1), values, beam, depth)
         if depth == round_.k or not found.can_grow(values):
@@ -236,25 +236,25 @@ def _confident_tree(head: HeadRunner, round_: _Round, out: Tensor, top_k: int, f
 
 
 class _Candidates:
-    """All nodes ever proposed, and the choice among them: [A, C] tensors that grow by a level at a time."""
+    """All candidate nodes, as [A, C] tensors that grow by one level at a time, and the choice among them."""
 
     def __init__(self, num_nodes: int, calibration: Calibration, costs: TreeCosts | None = None, started: float = 0.0) -> None:
         """At most ``num_nodes`` are chosen; with ``costs`` as many as pay, of drafting that began at ``started``."""
         self.num_nodes, self._calibration, self._costs, self._started = num_nodes, calibration, costs, started
         self.tokens = self.values = self.parents = torch.empty(0)
         self.depths: list[int] = []
-        self.depth = 0  # of the tree that was chosen
-        self.drafted: dict[str, Drafted] = {}  # by request, once it was chosen
-        self._confidences: list[Floats] = []  # of each level, [A, W * top_k]
+        self.depth = 0  # depth of the chosen tree
+        self.drafted: dict[str, Drafted] = {}  # by request, after the choice
+        self._confidences: list[Floats] = []  # per level, [A, W * top_k]
 
     def chances(self, confidences: Tensor) -> Tensor:
-        """[A, W, top_k] of the next level -> float64: how likely each is to be the one taken after its parent."""
+        """Return float64 [A, W, top_k]: the probability that each node is accepted after its parent."""
         found = confidences.double().cpu().numpy()
         self._confidences.append(found.reshape(len(found), -1))
         return torch.from_numpy(self._calibration.chances(found)).to(confidences.device)
 
     def add(self, token_ids: Tensor, values: Tensor, beam: Tensor | None, depth: int) -> int:
-        """Adds the children [A, W * top_k] of the nodes ``beam`` [A, W]. Returns the index of the first."""
+        """Add the children [A, W * top_k] of the nodes ``beam`` [A, W]. Return the index of the first."""
         first, count = len(self.depths), token_ids.shape[1]
         if beam is None:
             self.tokens, self.values, self.parents = token_ids, values, torch.full_like(token_ids, -1)
@@ -267,11 +267,11 @@ class _Candidates:
 
     @property
     def num_levels(self) -> int:
-        """How many were drafted."""
+        """Return the number of candidates."""
         return self.depths[-1]
 
     def can_grow(self, values: Tensor) -> bool:
-        """Whether a child of the level just added could still be among the best, and pay for its level."""
+        """Return whether a child of the last level could still be among the best and pay for its level."""
         likeliest, best = values.amax(-1), self.values.topk(min(self.num_nodes, len(self.depths)), -1).values
         if best.shape[1] == self.num_nodes and not bool((likeliest > best[:, -1]).any()):
             return False
@@ -286,7 +286,7 @@ class _Candidates:
         return replace(self._costs, drafted=perf_counter() - self._started)
 
     def proposal(self, round_: _Round) -> Proposal:
-        """The most confident nodes of each request, parents first, siblings by confidence: point masses."""
+        """Return the most confident nodes of each request as point masses, parents first, siblings by confidence."""
         is_beyond = torch.tensor(self.depths)[None] > torch.tensor(round_.limits)[:, None]
         values = self.values.cpu().masked_fill(is_beyond, float("-inf"))
         best = values.topk(min(self.num_nodes, values.shape[1]), -1)
@@ -297,7 +297,7 @@ class _Candidates:
         for a, b in enumerate(round_.able):
             ranked = zip(best.indices[a, :size].tolist(), best.values[a, :size].tolist(), strict=True)
             kept = [node for node, value in ranked if value > -1e30]
-            kept.sort(key=lambda node: self.depths[node])  # stable: by value within a depth
+            kept.sort(key=lambda node: self.depths[node])  # stable sort: by value within a depth
             place = {node: index for index, node in enumerate(kept)} | {-1: -1}
             self.drafted[round_.ids[a]] = GrownTree(tokens[a], above[a], confidences[a], kept, self._calibration)
             lens[b] = len(kept)
@@ -309,13 +309,13 @@ class _Candidates:
 
 
 def _worths(best: Tensor) -> list[float]:
-    """Expected accepted drafts that each further node adds over the batch, by the requests' best values [A, N]."""
+    """Return the expected accepted drafts that each further node adds over the batch, from the best values [A, N]."""
     worths: list[float] = best.exp().sum(0).tolist()
     return worths
 
 
 def _drawn_tree(head: HeadRunner, round_: _Round, out: Tensor, shape: TreeShape) -> Proposal:
-    """A tree of the shape, drawn level by level, no deeper than each request may go."""
+    """Sample a tree of the shape level by level, up to each request's maximum depth."""
     proposal = draw_tree(shape, round_.sampler, round_.batch, _Levels(head, round_, out, shape))
     lens = torch.zeros(round_.batch, dtype=torch.long)
     lens[round_.able] = torch.tensor([shape.cut(limit) for limit in round_.limits])
@@ -323,10 +323,10 @@ def _drawn_tree(head: HeadRunner, round_: _Round, out: Tensor, shape: TreeShape)
 
 
 class _Levels:
-    """Runs the head over the inner nodes of one level after the other."""
+    """Runs the head over the inner nodes, level by level."""
 
     def __init__(self, head: HeadRunner, round_: _Round, out: Tensor, shape: TreeShape) -> None:
-        """``out`` [A, H]: what the head puts out after the root."""
+        """``out`` [A, H]: the head's output after the root."""
         self._head, self._round, self._shape = head, round_, shape
         self._hidden = out[:, None]  # [A, I, H]
         self._sees: Tensor | None = None

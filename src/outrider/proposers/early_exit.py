@@ -1,8 +1,8 @@
-"""The target's own first layers and its own head draft (LayerSkip: Elhoushi et al. 2024, section 4.3): same weights, same KV.
+"""Early exit: the target's first layers and its head draft over the shared KV cache (LayerSkip: Elhoushi et al. 2024, 4.3).
 
-The score does not run those layers again for the drafts: it takes over their keys, values and hidden states and goes on behind
-them. How often the drafts are right depends on the model: one trained with early-exit losses agrees with itself early, another
-needs most of its layers.
+The score does not run those layers again for the drafts: it reuses their keys, values and hidden states and continues after
+them. Acceptance depends on the model: one trained with early-exit losses agrees with itself early, another needs most of its
+layers.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from outrider.types import Finding, OutriderError
 
 logger = logging.getLogger(__name__)
 
-MAX_SHARE = 0.75  # of the layers: an exit behind them leaves nothing to win
-LONGEST = 15  # drafts a round, for what an exit promises
-NUM_TOKENS = 160  # of the text on which exits are compared: a few hundredths of acceptance are told apart
+MAX_SHARE = 0.75  # share of the layers: later exits cannot gain
+LONGEST = 15  # maximum drafts per round for the estimate
+NUM_TOKENS = 160  # length of the text for comparing exits: resolves a few hundredths of acceptance
 
 
 @dataclass(frozen=True)
 class EarlyExitConfig:
-    """Where the target is left."""
+    """The exit layer."""
 
-    layers: int | None = None  # that draft; None: picked from what passes cost and how often each exit agrees with the end
+    layers: int | None = None  # drafting layers; None: chosen from measured costs and agreement
 
 
 @dataclass(frozen=True)
 class Exit:
-    """What leaving the target behind so many layers promises."""
+    """Estimated speedup of exiting after a number of layers."""
 
     layers: int
-    agreement: float  # share of places at which the exit's likeliest token is the target's
-    cost_ratio: float  # of a draft step to a plain pass
+    agreement: float  # share of positions at which the exit's likeliest token is the target's
+    cost_ratio: float  # draft step / plain pass
 
     @property
     def speedup(self) -> float:
-        """Of the best draft length: Leviathan et al. 2023, theorem 3.8. The layers taken over make a round no dearer."""
+        """Return the speedup at the best draft length (Leviathan et al. 2023, theorem 3.8); reused layers add no cost."""
         alpha = min(self.agreement, 0.99)
         return max((1 - alpha ** (k + 1)) / (1 - alpha) / (k * self.cost_ratio + 1) for k in range(LONGEST + 1))
 
 
 class EarlyExitProposer(DraftModelProposer):
-    """A draft model that is the target's first layers: it keeps nothing of its own."""
+    """Draft model that consists of the target's first layers and shares its cache."""
 
     name = "early-exit"
 
@@ -67,7 +67,7 @@ class EarlyExitMethod(MethodSpec):
         return FirstLayers(setting.config(EarlyExitConfig).layers)
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
-        """Whether any exit promises a gain, on a text of its own."""
+        """Check on a built-in text whether any exit promises a gain."""
         if setting.tokenizer is None or setting.target.num_layers < 2:
             return
         check_layers(setting.target, 1)
@@ -81,7 +81,7 @@ class EarlyExitMethod(MethodSpec):
         )
 
     def build(self, setting: Setting) -> EarlyExitProposer:
-        """Raises ``OutriderError`` for a number of layers that the target lacks, and where its layers do not run in parts."""
+        """Raise ``OutriderError`` for an invalid number of layers, and if the target's layers cannot run in parts."""
         target, layers = setting.target, setting.config(EarlyExitConfig).layers
         if target.num_layers < 2:
             raise OutriderError("early exit needs a target of two layers or more")
@@ -99,7 +99,7 @@ METHOD = EarlyExitMethod()
 
 
 def pick_exit(target: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """The number of layers that promises the most; a quarter of them where there is no tokenizer to measure with."""
+    """Return the number of layers with the best estimate; a quarter of the layers without a tokenizer."""
     if tokenizer is None:
         return max(1, target.num_layers // 4)
     best = max(measure_exits(target, tokenizer.encode(TEXT)[:NUM_TOKENS]), key=lambda found: (found.speedup, -found.layers))
@@ -113,7 +113,7 @@ def pick_exit(target: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) ->
 
 @torch.inference_mode()
 def measure_exits(target: ModelRunner, text: Sequence[int]) -> list[Exit]:
-    """Agreement on a text and cost of every exit that leaves layers to skip."""
+    """Measure agreement on a text and cost for every exit."""
     text = list(text)[: target.max_len]
     depths = range(1, max(1, min(target.num_layers - 1, int(MAX_SHARE * target.num_layers))) + 1)
     end, *exits = [logits.argmax(-1) for logits in exit_logits(target, text, depths)]
@@ -125,7 +125,7 @@ def measure_exits(target: ModelRunner, text: Sequence[int]) -> list[Exit]:
 
 
 def _costs(target: ModelRunner) -> tuple[float, float, float]:
-    """Seconds of a draft step through one layer, of each further layer, and of a plain pass; all eager, for their ratios."""
+    """Measure seconds of a draft step through one layer, of each further layer, and of a plain pass; all eager."""
     passes = PassRunner(target.model, target.cache, "never")
     whole = target.pass_cost(1, 1, NUM_TOKENS, passes=passes)
     step = min(target.pass_cost(1, 1, NUM_TOKENS, span=LayerSpan(0, 1), passes=passes), whole)

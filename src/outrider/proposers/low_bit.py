@@ -1,8 +1,8 @@
-"""The target's own weights in 4 or 8 bits draft for it, over its own KV cache (compare QSpec: Zhao et al. 2024).
+"""Low-bit drafting: the target's weights in 4 or 8 bits draft over its own KV cache (compare QSpec: Zhao et al. 2024).
 
-Drafted tokens stand in the cache as the low-bit weights see them until the score of the same round overwrites them: what is
-committed is the full-precision target's, and the draft always continues from it. A pass that waits for weights costs a half
-(8 bits) or a quarter (4 bits).
+Cache entries of drafts come from the low-bit weights until the score of the same round overwrites them, so committed entries
+are the full-precision target's, and drafting always continues from them. A pass bound by weight reads costs a half (8 bits) or
+a quarter (4 bits).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LowBitConfig:
-    """How much of the weights is kept."""
+    """Precision of the drafting weights."""
 
     bits: int = 4  # 4 or 8
 
@@ -35,7 +35,7 @@ class LowBitConfig:
 
 
 class LowBitProposer(DraftModelProposer):
-    """A draft model that is the target in fewer bits: its cache is the target's."""
+    """Draft model that is the target in fewer bits and shares its cache."""
 
     name = "low-bit"
 
@@ -48,7 +48,7 @@ class LowBitMethod(MethodSpec):
         return FewerBits(setting.config(LowBitConfig).bits)
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
-        """The memory that its weights add."""
+        """Report the memory that the weights add."""
         if is_packed(setting.target.model):
             bits = setting.config(LowBitConfig).bits
             added = quantized_bytes(setting.target.model, bits) / 1e6
@@ -57,7 +57,7 @@ class LowBitMethod(MethodSpec):
             )
 
     def build(self, setting: Setting) -> LowBitProposer:
-        """Tells the memory it adds, then quantises. Raises ``OutriderError`` where the target is not on the CPU kernels."""
+        """Log the added memory, then quantise. Raises ``OutriderError`` if the target does not use the CPU kernels."""
         target, config = setting.target, setting.config(LowBitConfig)
         if not is_packed(target.model):
             raise OutriderError(

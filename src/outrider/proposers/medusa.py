@@ -1,11 +1,10 @@
-"""Heads on the target's last hidden state guess the next tokens all at once (Cai et al. 2024, Medusa, arXiv 2401.10774).
+"""Medusa: heads on the target's last hidden state predict the next tokens all at once (Cai et al. 2024, arXiv 2401.10774).
 
-The candidates of all heads form a tree, chosen so that most drafts are expected to be accepted: at first by the accuracies
-that were measured in training, then by what the target took of the text at hand. The target scores it in one pass. Where it
-is greedy or its noise is coupled, candidates are the heads' likeliest tokens, point masses. Where it samples, siblings are
-drawn from a head's distribution, one after the other without replacement: multi-round rejection accepts the first with the
-overlap of head and target, and the paper's likeliest token with its own probability alone. Either way the text is the
-target's, whatever the drafts are worth. The paper's typical acceptance is a verifier of its own, and lossy.
+The candidates of all heads form a tree with the most expected accepted drafts: at first by the accuracies measured in training,
+then by what the target accepts. In greedy and coupled rounds candidates are the heads' likeliest tokens, point masses. When
+sampling, siblings are sampled from a head's distribution without replacement: multi-round rejection accepts the first with the
+overlap of head and target, where the paper's likeliest token is accepted with its own probability alone. Both are lossless. The
+paper's typical acceptance is a separate, lossy verifier.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from outrider.runner import ModelRunner
 from outrider.runner.quantized import check_head_bits, place_head
 from outrider.types import Context, Finding, OutriderError, Proposal, Verdict
 
-# What heads of the paper's kind reach by rank, falling by head: for heads whose accuracies were never measured.
+# Typical accuracies by rank, decreasing by head, for heads without measured accuracies.
 USUAL = (0.55, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.01)
 FALL = 0.75
 
@@ -41,9 +40,9 @@ FALL = 0.75
 class MedusaConfig:
     """The tree."""
 
-    accuracies: Accuracies | None = None  # [head][rank]; None: the usual ones
-    max_nodes: int | None = None  # drafts in a proposal; None: as many as pay
-    bits: int | None = None  # 8: of the heads' weights, and where the CPU can of what they multiply; half of what a round reads
+    accuracies: Accuracies | None = None  # [head][rank]; None: typical values
+    max_nodes: int | None = None  # maximum drafts in a proposal; None: as many as pay
+    bits: int | None = None  # 8: quantise the heads' weights, and inputs on CPUs with 8-bit products; halves the memory traffic
 
     def __post_init__(self) -> None:
         if (self.max_nodes is not None and self.max_nodes < 1) or (self.accuracies is not None and not self.accuracies):
@@ -52,13 +51,13 @@ class MedusaConfig:
 
 
 class MedusaProposer(Proposer):
-    """Drafts a tree of the heads' candidates: no cache, one small step whatever the depth."""
+    """Drafts a tree of the heads' candidates, without a cache and in one small step."""
 
     name = "medusa"
     drafts_trees = True
 
     def __init__(self, heads: MedusaHeads, target: ModelRunner, config: MedusaConfig = MedusaConfig()) -> None:
-        """Raises ``OutriderError`` for heads that do not fit the target."""
+        """Raise ``OutriderError`` for heads that do not fit the target."""
         check_fit(heads, target)
         self.heads, self.dtype = heads, place_head(heads, target.model, config.bits)
         self.device = target.device
@@ -70,7 +69,7 @@ class MedusaProposer(Proposer):
         self._rates = {is_drawn: SiblingRates(measured) for is_drawn in (False, True)}
         self.max_drafts = min(count, len(measured))
         self._finish, self._vocab_size = finish_of(target.model), target.vocab_size
-        self._drafted: dict[str, Drafted] = {}  # of each request, until it is known what the target took
+        self._drafted: dict[str, Drafted] = {}  # trees of this round, until the verdict
         self._sizes = TreeSizes(target, config.max_nodes)
 
     def num_nodes(self, k: int) -> int:
@@ -81,7 +80,7 @@ class MedusaProposer(Proposer):
         started, self._drafted = perf_counter(), {}
         (states,) = (context.hidden[index] for index in self.needs_hidden)
         k = min(k, self.max_drafts, max(context.limits))
-        # Before its prompt has been read by the target, a request has no features.
+        # A request has no features before the target has read its prompt.
         able = [b for b, each in enumerate(states) if len(each) and context.limits[b] > 0]
         if k <= 0 or not able:
             return Proposal.empty(len(states))
@@ -101,13 +100,13 @@ class MedusaProposer(Proposer):
             token_ids[able] = found[:, torch.tensor(shape.depths) - 1, torch.tensor(shape.ranks)]  # [A, N]
             proposal = Proposal(token_ids, lens, None, torch.tensor(shape.parents).repeat(len(states), 1))
             drafted = [_Likeliest(shape, candidates, rates) for candidates in found.tolist()]
-        if not self._sizes.is_fixed:  # where the user fixed the size, a seed's text depends on no other
+        if not self._sizes.is_fixed:  # with a fixed size, output for a seed does not depend on other requests
             self._drafted = {context.requests[b].request_id: each for b, each in zip(able, drafted, strict=True)}
         self._sizes.learn(len(shape.parents), max(shape.depths), 1, started)
         return replace(proposal, lens=lens)
 
     def _distributions(self, last: Tensor, able: list[int], batch: int, depth: int) -> Tensor:
-        """Last features [A, H] -> logits [D, B, V] of the first D heads."""
+        """Map last features [A, H] to logits [D, B, V] of the first D heads."""
         numbers = self.heads(last, depth)
         if self._finish is not None:
             numbers = self._finish(numbers)
@@ -115,7 +114,7 @@ class MedusaProposer(Proposer):
         return spread(logits.transpose(0, 1), able, batch).transpose(0, 1)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
-        """Compares the trees with what the target took."""
+        """Update the acceptance estimates from the verdict."""
         learn_from(self._drafted, context, verdict)
 
 
@@ -127,7 +126,7 @@ class MedusaMethod(MethodSpec):
     own_draft = "medusa"
 
     def build(self, setting: Setting) -> MedusaProposer:
-        """Loads the heads. Raises ``OutriderError`` where there are none or they do not fit the target."""
+        """Load the heads. Raises ``OutriderError`` if there are none or they do not fit the target."""
         setting = setting.of(self)
         target, source = setting.target, setting.draft
         if isinstance(source, MedusaHeads):
@@ -141,7 +140,7 @@ class MedusaMethod(MethodSpec):
         return ParallelHeads(str(setting.draft))
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
-        """Sizes, vocabulary, number of heads and dtype, from their files."""
+        """Check sizes, vocabulary, number of heads and dtype from their files."""
         setting = setting.of(self)
         if not isinstance(setting.draft, MedusaHeads):
             sample = setting.tokenizer.encode(TEXT) if setting.tokenizer is not None else []
@@ -152,7 +151,7 @@ METHOD = MedusaMethod()
 
 
 def logits_by_depth(logits: Tensor, shape: TreeShape) -> Callable[[list[int], Tensor], Tensor]:
-    """For ``trees.draw_tree``, from [D, B, V]: what a head says, it says after all drafts of the depth before."""
+    """Return the ``logits_after`` of ``trees.draw_tree`` from [D, B, V]: a head's logits are the same after every node."""
 
     def after(nodes: list[int], _: Tensor) -> Tensor:
         depth = 0 if nodes == [-1] else shape.depths[nodes[0]]
@@ -163,14 +162,14 @@ def logits_by_depth(logits: Tensor, shape: TreeShape) -> Callable[[list[int], Te
 
 @dataclass(frozen=True)
 class _Likeliest:
-    """The heads' candidates for one request, and the tree that some of them form."""
+    """The heads' candidates for one request, and the tree formed by some of them."""
 
     shape: TreeShape
     tokens: list[list[int]]  # [head][rank]
     rates: SiblingRates
 
     def learn(self, path: list[int], next_token: int) -> None:
-        """``path``: the nodes that the target took. Candidates that did not become nodes are compared, too."""
+        """``path``: the accepted nodes. Candidates outside the tree are compared, too."""
         taken: list[int | None] = [self.shape.ranks[node] for node in path]
         if len(path) < len(self.tokens):
             last = self.tokens[len(path)]

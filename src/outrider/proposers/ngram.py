@@ -1,6 +1,6 @@
-"""Prompt lookup: the text since the last place where the same n tokens stood is proposed again. No model, no weights.
+"""Prompt lookup: draft what followed the last occurrence of the same n tokens (Saxena 2023, prompt lookup decoding).
 
-Saxena 2023 (prompt lookup decoding); here over prompt and output, with an index that grows by O(1) a token instead of a search.
+It covers prompt and output, with an index that grows by O(1) per token instead of a search.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from outrider.types import Context, OutriderError, Proposal, Request
 
 @dataclass(frozen=True)
 class NgramConfig:
-    """Which repetitions count. Longer matches are tried first."""
+    """Lengths of matches. Longer ones are tried first."""
 
-    max_n: int = 4  # tokens; longer ones hardly ever differ in what follows
-    min_n: int = 2  # one token alone is followed by anything: its drafts are mostly rejected
+    max_n: int = 4  # tokens; longer matches rarely change the continuation
+    min_n: int = 2  # drafts after a match of one token are mostly rejected
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_n <= self.max_n:
@@ -27,7 +27,7 @@ class NgramConfig:
 
 
 class NgramProposer(Proposer):
-    """Drafts what followed the most recent earlier occurrence of the longest n-gram that the text ends with."""
+    """Drafts what followed the most recent earlier occurrence of the longest n-gram at the end."""
 
     name = "ngram"
     reads_text_only = True
@@ -37,7 +37,7 @@ class NgramProposer(Proposer):
         self._indexes: dict[str, NgramIndex] = {}
 
     def propose(self, context: Context, k: int) -> Proposal:
-        """Point masses, at most k; none where nothing repeats."""
+        """Return at most k point masses per request; none without a match."""
         return chain_proposal(
             [
                 self._index(request).continuation(min(k, limit))
@@ -73,16 +73,16 @@ METHOD = NgramMethod()
 
 
 class NgramIndex:
-    """n-gram -> where the text last went on after it. Reads a request's committed tokens and remembers positions only."""
+    """Index from n-grams to the position after their last occurrence in a request's committed tokens."""
 
     def __init__(self, token_ids: list[int], config: NgramConfig) -> None:
         self._token_ids = token_ids
         self._sizes = range(config.min_n, config.max_n + 1)
         self._follows: list[dict[tuple[int, ...], int]] = [{} for _ in self._sizes]  # n-gram -> position after it
-        self._num_indexed = 0  # n-grams that end before this position are in
+        self._num_indexed = 0  # n-grams that end before this position are indexed
 
     def catch_up(self) -> None:
-        """Indexes the n-grams that have a successor: the one at the very end would only find itself."""
+        """Index the n-grams that have a successor; the last one would only match itself."""
         token_ids = self._token_ids
         for end in range(max(self._num_indexed, 1), len(token_ids)):
             for n, follows in zip(self._sizes, self._follows, strict=True):
@@ -91,7 +91,7 @@ class NgramIndex:
         self._num_indexed = max(len(token_ids), 1)
 
     def continuation(self, k: int) -> list[int]:
-        """At most k tokens that followed the longest, most recent match; they may run on into themselves."""
+        """Return at most k tokens that followed the longest, most recent match; they may overlap the end."""
         token_ids = self._token_ids
         if k <= 0:
             return []
@@ -102,7 +102,7 @@ class NgramIndex:
             if start is not None:
                 drafts = token_ids[start : start + k]
                 period = len(token_ids) - start
-                while len(drafts) < k:  # the match overlaps the end of the text: what repeats goes on repeating
+                while len(drafts) < k:  # the match overlaps the end: continue the repetition
                     drafts.append(drafts[len(drafts) - period])
                 return drafts
         return []

@@ -1,6 +1,6 @@
-"""What a method is in words that other engines have too: a proposer says it (``Proposer.portable``).
+"""Engine-independent descriptions of drafting methods, returned by ``Proposer.portable``.
 
-``outrider.export`` translates it into their terms; this knows no engine.
+``outrider.export`` translates them for other engines.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Portable:
-    """A way of drafting. Of a method that says nothing else: its own, which no other engine has."""
+    """A drafting method. The base class is a method that no other engine has."""
 
     what: ClassVar[str] = "a method of its own"  # in messages: "vLLM cannot draft with ..."
-    usual_k: ClassVar[int] = 4  # drafts a round where the plan leaves them to be chosen each round
+    usual_k: ClassVar[int] = 4  # drafts per round for plans with k = auto
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class NoDrafts(Portable):
 
 @dataclass(frozen=True)
 class SmallModel(Portable):
-    """A second model, in a folder or on the hub."""
+    """A draft model, in a folder or on the hub."""
 
     source: str
     other_tokenizer: bool = False
@@ -37,7 +37,7 @@ class SmallModel(Portable):
 
 @dataclass(frozen=True)
 class Lookup(Portable):
-    """What followed the same n tokens earlier in the text."""
+    """Continuations of earlier n-grams."""
 
     min_n: int
     max_n: int
@@ -48,7 +48,7 @@ class Lookup(Portable):
 
 @dataclass(frozen=True)
 class TextDrafts(Portable):
-    """Any other method that needs the text alone: an engine with room for proposers of others can run Outrider's."""
+    """Another text-only method: engines with custom proposers can run Outrider's."""
 
     what: ClassVar[str] = "repetitions of any length in the text"
     usual_k: ClassVar[int] = 16
@@ -56,14 +56,14 @@ class TextDrafts(Portable):
 
 @dataclass(frozen=True)
 class Pair(Portable):
-    """Two methods in turn, of which one needs a model."""
+    """Two methods in turn, one of which needs a model."""
 
     what: ClassVar[str] = "two methods in turn"
 
 
 @dataclass(frozen=True)
 class ParallelHeads(Portable):
-    """Heads that guess the next tokens all at once."""
+    """Heads that predict the next tokens all at once."""
 
     source: str
 
@@ -72,13 +72,13 @@ class ParallelHeads(Portable):
 
 @dataclass(frozen=True)
 class FeatureHead(Portable):
-    """A head that goes on from the target's features, a token at a time."""
+    """A head that continues from the target's features, token by token."""
 
     source: str
-    hidden_states: tuple[int, ...] | None = None  # of the target, in the place of those that the head names
+    hidden_states: tuple[int, ...] | None = None  # target hidden states that override those named by the head
     top_k: int = 1  # children of a node
     max_nodes: int | None = None  # drafts in a tree
-    asks_for_tree: bool = False  # the user said so, and did not just leave it at the default
+    asks_for_tree: bool = False  # explicitly requested, not the default
 
     what: ClassVar[str] = "a head on the target's features"
 

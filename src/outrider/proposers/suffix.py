@@ -1,12 +1,12 @@
-"""The longest repeated end of the text is continued as it went on before: a suffix automaton, no model, no weights.
+"""Suffix drafting: continue the longest repeated suffix of the sequence as it continued before, with a suffix automaton.
 
-The idea is SuffixDecoding's (Oliaro et al. 2024): the longer the match, the longer the draft, as far as the continuation has
-been frequent. The index is the online suffix automaton of Blumer et al. 1985: O(1) amortised a token, at most 2n states and 3n
-transitions for n tokens, where a suffix tree of bounded depth d takes O(d) a token and forgets longer matches.
+After SuffixDecoding (Oliaro et al. 2024): the longer the match, the longer the draft, as long as the continuation is frequent.
+The index is the online suffix automaton of Blumer et al. 1985: O(1) amortised per token, at most 2n states and 3n transitions
+for n tokens. A suffix tree of bounded depth d takes O(d) per token and misses longer matches.
 
 A continuation is counted where it was the longest match and in the contexts in which it was new: *update exclusion*, as in the
-text compressor PPM (Moffat 1990). These are exactly the states that the automaton's own extension visits, so that counts cost
-nothing, where counting every context of a token takes O(text) in the worst case.
+text compressor PPM (Moffat 1990). The automaton's extension visits exactly these states, so counting is free; counting every
+context of a token takes O(n) in the worst case.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import TextDrafts
 from outrider.types import Context, OutriderError, Proposal, Request
 
-END = -1  # stands behind each earlier text: no token, so no match and no draft crosses it
+END = -1  # ends each earlier text: not a token, so no match or draft crosses it
 ROOT = 0
-NUM_BLOCKS = 4  # earlier texts are dropped by the quarter
-MAX_ENTRY = 64  # tokens with which a request enters a block of earlier texts: its longest match there at first
+NUM_BLOCKS = 4  # earlier texts are dropped in quarters
+MAX_ENTRY = 64  # tokens matched when a request enters a block of earlier texts: its longest initial match
 
 
 @dataclass(frozen=True)
 class SuffixConfig:
-    """How far a repetition is trusted, and whether texts of earlier requests count."""
+    """Length of drafts, and whether texts of earlier requests are used."""
 
-    min_match: int = 1  # tokens; after a match of one a draft is short, and cheap
-    drafts_per_match: float = 2.0  # drafts for each matched token
-    min_prob: float = 0.1  # of the whole draft so far, by counts; below it the draft stops
+    min_match: int = 1  # tokens; a draft after a match of one token is short and cheap
+    drafts_per_match: float = 2.0  # drafts per matched token
+    min_prob: float = 0.1  # minimum probability of the whole draft, by counts
     earlier_tokens: int = 0  # tokens of earlier requests to remember, prompts and outputs; 0: none
 
     def __post_init__(self) -> None:
@@ -49,10 +49,10 @@ class SuffixConfig:
 
 
 class SuffixAutomaton:
-    """The substrings of a growing text, and how often each was followed by what.
+    """Substrings of a growing sequence with counts of their continuations.
 
-    A state stands for substrings that end at the same places, the longest of ``lens[state]`` tokens; ``links`` leads to the
-    longest suffix that ends at more places. States are numbered from the root, 0, on.
+    A state represents the substrings with the same end positions, the longest of ``lens[state]`` tokens; ``links`` leads to
+    the longest suffix with more end positions. The root is state 0.
     """
 
     __slots__ = ("_best", "_counts", "_last", "_next", "_totals", "lens", "links")
@@ -62,8 +62,8 @@ class SuffixAutomaton:
         self.links = [-1]
         self._next: list[dict[int, int]] = [{}]
         self._totals = [0]  # continuations counted
-        self._best = [END]  # the most frequent of them, the latest on ties
-        self._counts: list[dict[int, int] | None] = [None]  # None: there is only one, counted ``_totals`` times
+        self._best = [END]  # most frequent continuation, the latest on ties
+        self._counts: list[dict[int, int] | None] = [None]  # None: a single continuation, counted ``_totals`` times
         self._last = ROOT
 
     @property
@@ -76,11 +76,11 @@ class SuffixAutomaton:
 
     @property
     def end(self) -> int:
-        """The state of the longest end of the text that stood somewhere else before; the root if there is none."""
+        """Return the state of the longest suffix that occurred before; the root if there is none."""
         return max(self.links[self._last], ROOT)
 
     def extend(self, token: int) -> None:
-        """Appends a token (Blumer et al. 1985), amortised O(1), and counts it."""
+        """Append a token (Blumer et al. 1985) and count it, in amortised O(1)."""
         following, links = self._next, self.links
         state, new = self._last, self._add(self.lens[self._last] + 1, {})
         while state >= 0 and token not in following[state]:
@@ -95,9 +95,9 @@ class SuffixAutomaton:
         self._last = new
 
     def follow(self, state: int, length: int, token_ids: Sequence[int]) -> tuple[int, int]:
-        """Where a match of ``length`` tokens in ``state`` leads with more tokens: the longest match then, and its length."""
+        """Extend a match of ``length`` tokens in ``state`` by more tokens; return the longest match and its length."""
         following, links, lens = self._next, self.links, self.lens
-        while state and length <= lens[links[state]]:  # the state was split since
+        while state and length <= lens[links[state]]:  # the state was split in the meantime
             state = links[state]
         for token in token_ids:
             after = following[state].get(token)
@@ -109,10 +109,10 @@ class SuffixAutomaton:
         return state, length
 
     def continuation(self, state: int, k: int, min_len: int, min_prob: float) -> list[int]:
-        """At most k tokens, each the most frequent after those before it, while their joint probability is ``min_prob``.
+        """Return at most k tokens, each the most frequent continuation, while their joint probability is at least ``min_prob``.
 
-        Where the text ends, the draft goes on after the longest end of at least ``min_len`` tokens that stood elsewhere, so
-        that what repeats goes on repeating.
+        At the end of the sequence the draft continues after the longest suffix of at least ``min_len`` tokens that occurred
+        elsewhere, so that a repetition continues.
         """
         drafts: list[int] = []
         prob = 1.0
@@ -142,7 +142,7 @@ class SuffixAutomaton:
         return len(self.lens) - 1
 
     def _exactly(self, state: int, token: int) -> int:
-        """The state of precisely ``state``'s longest substring and the token: split off where it stands for longer ones too."""
+        """Return the state of exactly ``state``'s longest substring plus the token; split it off if it has longer ones."""
         following, links = self._next, self.links
         found = following[state][token]
         length = self.lens[state] + 1
@@ -174,7 +174,7 @@ class SuffixAutomaton:
 
 @dataclass(eq=False, slots=True)
 class Cursor:
-    """How far the end of a request's text matches a block of earlier texts."""
+    """Match of a request's suffix in a block of earlier texts."""
 
     block: SuffixAutomaton
     state: int = ROOT
@@ -185,15 +185,15 @@ class Cursor:
 
 
 class EarlierTexts:
-    """Texts of requests that ended, at most ``max_tokens`` with a mark behind each; the oldest quarter goes first."""
+    """Texts of finished requests, at most ``max_tokens`` with a separator each; the oldest quarter is dropped first."""
 
     def __init__(self, max_tokens: int) -> None:
         self._block_size = max_tokens // NUM_BLOCKS
         self._used = self._block_size
-        self.blocks: deque[SuffixAutomaton] = deque(maxlen=NUM_BLOCKS)  # the newest first
+        self.blocks: deque[SuffixAutomaton] = deque(maxlen=NUM_BLOCKS)  # newest first
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Remembers a text, its end if it is longer than all there is room for."""
+        """Add a text; only its end if it is longer than the memory."""
         room = self._block_size * NUM_BLOCKS - 1
         for token in [*token_ids[-room:], END]:
             if self._used == self._block_size:
@@ -204,16 +204,16 @@ class EarlierTexts:
 
 
 class _Track:
-    """One request: its own automaton, and where it stands in the earlier texts."""
+    """One request: its own automaton and its matches in earlier texts."""
 
     def __init__(self, request: Request) -> None:
-        self.token_ids = request.token_ids  # the request's own list, which grows
+        self.token_ids = request.token_ids  # the request's list, which grows
         self.own = SuffixAutomaton()
         self.cursors: list[Cursor] = []
         self._num_read = 0
 
     def catch_up(self, blocks: Sequence[SuffixAutomaton]) -> None:
-        """Reads the tokens committed since."""
+        """Process the newly committed tokens."""
         fresh = self.token_ids[self._num_read :]
         for token in fresh:
             self.own.extend(token)
@@ -225,7 +225,7 @@ class _Track:
         self._num_read = len(self.token_ids)
 
     def longest(self) -> Cursor:
-        """The longest match; on ties the request's own text, then the newest block."""
+        """Return the longest match; on ties the request's own, then the newest block's."""
         longest = Cursor(self.own, self.own.end, self.own.lens[self.own.end])
         for cursor in self.cursors:
             if cursor.length > longest.length:
@@ -234,7 +234,7 @@ class _Track:
 
 
 class SuffixProposer(Proposer):
-    """Drafts the most frequent continuation of the longest match in prompt, output and, if asked to, earlier requests."""
+    """Drafts the most frequent continuation of the longest match in prompt, output and, optionally, earlier requests."""
 
     name = "suffix"
     reads_text_only = True
@@ -247,7 +247,7 @@ class SuffixProposer(Proposer):
 
     @property
     def memory(self) -> EarlierTexts | None:
-        """The texts of earlier requests; None where they do not count."""
+        """Texts of earlier requests; None if unused."""
         return self._earlier
 
     @memory.setter
@@ -256,7 +256,7 @@ class SuffixProposer(Proposer):
         self._earlier = known if known is not None or not size else EarlierTexts(size)
 
     def propose(self, context: Context, k: int) -> Proposal:
-        """Point masses; none where nothing repeats."""
+        """Return point masses; none without a match."""
         return chain_proposal(
             [
                 self._drafts(request, min(k, limit, self.max_drafts))

@@ -1,8 +1,8 @@
-"""How likely the nodes of the next tree are to be accepted, as earlier rounds showed.
+"""Acceptance probabilities of tree nodes, estimated from earlier rounds.
 
-What a head was measured to reach on held-out text, and what it says of its own drafts, are beginnings: the text at hand may be
-easier or harder, and a head that learned whole distributions is less sure of its likeliest token than it is often right when
-the target takes its own likeliest. A tree grown by such a confidence ends too early.
+Accuracies measured on held-out text and the head's own confidences are priors only: the current text may be easier or harder,
+and a head that learned whole distributions is less confident in its likeliest token than that token is often right when the
+target takes its own likeliest. A tree grown by such confidences ends too early.
 """
 
 from __future__ import annotations
@@ -20,32 +20,31 @@ from outrider.types import Context, Verdict
 
 Floats = NDArray[np.float64]
 
-CENTRES = tuple(range(-6, 7))  # of the bins: logarithms of odds
-LEAST = 1 / (1 + math.exp(-CENTRES[0]))  # confidences below, and above 1 minus it, are all alike
-BELIEF = 4.0  # drafts of each confidence that its own word counts for
-MEASURED = 16.0  # texts that what was measured before counts for
-MOST = 200.0  # drafts that are remembered: older ones count less and less
-REFRESH = 16  # texts after which rates are worked out anew: a new shape of tree is chosen for them
+CENTRES = tuple(range(-6, 7))  # bin centres: log-odds
+LEAST = 1 / (1 + math.exp(-CENTRES[0]))  # confidences below it, and above 1 minus it, share a bin
+BELIEF = 4.0  # weight of the head's own confidence, in drafts per bin
+MEASURED = 16.0  # weight of the measured prior, in observations
+MOST = 200.0  # limit of the effective number of drafts: older ones decay
+REFRESH = 16  # observations between updates of the rates, which select a new tree shape
 
 
 class Calibration:
-    """From a head's confidence in a draft to the share of such drafts that the target took.
+    """Calibrates a head's confidence to the measured acceptance.
 
-    By counts in bins of the confidence's odds, one apart, and straight lines between (histogram binning: Zadrozny and Elkan
-    2001; Guo et al. 2017, section 4); the likeliest of a node's children apart from the others. As long as little was seen, a
-    confidence is believed.
+    Counts in bins of the log-odds, linearly interpolated (histogram binning: Zadrozny and Elkan 2001; Guo et al. 2017,
+    section 4), with the likeliest child apart from its siblings. With few observations the confidence itself is used.
     """
 
     def __init__(self) -> None:
         believed = [1 / (1 + math.exp(-at)) for at in CENTRES]
         self._tried = [[BELIEF] * len(CENTRES) for _ in range(2)]  # [first child or other][bin]
         self._kept = [[BELIEF * rate for rate in believed] for _ in range(2)]
-        self._rates: Floats | None = None  # of both rows, until more is learned
+        self._rates: Floats | None = None  # cached rates of both rows
 
     def chances(self, confidences: Floats) -> Floats:
-        """[..., R], of siblings with the likeliest first -> the same shape: how likely each is to be taken.
+        """Map confidences [..., R], siblings with the likeliest first, to acceptance probabilities of the same shape.
 
-        What cannot come, as a token that a grammar forbids, stays impossible.
+        Impossible tokens, such as those that a grammar forbids, keep probability zero.
         """
         if self._rates is None:
             self._rates = np.array(self._kept) / np.array(self._tried)
@@ -57,7 +56,7 @@ class Calibration:
         return chances
 
     def learn(self, confidences: Sequence[float], taken: int | None) -> None:
-        """Counts the children of one node, the likeliest first: of confidences c1, c2, ... the target took number ``taken``."""
+        """Count the children of one node, likeliest first: the target accepted number ``taken`` of confidences c1, c2, ..."""
         for rank, confidence in enumerate(confidences):
             tried, kept = self._tried[rank > 0], self._kept[rank > 0]
             inner = min(max(confidence, LEAST), 1 - LEAST)
@@ -72,20 +71,20 @@ class Calibration:
 
 
 class SiblingRates:
-    """By depth and rank: how often a draft was the one taken where its parent was.
+    """Acceptance rate by depth and rank, given that the parent was accepted.
 
-    Begins with what was measured before; ``table`` is what a tree of fixed shape is chosen by (see ``trees.grown``).
+    Starts from the measured prior; ``table`` selects a tree of fixed shape (see ``trees.grown``).
     """
 
     def __init__(self, measured: Sequence[Sequence[float]]) -> None:
-        """``measured[d][r]``: of the draft of rank r at depth d + 1."""
+        """``measured[d][r]``: prior rate of the draft of rank r at depth d + 1."""
         self.table = tuple(tuple(row) for row in measured)
         self._tried = [[MEASURED] * len(row) for row in measured]
         self._kept = [[MEASURED * rate for rate in row] for row in measured]
         self._news = 0
 
     def learn(self, ranks: Sequence[int], taken: Sequence[int | None]) -> None:
-        """Counts one text: at depth d + 1 there were ``ranks[d]`` drafts, and the target took the one of rank ``taken[d]``."""
+        """Count one observation: ``ranks[d]`` drafts at depth d + 1, of which the target accepted rank ``taken[d]``."""
         for tried, kept, count, rank in zip(self._tried, self._kept, ranks, taken, strict=False):
             for at in range(min(count, len(tried))):
                 tried[at] += 1
@@ -100,16 +99,16 @@ class SiblingRates:
 
 
 class Drafted(Protocol):
-    """A request's tree, until it is known what the target took."""
+    """A request's tree, until the verdict."""
 
     def learn(self, path: list[int], next_token: int) -> None:
-        """``path``: the nodes that were accepted, from the root on; ``next_token``: what came after them."""
+        """``path``: the accepted nodes from the root; ``next_token``: the token after them."""
         ...
 
 
 @dataclass(frozen=True)
 class GrownTree:
-    """The candidates for one request's tree, C of them, and which became its nodes."""
+    """The C candidates for one request's tree, and the chosen nodes."""
 
     tokens: list[int]
     parents: list[int]
@@ -118,7 +117,7 @@ class GrownTree:
     calibration: Calibration
 
     def learn(self, path: list[int], next_token: int) -> None:
-        """``path``: the nodes that the target took. Candidates that did not become nodes are compared, too."""
+        """``path``: the accepted nodes. Candidates outside the tree are compared, too."""
         children: dict[int, list[int]] = {}
         for each, parent in enumerate(self.parents):
             children.setdefault(parent, []).append(each)
@@ -136,14 +135,14 @@ class GrownTree:
 
 @dataclass(frozen=True)
 class DrawnTree:
-    """The tree that was drawn for one request: the first ``count`` nodes of a shape."""
+    """The sampled tree of one request: the first ``count`` nodes of a shape."""
 
     shape: TreeShape
     count: int
     rates: SiblingRates
 
     def learn(self, path: list[int], next_token: int) -> None:
-        """``path``: the nodes that were accepted."""
+        """``path``: the accepted nodes."""
         ranks: list[int] = []
         taken: list[int | None] = []
         at = -1
@@ -158,7 +157,7 @@ class DrawnTree:
 
 
 def learn_from(drafted: dict[str, Drafted], context: Context, verdict: Verdict) -> None:
-    """Tells each request's tree what became of it, once: for a proposer's ``commit``."""
+    """Pass the verdict to each request's tree once, for a proposer's ``commit``."""
     num_accepted, next_tokens = verdict.num_accepted.tolist(), verdict.next_token.tolist()
     for b, request_id in enumerate(context.request_ids):
         if request_id in drafted:

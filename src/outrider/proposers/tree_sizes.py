@@ -1,7 +1,7 @@
-"""How large a token tree pays: the tokens it promises against the seconds of drafting and of scoring it, both as measured.
+"""Tree sizes: expected tokens against the measured seconds of drafting and scoring.
 
-A node costs a row of the target's pass. Where rows are nearly free (a GPU that waits for its weights) trees grow to their
-limit; where they are not (most CPUs, full batches) a tree of the nodes that pay is smaller, and a chain often best.
+A node costs one row of the target's pass. Where rows are nearly free (a memory-bound GPU) trees grow to their limit; elsewhere
+(most CPUs, full batches) smaller trees pay, often a chain.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider.runner import ModelRunner
 from outrider.runner.cost_book import CACHE_BUCKET
 from outrider.types import Context
 
-MEMORY = 0.9  # of what was seen of earlier rounds
+MEMORY = 0.9  # decay of earlier rounds
 REFRESH = 16  # rounds after which costs are looked up again
 
 
@@ -29,7 +29,7 @@ class TreeCosts:
     passes: Sequence[float]
 
     def best_size(self, worths: Sequence[float]) -> tuple[int, float]:
-        """The number of nodes with the most tokens a second, at least one, and that speed.
+        """Return the number of nodes with the most tokens per second, at least one, and that speed.
 
         ``worths``: expected accepted drafts that each further node adds over the batch, best first.
         """
@@ -39,23 +39,23 @@ class TreeCosts:
         return best, speeds[best]
 
     def level_pays(self, worth: float, seconds: float, worths: Sequence[float]) -> bool:
-        """Whether a level that takes so many seconds to draft pays if one of its nodes adds as much as ``worth``."""
+        """Return whether a level that takes ``seconds`` to draft pays if one of its nodes adds ``worth``."""
         size, speed = self.best_size(worths)
         row = self.passes[min(size + 1, len(self.passes) - 1)] - self.passes[size]
         return worth > speed * (seconds + row)
 
 
 class TreeSizes:
-    """The sizes of one proposer's trees: fixed where the user says so, else what pays."""
+    """Tree sizes of one proposer: fixed by the user, else as many nodes as pay."""
 
     def __init__(self, target: ModelRunner, fixed: int | None) -> None:
-        """``fixed``: drafts in a proposal; None: as many as pay, measured here at the two ends where nobody has yet."""
+        """``fixed``: drafts in a proposal; None: as many as pay, with costs measured here at both ends if unknown."""
         self.is_fixed = fixed is not None
-        # On a CPU's matrix units 15 drafts and the root fill a tile of 16 rows: one more would cost as much as all of them.
+        # With CPU matrix units 15 drafts and the root fill a tile of 16 rows; one more row costs as much as the whole tile.
         self.most = fixed or (60 if target.device.type == "cuda" else 15)
         self._costs = target.costs
         self._current: dict[tuple[int, int], tuple[int, TreeCosts]] = {}  # (batch, cache bucket) -> rounds until renewed, costs
-        self._step = 0.0  # seconds of a step of drafting
+        self._step = 0.0  # seconds per drafting step
         self._nodes_a_level = 2.0
         self._grown: dict[int, tuple[Sequence[Sequence[float]], list[tuple[int, ...]], list[float]]] = {}
         self._shapes: dict[tuple[int, int], TreeShape] = {}
@@ -64,7 +64,7 @@ class TreeSizes:
                 self._costs.record_pass(width, 1, 0, target.pass_cost(width, 1, 0, repeat=1))
 
     def expected(self, k: int) -> int:
-        """Nodes of a tree of depth k, as they lately were."""
+        """Return the recent number of nodes of trees of depth k."""
         return max(1, min(self.most, round(self._nodes_a_level * k))) if k else 0
 
     def costs(self, context: Context) -> TreeCosts | None:
@@ -80,15 +80,15 @@ class TreeSizes:
         return found
 
     def learn(self, num_nodes: int, depth: int, steps: int, started: float) -> None:
-        """Adds a round's tree, drafted in so many steps from ``started`` on."""
+        """Record a round's tree, drafted in ``steps`` steps since ``started``."""
         seconds = (perf_counter() - started) / steps
         self._step = min(seconds, MEMORY * self._step + (1 - MEMORY) * seconds) if self._step else seconds
         self._nodes_a_level = MEMORY * self._nodes_a_level + (1 - MEMORY) * num_nodes / depth
 
     def shape(self, acceptance: Sequence[Sequence[float]], context: Context, is_levelwise: bool) -> TreeShape:
-        """The static tree, as deep as ``acceptance`` is long (see ``trees.grown``).
+        """Return the static tree with the depth of ``acceptance`` (see ``trees.grown``).
 
-        ``is_levelwise``: each level takes a step of drafting of its own.
+        ``is_levelwise``: each level takes one drafting step.
         """
         k = len(acceptance)
         if k not in self._grown or self._grown[k][0] != acceptance:

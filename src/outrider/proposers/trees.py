@@ -1,6 +1,6 @@
-"""What tree-drafting methods share: trees of fixed shape chosen by expected acceptance, and drawing siblings.
+"""Shared by tree-drafting methods: trees of fixed shape chosen by expected acceptance, and sampling of siblings.
 
-Knows shapes, probabilities and tokens; no head and no model, but for a function that gives logits.
+Independent of heads and models, except for a function that returns logits.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from outrider.types import BatchSampler, Proposal
 
 @dataclass(frozen=True)
 class TreeShape:
-    """N nodes in a proposal's order: by depth, parents first, siblings by rank; of each depth inner nodes before leaves."""
+    """N nodes in proposal order: by depth, siblings by rank, inner nodes before leaves at each depth."""
 
     parents: tuple[int, ...]  # -1: the root
     ranks: tuple[int, ...]  # 0: the first sibling
     depths: tuple[int, ...]  # 1: a child of the root
 
     def cut(self, depth: int) -> int:
-        """How many nodes stand at most so deep: they come first."""
+        """Return the number of nodes up to a depth; they come first."""
         return sum(each <= depth for each in self.depths)
 
     def nodes_at(self, depth: int) -> list[int]:
@@ -35,11 +35,11 @@ class TreeShape:
 
 
 def grown(acceptance: Sequence[Sequence[float]], num_nodes: int) -> tuple[list[tuple[int, ...]], list[float]]:
-    """The nodes of the tree with the most expected accepted drafts, best first, and what each adds (Cai et al. 2024, 2.3.3).
+    """Return the nodes of the tree with the most expected accepted drafts, best first, with values (Cai et al. 2024, 2.3.3).
 
-    ``acceptance[d][r]``: the chance that at depth d + 1 the draft of rank r is the one accepted, given that its parent was. A
-    node, written as the ranks along its path, is worth their product; the one that adds most is added until the tree is full.
-    Every beginning of the list is a tree.
+    ``acceptance[d][r]``: probability that the draft of rank r at depth d + 1 is accepted, given that its parent was. The value
+    of a node, written as the ranks along its path, is the product; the node with the highest value is added until the tree is
+    full. Every prefix of the list is a tree.
     """
     best: list[tuple[int, ...]] = []
     worths: list[float] = []
@@ -63,7 +63,7 @@ def grown(acceptance: Sequence[Sequence[float]], num_nodes: int) -> tuple[list[t
 
 
 def shape_of(paths: Sequence[tuple[int, ...]]) -> TreeShape:
-    """The tree of these nodes, each with its parent among them."""
+    """Return the tree of these nodes, which must include each node's parent."""
     inner = {path[:-1] for path in paths}
     nodes = sorted(paths, key=lambda path: (len(path), path not in inner, path))
     place = {path: index for index, path in enumerate(nodes)} | {(): -1}
@@ -75,11 +75,11 @@ def shape_of(paths: Sequence[tuple[int, ...]]) -> TreeShape:
 def draw_tree(
     shape: TreeShape, sampler: BatchSampler, batch: int, logits_after: Callable[[list[int], Tensor], Tensor]
 ) -> Proposal:
-    """A tree of N nodes for B requests, siblings drawn one after the other without replacement.
+    """Sample a tree of N nodes for B requests, siblings one after the other without replacement.
 
-    ``probs`` are the distributions that each was drawn from, its earlier siblings taken out: for multi-round rejection.
-    ``logits_after``: inner nodes of a level (I numbers; -1 is the root), tokens [B, N] of which those up to them are drawn ->
-    logits [B, I, V] of what follows each of them.
+    ``probs`` are the distributions each node was sampled from, without its earlier siblings, for multi-round rejection.
+    ``logits_after``: maps the inner nodes of a level (I indices; -1 is the root) and tokens [B, N], sampled up to them, to
+    logits [B, I, V] of the token after each.
     """
     inner, token_ids = [-1], torch.zeros(batch, len(shape.parents), dtype=torch.long)
     logits = logits_after(inner, token_ids)
@@ -104,10 +104,10 @@ def draw_tree(
 
 
 def without(probs: Tensor, drawn: Tensor | None, logits: Tensor) -> Tensor:
-    """The distribution of the next sibling: [B, V] with the tokens of earlier ones [B, R] taken out, renormalised.
+    """Return the distribution of the next sibling: [B, V] without the tokens of earlier ones [B, R], renormalised.
 
-    Where nothing is left to draw (greedy rows after their first child, a truncation that leaves fewer tokens than siblings) it
-    is a point mass at the likeliest token by ``logits`` [B, V] that no sibling has.
+    If no probability is left (greedy rows after their first child, truncation to fewer tokens than siblings), it is a
+    point mass at the likeliest token by ``logits`` [B, V] that no sibling has.
     """
     if drawn is None or drawn.shape[1] == 0:
         return probs

@@ -1,4 +1,4 @@
-"""Executing a model: loading, KV cache, fixed-shape passes. This room does not know where drafts come from."""
+"""Model execution: loading, KV cache, passes. Independent of drafting methods."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Attention over Outrider's own KV cache, plugged into transformers by its public ``AttentionInterface``: no model code is
-forked.
+"""Attention over Outrider's own KV cache, registered with transformers' public ``AttentionInterface``, without forked model
+code.
 
-A pass's layout (which cache rows, where it writes, who sees whom) is the runner's to say and no model's: it is set for the
-time of the forward call by ``active_pass``, and the attention function of every layer reads it there.
+The runner determines a pass's layout (cache rows, write positions, visibility): ``active_pass`` sets it for the forward call,
+and the attention function of every layer reads it.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ NAME = "outrider"
 
 @dataclass(frozen=True)
 class PassLayout:
-    """Where the T tokens of one pass stand in the cache: those of B requests one behind the other, at most W of each."""
+    """Layout of the T tokens of one pass in the cache: those of B requests concatenated, at most W each."""
 
     stores: tuple[Tensor, ...]  # keys and values, in turn, of each kind of layer: [L, R, Hkv, S, D]; then recurrent states
     places: tuple[tuple[int, int] | None, ...]  # by layer: its kind, and its index among the layers of that kind
     cache_rows: Tensor  # [B] int64
-    bases: Tensor  # [B] int64: slot of the pass's first token; slots before it hold the committed text
-    ends: Tensor  # [B] int64: where each request's tokens end among the T
+    bases: Tensor  # [B] int64: slot of the pass's first token; earlier slots hold committed tokens
+    ends: Tensor  # [B] int64: end of each request's tokens among the T
     positions: Tensor  # [1, T] int64
-    visible: Tensor  # bool [B, W, M], M >= W: which of the last M slots, a text of W tokens at their end, each token sees
-    hidden: Tensor | None = None  # [1, T, H]: what the layer before the first one run gave, where that is not the first
+    visible: Tensor  # bool [B, W, M], M >= W: visibility of the last M slots, which end with the pass's W tokens
+    hidden: Tensor | None = None  # [1, T, H]: input of the first layer of the pass, if that is not layer 0
     states: StateShapes = NO_STATES  # of recurrent layers
     keeps_keys: bool = False  # whether this is the pass of one request, by a model that asks the cache for keys and values
-    layers_done: set[int] = field(default_factory=set)  # whose attention has run
+    layers_done: set[int] = field(default_factory=set)  # layers whose attention has run
 
     def state(self, key: StateKey, shape: StateShape) -> tuple[Tensor, int]:
         """The store [L, R, S, ...] of one recurrent state, and its index there."""
@@ -62,7 +62,7 @@ _active: PassLayout | None = None
 
 
 def given_hidden() -> Tensor:
-    """The hidden states [1, T, H] with which the pass under way begins, where it does not begin with tokens."""
+    """Return the hidden states [1, T, H] that the running pass begins with, if not with tokens."""
     if _active is None or _active.hidden is None:
         raise RuntimeError("a pass that begins behind the first layer needs hidden states")
     return _active.hidden
@@ -145,7 +145,7 @@ def attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: writes this pass's keys and values, attends to what is visible -> [1, T, H, Dv]."""
+    """Attention function for transformers: write this pass's keys and values and attend to visible slots -> [1, T, H, Dv]."""
     layout = _active
     if layout is None:
         raise RuntimeError("this model was prepared by Outrider's runner: call the runner, not the model")
@@ -184,7 +184,7 @@ def check(module: nn.Module, attention_mask: Tensor | None, options: dict[str, A
     if getattr(module, "is_causal", True) is False:
         raise OutriderError(f"{kind} needs to see both ways in attention, which Outrider's cache does not support")
     odd = next((name for name in ("position_bias", "sinks") if options.get(name) is not None), None)
-    # The mask that Outrider gives is of booleans: another one is the model's.
+    # Outrider passes a boolean mask; any other one is the model's own.
     if odd is None and attention_mask is not None and attention_mask.dtype != torch.bool:
         odd = "a mask of its own"
     if odd is not None:
@@ -206,7 +206,7 @@ def reach_of(module: Any, options: dict[str, Any]) -> Reach:
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Visibility is the layout's: transformers need build no mask."""
+    """Return no mask: visibility comes from the layout."""
 
 
 AttentionInterface.register(NAME, attend)

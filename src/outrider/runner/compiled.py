@@ -1,9 +1,8 @@
-"""Passes compiled ahead of time: exported once with free shapes, built by inductor, kept on disk, loaded in milliseconds.
+"""Passes compiled ahead of time: exported once with dynamic shapes, built by inductor, cached on disk, loaded in milliseconds.
 
-Why ahead of time and not ``torch.compile``: a process that finds the package on disk traces nothing and checks no guards, so
-the first token of a fresh process comes from compiled code. Why free shapes: the time goes to Outrider's two operators, which
-do not care, and one package then serves every batch, draft length and cache size. The package holds no weights: it reads the
-model's.
+Unlike ``torch.compile``, a process with a package on disk traces nothing and checks no guards, so its first token comes from
+compiled code. Shapes are dynamic because Outrider's operators, which take most of the time, do not depend on them; one package
+serves every batch, draft length and cache size. A package contains no weights: it reads the model's.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ Run = Callable[[list[Tensor]], list[Tensor]]
 SECONDS, SECONDS_PER_LAYER = 8.0, 1.5  # that compiling a pass takes, roughly, on one core
 FOLDER, SUFFIX = "passes", ".pt2"  # of the disk cache
 
-# what a package is made from, beside the model
+# inputs of a package in addition to the model
 TRACED = (
     "attention.py",
     "compiled.py",
@@ -58,7 +57,7 @@ TRACED = (
 
 
 def is_supported(model: PreTrainedModel) -> bool:
-    """Only models wholly on the CPU kernels: elsewhere passes stay eager or are captured as graphs."""
+    """Return whether the model runs entirely on the CPU kernels; other passes stay eager or are captured as graphs."""
     return model.device.type == "cpu" and is_packed(model)
 
 
@@ -86,7 +85,7 @@ def may_build() -> bool:
 
 
 def load(module: Pass, build: bool) -> Run | None:
-    """The compiled form of a ``Pass``: from disk, else built if ``build``. None where there is none or it cannot be built."""
+    """Return the compiled ``Pass`` from disk, or build it if ``build``. None if there is none or compilation fails."""
     build &= may_build()
     key = _key(module)
     path = disk_cache.find(FOLDER, key, SUFFIX)
@@ -102,15 +101,15 @@ def load(module: Pass, build: bool) -> Run | None:
     try:
         return _load(module, _build(module, key))
     except Exception as error:
-        # Compilers fail in more ways than can be listed, and the eager pass computes the same.
+        # Compilation can fail in many ways; the eager pass computes the same.
         logger.warning("this model does not compile, its passes stay eager: %s", first_line(error))
         logger.debug("compilation failed", exc_info=True)
         return None
 
 
 def _load(module: Pass, path: Path) -> Run:
-    # What torch._inductor.aoti_load_package does, less its look at the processor: it starts Pythons that load torch, two
-    # seconds before a first token, to compare what the package's path already says.
+    # torch._inductor.aoti_load_package without its processor check, which starts Python processes for two seconds to verify
+    # what the package's path already encodes.
     package = torch.classes.outrider.Package(str(path))
     tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
     package.load({name: tensors[name] for name in package.names()})
@@ -119,7 +118,7 @@ def _load(module: Pass, path: Path) -> Run:
 
 
 def export(module: Pass) -> ExportedProgram:
-    """The pass as a graph: batch, lengths, cache size and number of logits are free."""
+    """Export the pass with dynamic batch, lengths, cache size and number of logits."""
     shape = module.cache_shape
     batch, width, total = 2, 3, 5
     stores = [
@@ -130,7 +129,7 @@ def export(module: Pass) -> ExportedProgram:
     states = [torch.zeros(shape) for shape in store_shapes(shape.states, module.state_slots, rows=2)]
     tokens = torch.zeros(1, total, dtype=torch.long)
     if module.span.start:
-        tokens = torch.zeros(1, total, text_config(module.model).hidden_size)  # float32, as all between packed layers is
+        tokens = torch.zeros(1, total, text_config(module.model).hidden_size)  # float32, as between packed layers
     inputs: tuple[Any, ...] = (
         tokens,
         torch.tensor([[0, 1, 0, 1, 2]]),
@@ -148,7 +147,7 @@ def export(module: Pass) -> ExportedProgram:
     cache_dims = ({1: rows, 3: dim("slots", min=1)},) * len(stores) + ({1: rows},) * len(states)
     shapes = ({1: t}, {1: t}, each, each, each, {0: b, 1: w, 2: w}, {0: dim("m", min=1)}, cache_dims)
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its own use of itself
+        warnings.simplefilter("ignore", FutureWarning)  # torch's internal warnings
         return torch.export.export(module, inputs, strict=False, dynamic_shapes=shapes)
 
 
@@ -162,7 +161,7 @@ def _build(module: Pass, key: str) -> Path:
     ):
         exported = export(module)
         fuse_gates(exported)
-        # What is left beside Outrider's operators is small: waking threads for it would take longer than doing it.
+        # Operations besides Outrider's are small: waking threads for them takes longer than computing them.
         options = {"aot_inductor.package_constants_in_so": False, "cpp.threads": 1, **_compiler_option(folder)}
         package = Path(built) / f"{key}{SUFFIX}"
         with torch.no_grad(), warnings.catch_warnings():
@@ -203,7 +202,7 @@ def _name(module: Pass) -> str:
 
 
 def _key(module: Pass) -> str:
-    """One package per computation: the config without names and dates, the kinds of weights, the versions and the CPU."""
+    """Return the package path, keyed by config (without names and dates), weight types, versions and CPU."""
     model = module.model
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     tensors = [[name, list(t.shape), str(t.dtype)] for name, t in [*module.named_parameters(), *module.named_buffers()]]

@@ -1,8 +1,7 @@
-"""``activation(gate) * up`` of an exported pass, made a part of the linear layer that computes both.
+"""Fuse ``activation(gate) * up`` of an exported pass into the linear layer that computes both.
 
-Left to inductor it is a loop of its own, on one thread, which reads what the layer has just written: of a prompt's rows that
-takes half as long as the layer. Found in the exported graph, so that it is what the model computes, whatever its modules are
-called.
+Inductor would run it as a separate single-threaded loop over the layer's output, which takes half as long as the layer for a
+prompt's rows. Matching on the exported graph makes it independent of module names.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ aten = torch.ops.aten
 
 
 def fuse_gates(program: ExportedProgram) -> int:
-    """Rewrites the graph in place; how many layers were found."""
+    """Rewrite the graph in place; return the number of fused layers."""
     graph = program.graph_module.graph
     found = 0
     for product in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
@@ -42,7 +41,7 @@ def fuse_gates(program: ExportedProgram) -> int:
 
 
 def _gated(product: Any) -> tuple[str, list[Any]] | None:
-    """The activation, and the nodes of a gated product from its end to the linear layer. None for other products."""
+    """Return the activation and the nodes from a gated product to its linear layer; None for other products."""
     for gate, up in (product.args, product.args[::-1]):
         activation = _activation(gate)
         if activation is None or not _is_half(gate.args[0], 0) or not _is_half(up, 1):
@@ -57,7 +56,7 @@ def _gated(product: Any) -> tuple[str, list[Any]] | None:
 
 
 def _activation(node: Any) -> str | None:
-    """The kernel's name of an activation's call."""
+    """Return the kernel's name of an activation call."""
     target = getattr(node, "target", None)
     if target is aten.silu.default:
         return "silu"
@@ -67,7 +66,7 @@ def _activation(node: Any) -> str | None:
 
 
 def _is_half(node: Any, index: int) -> bool:
-    """Whether it is that half of something's last dimension."""
+    """Return whether a node is that half of the last dimension."""
     if getattr(node, "target", None) is not operator.getitem or node.args[1] != index:
         return False
     split = node.args[0]
@@ -76,7 +75,7 @@ def _is_half(node: Any, index: int) -> bool:
 
 
 def _is_whole(layer: Any) -> bool:
-    """Whether it is a linear layer without bias, of whole panels in both halves."""
+    """Return whether it is a linear layer without bias and with whole panels in both halves."""
     target = getattr(layer, "target", None)
     if target not in (torch.ops.outrider.linear.default, torch.ops.outrider.linear_scaled.default):
         return False

@@ -1,8 +1,8 @@
 """CUDA: passes captured once per shape as graphs and replayed, so that launching a few hundred small kernels costs one launch.
 
 A graph works on fixed memory: each shape has its own input tensors, into which a pass's inputs are copied before the replay.
-Requests are padded to the longest by the runner, so that shapes are few. A cache that has grown lives elsewhere, so its graphs
-are captured anew.
+The runner pads requests to the longest, so that there are few shapes. When the cache grows, its memory moves and graphs are
+captured again.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ Replay = Callable[[], None]
 Record = Callable[[Callable[[], Sequence[Tensor]]], tuple[Replay, Sequence[Tensor]]]
 
 NUM_INPUTS_COPIED = 7  # of Pass.forward: tokens, positions, rows, bases, ends, visibility, places; then come the cache's stores
-MAX_WIDTH = 64  # wider passes read prompts: they keep the device busy without a graph, and come in any width
+MAX_WIDTH = 64  # wider passes are prefill: they keep the device busy without a graph and have any width
 
 
 def record_cuda(function: Callable[[], Sequence[Tensor]]) -> tuple[Replay, Sequence[Tensor]]:
-    """Captures what ``function`` launches as a CUDA graph. Returns its replay and the tensors that each replay writes."""
+    """Capture ``function`` as a CUDA graph. Return its replay and the tensors that each replay writes."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(2):  # libraries allocate their workspaces at first use, which must not happen during capture
+        for _ in range(2):  # libraries allocate workspaces on first use, which must not happen during capture
             function()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
@@ -51,16 +51,16 @@ class GraphRunner:
     def __init__(self, function: Function, record: Record = record_cuda) -> None:
         self._function, self._record = function, record
         self._captured: dict[tuple[int, ...], _Captured] = {}
-        self._cache: tuple[int, ...] = ()  # where the cache stood that they were captured over, and its shape
+        self._cache: tuple[int, ...] = ()  # address and shape of the captured cache
 
     def __call__(self, inputs: list[Tensor]) -> Sequence[Tensor]:
-        """Inputs as ``Pass.forward`` takes them."""
+        """Takes the inputs of ``Pass.forward``."""
         (visible, places), stores = inputs[NUM_INPUTS_COPIED - 2 : NUM_INPUTS_COPIED], inputs[NUM_INPUTS_COPIED:]
         batch, width = visible.shape[:2]
         if width > MAX_WIDTH:
             return self._function(inputs)
         cache = tuple(number for store in stores for number in (store.data_ptr(), *store.shape))
-        if cache != self._cache:  # all of them: memory that is free again may come to hold a cache of another shape
+        if cache != self._cache:  # drop all: freed memory may be reused by a cache of another shape
             self._captured.clear()
             self._cache = cache
         key = (inputs[0].shape[1], batch, width, places.shape[0])
@@ -73,7 +73,7 @@ class GraphRunner:
         return found.outputs
 
     def _capture(self, inputs: list[Tensor]) -> _Captured:
-        # Warming up runs the pass for good, on these very inputs: it writes the slots that the replay writes again.
+        # Warm-up runs the pass on the same inputs and writes the same slots as the replay.
         fixed = [given.clone() for given in inputs[:NUM_INPUTS_COPIED]]
         stores = inputs[NUM_INPUTS_COPIED:]
         replay, outputs = self._record(lambda: self._function([*fixed, *stores]))

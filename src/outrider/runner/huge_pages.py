@@ -1,4 +1,4 @@
-"""Memory for weights in pages of 2 MiB: a pass streams all of them, and fetching ahead stops at page ends (2-5% of a pass)."""
+"""Weights in 2 MiB pages: a pass streams all of them, and hardware prefetching stops at page ends (2-5% of a pass)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE = 2 << 20
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An uninitialised CPU tensor, in huge pages where the system has them and the tensor fills one; else an ordinary one."""
+    """Return an uninitialised CPU tensor, in huge pages if supported and the tensor fills one."""
     count = torch.Size(shape).numel()
     num_bytes = count * dtype.itemsize
     if num_bytes < PAGE or sys.platform != "linux" or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -22,5 +22,5 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
-        return torch.empty(*shape, dtype=dtype)  # a kernel built without them
-    return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)  # keeps the mapping as long as it lives
+        return torch.empty(*shape, dtype=dtype)  # the kernel does not support huge pages
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)  # keeps the mapping alive

@@ -1,8 +1,8 @@
-"""The KV cache: preallocated, ragged, and free to roll back.
+"""Preallocated, ragged KV cache with free rollback.
 
-Every request owns a row. A pass writes behind the row's committed slots; what a verdict rejects is simply overwritten by the
-next pass, so rollback moves no data. Only an accepted *tree* path that is not contiguous is gathered into place. A row of a
-request that ended may stay until it is needed: the next request that begins with the same text goes on from there.
+Every request owns a row. A pass writes after the row's committed slots; rejected drafts are overwritten by the next pass, so
+rollback moves no data. Only an accepted *tree* path that is not contiguous is gathered into place. The row of a finished
+request may be kept until it is needed: a later request with the same prefix continues from it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from outrider.runner import attention, recurrence
 from outrider.runner.state_cache import NO_STATES, StateCache, StateShapes
 from outrider.types import OutriderError
 
-SHARED = 16  # tokens from which on a common beginning is worth taking over
-SLACK = 64  # slots behind max_len for the padding of a pass and for drafts that reach over the end; more only when needed
+SHARED = 16  # minimum common prefix worth reusing, in tokens
+SLACK = 64  # slots after max_len for padding and for drafts beyond the end; more only when needed
 
 
 class LayerShape(NamedTuple):
-    """What one layer stores of one token."""
+    """Cache entry of one layer and token."""
 
     num_kv_heads: int
     key_dim: int
@@ -68,7 +68,7 @@ class CacheShape:
 
     @property
     def floats_per_token(self) -> int:
-        """Numbers kept per committed token, all layers."""
+        """Return the numbers stored per committed token over all layers."""
         return sum(count * kind.num_kv_heads * (kind.key_dim + kind.value_dim) for kind, count in self.kinds)
 
 
@@ -139,25 +139,25 @@ class KVCache(PassThrough):
         budget: int | None = None,
         max_drafts: int = 16,
     ) -> None:
-        """``budget``: bytes that keys and values may take, where requests are admitted before they come; None: no limit."""
+        """``budget``: byte limit of keys and values, with reservation at admission; None: no limit."""
         super().__init__()
         self.shape, self.max_rows, self.max_len = shape, rows, max_len
         self.dtype, self._device = dtype, device
         self._row_of: dict[str, int] = {}
-        self._texts: dict[str, Sequence[int]] = {}  # of requests with a row, as they grow, where rows are to be kept
-        self._kept: dict[int, list[int]] = {}  # row of an ended request -> its text; the least recently used first
+        self._texts: dict[str, Sequence[int]] = {}  # token lists of requests with a row, if rows are kept
+        self._kept: dict[int, list[int]] = {}  # row of a finished request -> its tokens, least recently used first
         self.states = StateCache(shape.states, max_drafts, device)
         bytes_per_slot = max(1, shape.floats_per_token * dtype.itemsize)
         self._state_slots = -(-4 * shape.states.floats_per_row(self.states.slots) // bytes_per_slot)  # what a row's states cost
-        self._budget = None if budget is None else budget // bytes_per_slot  # slots, all rows'
-        self._promised: dict[str, int] = {}  # slots set apart for requests
+        self._budget = None if budget is None else budget // bytes_per_slot  # slots of all rows
+        self._promised: dict[str, int] = {}  # reserved slots by request
         if self._budget is not None:
             self.max_len = min(max_len, self._budget - SLACK - self._state_slots)
             if self.max_len < 2:
                 raise OutriderError("the memory for the cache does not hold a single text: raise kv_memory")
-        self.num_looked_up = self.num_reused = 0  # tokens of prompts, and those of them that a kept row had
+        self.num_looked_up = self.num_reused = 0  # prompt tokens, and those found in kept rows
         self._free: list[int] = []
-        self.cached_lens: list[int] = []  # by row: tokens whose keys and values stand in the cache
+        self.cached_lens: list[int] = []  # by row: number of cached tokens
         self.num_rows = self.capacity = 0  # at present; slots of each row
         self.stores = self._allocate(0, 0)
 
@@ -167,8 +167,8 @@ class KVCache(PassThrough):
             for kind, count in self.shape.kinds
             for dim in (kind.key_dim, kind.value_dim)
         ]
-        with torch.inference_mode(False):  # it outlives the pass that it grew in, and is written to outside of passes too
-            # attention never reads what was not written
+        with torch.inference_mode(False):  # it outlives the current pass and is written outside of passes too
+            # attention never reads unwritten slots
             return tuple(torch.empty(shape, dtype=self.dtype, device=self._device) for shape in shapes)
 
     @property
@@ -179,7 +179,7 @@ class KVCache(PassThrough):
     # -- rows ---------------------------------------------------------------------------------------------------------------
 
     def row(self, request_id: str) -> int:
-        """The request's row, a free one for a request not seen before. Raises ``OutriderError`` when all are taken."""
+        """Return the request's row, a free one for a new request. Raises ``OutriderError`` if none is free."""
         found = self._row_of.get(request_id)
         if found is None:
             if not self._free and not self._grow_rows():
@@ -190,7 +190,7 @@ class KVCache(PassThrough):
         return found
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Frees the rows of requests that ended; unknown ids are ignored."""
+        """Free the rows of finished requests; unknown ids are ignored."""
         for request_id in request_ids:
             self._texts.pop(request_id, None)
             self._promised.pop(request_id, None)
@@ -201,7 +201,7 @@ class KVCache(PassThrough):
     # -- common beginnings ----------------------------------------------------------------------------------------------------
 
     def row_for(self, request_id: str, text: Sequence[int]) -> int:
-        """The request's row; a new request starts with the longest beginning of its text that any row holds."""
+        """Return the request's row; a new request starts with the longest cached prefix of any row."""
         if request_id in self._row_of:
             self._texts[request_id] = text
             return self._row_of[request_id]
@@ -217,7 +217,7 @@ class KVCache(PassThrough):
         return found
 
     def retire(self, request_ids: Sequence[str]) -> None:
-        """Keeps what is cached of requests that ended, until their rows are needed."""
+        """Keep the caches of finished requests until their rows are needed."""
         for request_id in request_ids:
             text, row = self._texts.get(request_id), self._row_of.get(request_id)
             if text is not None and row is not None and self.cached_lens[row] >= SHARED:
@@ -225,7 +225,7 @@ class KVCache(PassThrough):
                 self._kept[row] = list(text[: self.cached_lens[row]])
 
     def _longest_beginning(self, text: Sequence[int]) -> tuple[int | None, int]:
-        """The row that holds most of a text's beginning, all but the last token at most, and how much that is."""
+        """Return the row with the longest common prefix, without the last token, and its length."""
         held: list[tuple[int, Sequence[int]]] = [*self._kept.items()]
         held += [(self._row_of[name], known) for name, known in self._texts.items() if name in self._row_of]
         best, longest = None, SHARED - 1
@@ -233,21 +233,21 @@ class KVCache(PassThrough):
             most = min(len(known), self.cached_lens[row], len(text) - 1)
             if most > longest:
                 if list(known[: longest + 1]) != list(text[: longest + 1]):
-                    continue  # most rows hold another text
+                    continue  # most rows have another prefix
                 length = next((i for i in range(longest + 1, most) if known[i] != text[i]), most)
                 if self.states.usable(row, length):
                     best, longest = row, length
         return best, longest
 
     def _taken_over(self, request_id: str, source: int, length: int) -> int:
-        """A row for a request that begins with the first tokens of another row: that row itself where nothing else is free."""
+        """Return a row for a request that shares a prefix with another row: that row itself if no other is free."""
         known = self._kept.get(source)
         if known is not None and (length == len(known) or not (self._free or self._grow_rows())):
             del self._kept[source]
             self._row_of[request_id] = source
             return source
         if known is not None:
-            self._kept[source] = self._kept.pop(source)  # now the most recently used
+            self._kept[source] = self._kept.pop(source)  # mark as most recently used
         target = self.row(request_id)
         self._copy(source, target, length)
         return target
@@ -264,7 +264,7 @@ class KVCache(PassThrough):
             self.cached_lens[row] = self.states.usable(row, num_tokens)
 
     def _evicted(self) -> int:
-        """The row of the ended request that was least recently used. Raises ``OutriderError`` where there is none."""
+        """Return the least recently used row of a finished request. Raises ``OutriderError`` if there is none."""
         if not self._kept:
             raise OutriderError(f"more than {self.max_rows} requests at once: raise max_batch")
         row = next(iter(self._kept))
@@ -274,9 +274,9 @@ class KVCache(PassThrough):
     # -- memory ---------------------------------------------------------------------------------------------------------------
 
     def admit(self, request_id: str, num_tokens: int) -> bool:
-        """Sets memory apart for a text of so many tokens; False where it does not fit beside what was promised before.
+        """Reserve memory for a sequence of that length, at most ``max_len``; return False if it does not fit.
 
-        At most ``max_len``. Between rounds only: rows that hold nothing under way may have to go for it.
+        Only between rounds: kept rows may be dropped for it.
         """
         if self._budget is None:
             return True
@@ -291,7 +291,7 @@ class KVCache(PassThrough):
         return True
 
     def _compact(self, slots: int) -> None:
-        """Only the rows of requests under way, of no more than so many slots: everything kept is dropped."""
+        """Shrink to the rows of running requests with the given slots; drop everything kept."""
         lens, moved, slots = self.cached_lens, list(self._row_of.items()), min(slots, self.capacity)
         stores = self._allocate(len(moved), slots)
         for row, (_, source) in enumerate(moved):
@@ -310,17 +310,17 @@ class KVCache(PassThrough):
         return 0 if row is None else self.cached_lens[row]
 
     def reserve(self, slots: int) -> None:
-        """Makes every row hold at least ``slots`` slots: beyond the window too, where drafts or padding may reach."""
+        """Grow every row to at least ``slots`` slots, beyond the context if drafts or padding need it."""
         if slots <= self.capacity:
             return
         wanted = min(self.max_len + SLACK, max(2 * self.capacity, 256))
         if self._budget is not None:
             wanted = min(wanted, self._budget // max(len(self.cached_lens), 1) - self._state_slots)
-        # Beyond the budget (that of a draft, for which nothing is set apart) it grows by little, but not with every token.
+        # Beyond the budget (a draft's, which has no reservations) it grows in small steps, but not with every token.
         self._resize(self.num_rows, wanted if wanted >= slots else slots + SLACK)
 
     def _grow_rows(self) -> bool:
-        """Makes more rows. False where all that there may be are there."""
+        """Add rows. Return False at the maximum."""
         have = len(self.cached_lens)
         rows = min(self.max_rows, max(1, 2 * have))
         if self._budget is not None:
@@ -338,7 +338,7 @@ class KVCache(PassThrough):
         stores = self._allocate(rows, slots)
         for new, old in zip(stores, self.stores, strict=True):
             for row in [*self._row_of.values(), *self._kept]:
-                used = min(self.cached_lens[row] + 2 * SLACK, old.shape[3])  # with the drafts of a round not committed yet
+                used = min(self.cached_lens[row] + 2 * SLACK, old.shape[3])  # including drafts that are not committed yet
                 if row < old.shape[1] and used:
                     new[:, row, :, :used] = old[:, row, :, :used]
         if rows != self.num_rows:
@@ -348,7 +348,7 @@ class KVCache(PassThrough):
     # -- commit -------------------------------------------------------------------------------------------------------------
 
     def keep(self, row: int, first_slot: int, path: Sequence[int]) -> None:
-        """Gathers the accepted path of a tree, whose node i stands in slot first_slot + i, to the slots from first_slot on."""
+        """Gather the accepted path of a tree, with node i in slot first_slot + i, to the slots from first_slot."""
         moved = [(first_slot + depth, first_slot + node) for depth, node in enumerate(path) if node != depth]
         if not moved:
             return
@@ -357,7 +357,7 @@ class KVCache(PassThrough):
             store[:, row, :, to] = store[:, row, :, source]
 
     def copy(self, source_id: str, target_id: str, num_tokens: int) -> None:
-        """Gives ``target_id`` what is cached of the first tokens of ``source_id``, if that is more than it has."""
+        """Copy the cached prefix of ``source_id`` to ``target_id``, if it is longer than its own."""
         used = min(self.cached_len(source_id), num_tokens)
         source = self.row(source_id)
         if self.states.usable(source, used) <= self.cached_len(target_id):

@@ -1,7 +1,7 @@
-"""A part of a model's layers as a model of its own: for passes that stop early, and for those that go on from there.
+"""A range of a model's layers as a model, for passes that stop early and passes that continue from there.
 
-No model code is touched: in a structural copy, which shares all weights, layers that are not run give on what they are given.
-Every other layer keeps its index, so it finds its own slots in the cache, its own rotary table and its own window.
+Model code is unchanged: in a structural copy that shares all weights, skipped layers return their input. Other layers keep
+their index, and with it their cache slots, rotary table and window.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from outrider.runner.loading import decoder_layers
 
 
 class LayerSpan(NamedTuple):
-    """Layers ``start`` to ``stop``, exclusive. A span that begins behind layer 0 takes hidden states in the place of tokens."""
+    """Layers ``start`` to ``stop``, exclusive. A span with ``start`` > 0 takes hidden states instead of tokens."""
 
     start: int = 0
-    stop: int | None = None  # None: the last layer is in
-    head: bool = True  # whether the final norm and the output head follow, whatever the last layer
+    stop: int | None = None  # None: up to the last layer
+    head: bool = True  # whether the final norm and the output head follow
 
 
 WHOLE = LayerSpan()
 
 
 def behind(depth: int) -> int:
-    """The index, as types.Scores counts, of what the first ``depth`` layers give: it is what goes into the next one."""
+    """Return the hidden state index (see types.Scores) of the output of the first ``depth`` layers."""
     return depth
 
 
 def spanned(model: PreTrainedModel, span: LayerSpan) -> PreTrainedModel:
-    """The model with the span's layers only: itself where that is all of them. Shares all memory.
+    """Return the model with the span's layers only, sharing all memory; itself if the span is complete.
 
     Raises ``OutriderError`` for a model without a list of decoder layers.
     """
@@ -68,7 +68,7 @@ class _Skipped(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        for name, value in vars(layer).items():  # plain facts that a model may ask its layers for, as their kind of attention
+        for name, value in vars(layer).items():  # plain attributes that models read from layers, such as the attention type
             if isinstance(value, (str, int, float)) and not name.startswith("_"):
                 setattr(self, name, value)
         self._outputs_beside = outputs_beside(type(layer))  # type: ignore[arg-type]  # a class is hashable

@@ -1,7 +1,7 @@
-"""Weights in the form that the CPU kernels read: 16 bit as in the checkpoint, packed once.
+"""Packed weights for the CPU kernels: 16 bits as in the checkpoint.
 
-Arithmetic is float32, but for bfloat16 weights on CPUs that multiply those faster (matrix units, AMX; AVX-512 BF16): there
-inputs are rounded to bfloat16, sums are float32, and a dozen rows cost what one costs.
+Arithmetic is float32, except for bfloat16 weights on CPUs that multiply them faster (AMX, AVX-512 BF16): there inputs are
+rounded to bfloat16, sums are float32, and a dozen rows cost as much as one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.runner import huge_pages, kernels
 
 
 def apply(x: Tensor, packed: Tensor, scales: Tensor | None, bias: Tensor | None, outputs: int) -> Tensor:
-    """A packed weight applied to x [..., inputs] -> [..., outputs]."""
+    """Applies a packed weight to x [..., inputs] -> [..., outputs]."""
     out: Tensor
     if scales is None:
         out = torch.ops.outrider.linear(x, packed, bias, outputs)
@@ -34,10 +34,10 @@ def apply(x: Tensor, packed: Tensor, scales: Tensor | None, bias: Tensor | None,
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight stands packed for ``outrider::linear``; sums and output are float32."""
+    """Linear layer with a weight packed for ``outrider::linear``; sums and output are float32."""
 
     packed: Tensor
-    scales: Tensor | None  # where the weight is of codes (see quantized.py)
+    scales: Tensor | None  # if the weight consists of codes (see quantized.py)
     bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -50,7 +50,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Nothing but a dtype and a device, which some models ask of their layers."""
+        """Empty tensor with dtype and device, which some models read from their layers."""
         return torch.empty(0, dtype=torch.float32, device=self.packed.device)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,27 +58,29 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """An embedding that reads its rows from the packed weight of the head it is tied to: the table is kept once."""
+    """Embedding that reads rows from the packed weight of its tied output head, so that the table is stored once."""
 
     def __init__(self, head: PackedLinear, original: nn.Embedding) -> None:
         super().__init__()
         self.register_buffer("packed", head.packed, persistent=False)
         self.num_embeddings, self.embedding_dim, self.padding_idx = head.out_features, head.in_features, original.padding_idx
-        scale = getattr(original, "embed_scale", None)  # of transformers' ...ScaledWordEmbedding, in the table's type
+        scale = getattr(original, "embed_scale", None)  # of transformers' ...ScaledWordEmbedding, in the table's dtype
         self._scale = None if scale is None else float(torch.as_tensor(scale).to(head.packed.dtype))
 
     @property
     def weight(self) -> Tensor:
-        """Nothing but a dtype and a device, which some models ask of their layers."""
+        """Empty tensor with dtype and device, which some models read from their layers."""
         return torch.empty(0, dtype=torch.float32)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        rows: Tensor = torch.ops.outrider.embed(token_ids, self.packed)  # one operation: inlined, inductor repeats it per use
+        rows: Tensor = torch.ops.outrider.embed(
+            token_ids, self.packed
+        )  # one operation: inductor would inline and repeat it per use
         return rows if self._scale is None else rows * self._scale
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """[outputs, inputs] of a linear layer or an embedding, packed or not."""
+    """Return the weight [outputs, inputs] of a linear layer or an embedding, packed or not."""
     packed = getattr(module, "packed", None)
     if packed is None:
         weight: Any = module.weight
@@ -87,10 +89,10 @@ def weight_of(module: nn.Module) -> Tensor:
 
 
 class FusedLinears(nn.Module):
-    """Layers that read the same input, computed in one operation: one stream of weights instead of several short ones.
+    """Layers with the same input, computed in one operation: one stream of weights instead of several short ones.
 
-    Each layer's place in the model is taken by a ``FusedSlice``. The first that is called computes all; a slice called with
-    another tensor than its siblings computes anew, so that the fusion can cost time but never a wrong result.
+    A ``FusedSlice`` replaces each layer. The first one called computes all; a slice called with another tensor than its
+    siblings computes again, so fusion can cost time but never gives a wrong result.
     """
 
     packed: Tensor
@@ -114,7 +116,7 @@ class FusedLinears(nn.Module):
         self._parts: list[Tensor | None] = []
 
     def part(self, index: int, x: Tensor) -> Tensor:
-        """Layer ``index`` of x [..., inputs]."""
+        """Return the output of layer ``index`` for x [..., inputs]."""
         if self._input is not x or self._parts[index] is None:
             out = apply(x, self.packed, self.scales, self.bias, sum(self.out_features))
             self._input, self._parts = x, list(out.split(self.out_features, -1))
@@ -126,7 +128,7 @@ class FusedLinears(nn.Module):
 
 
 class FusedSlice(nn.Module):
-    """One layer of a ``FusedLinears``, in the place of the original."""
+    """One layer of a ``FusedLinears``, replacing the original."""
 
     def __init__(self, group: FusedLinears, index: int, in_features: int) -> None:
         super().__init__()
@@ -135,7 +137,7 @@ class FusedSlice(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Nothing but a dtype and a device, which some models ask of their layers."""
+        """Empty tensor with dtype and device, which some models read from their layers."""
         return torch.empty(0, dtype=torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,12 +145,12 @@ class FusedSlice(nn.Module):
 
 
 PRODUCTS = re.compile(r"\blinear\(.*\bself\.(\w+)\.weight\b|\bself\.(\w+)\.weight @")  # in the code of a forward pass
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))  # as transformers names them
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))  # transformers' names
 
 
 def fuse_siblings(model: PreTrainedModel) -> None:
-    """Fuses the packed layers that transformers' models apply to one input, in place."""
-    # Holding the layers themselves would keep their memory.
+    """Fuse packed layers that transformers' models apply to one input, in place."""
+    # Keeping references to the layers would keep their memory.
     for parent in [module for module in model.modules() if not isinstance(module, PackedLinear)]:
         for names in SIBLINGS:
             layers = [getattr(parent, name, None) for name in names]
@@ -163,17 +165,17 @@ def fuse_siblings(model: PreTrainedModel) -> None:
 
 
 def packed_layers(model: nn.Module) -> list[PackedLinear | FusedLinears]:
-    """The model's layers that run on the CPU kernels."""
+    """Return the model's layers that run on the CPU kernels."""
     return [module for module in model.modules() if isinstance(module, (PackedLinear, FusedLinears))]
 
 
 def is_packed(model: nn.Module) -> bool:
-    """Whether the model's layers run on the CPU kernels."""
+    """Return whether the model's layers run on the CPU kernels."""
     return bool(packed_layers(model))
 
 
 def arithmetic(model: nn.Module) -> torch.dtype:
-    """What the model's layers multiply in."""
+    """Return the dtype of the model's products."""
     layers = packed_layers(model)
     if layers:
         return torch.bfloat16 if any(kernels.in_groups(layer.packed) for layer in layers) else torch.float32
@@ -206,10 +208,10 @@ def pack_model(model: PreTrainedModel) -> None:
             tied = embeddings.pop(id(module.weight), None)
             if tied is not None:
                 _replace(model, tied[0], PackedEmbedding(layer, tied[1]))
-            module.weight = None  # frees the original before the next is packed
+            module.weight = None  # free the original before packing the next
             _return_freed_memory()
         _replace(model, name, packed[id(module)])
-    packed.clear()  # fusing frees as it goes
+    packed.clear()  # fusing frees memory incrementally
     embeddings.clear()
     fuse_siblings(model)
     _make_the_rest_float32(model)
@@ -237,7 +239,7 @@ def _make_the_rest_float32(model: PreTrainedModel) -> None:
 
 
 def _make_float32(module: nn.Module) -> None:
-    """Makes what is left beside the packed layers compute in float32. An embedding keeps its table: its rows are converted."""
+    """Convert everything except packed layers to float32. An embedding keeps its table; its rows are converted."""
     if isinstance(module, nn.Embedding):
         module.weight.requires_grad_(False)
         module.register_forward_hook(_to_float32)
@@ -250,7 +252,7 @@ def _make_float32(module: nn.Module) -> None:
 
 
 def _return_freed_memory() -> None:
-    """Gives freed memory back to the system: glibc keeps the holes that packing leaves, more than half the model's size."""
+    """Return freed memory to the system: glibc keeps the holes left by packing, more than half the model's size."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
@@ -258,7 +260,7 @@ def _return_freed_memory() -> None:
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:
-    """Whether ``PackedEmbedding`` does what the module does."""
+    """Return whether ``PackedEmbedding`` is equivalent to the module."""
     return type(module) is nn.Embedding or (
         isinstance(module, nn.Embedding) and type(module).__name__.endswith("ScaledWordEmbedding")
     )
@@ -274,9 +276,9 @@ def _to_float32(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 def structural_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the modules that shares all memory: the runner may change its layers, the user's model stays as it is."""
+    """Return a copy of the modules that shares all memory, so that the runner does not change the user's model."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     for parameter in model.parameters():
-        if type(parameter) is nn.Parameter:  # its own object, since requires_grad is the object's
+        if type(parameter) is nn.Parameter:  # a new object, because requires_grad belongs to the object
             shared[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
     return copy.deepcopy(model, shared)

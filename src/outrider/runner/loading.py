@@ -1,4 +1,4 @@
-"""Finding and loading a causal language model: a local folder, a hub id, or an object the user already has."""
+"""Load a causal language model: a local folder, a hub id, or a loaded model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def load_model(
                 source, config=config, **options, ignore_mismatched_sizes=True, output_loading_info=True
             )
         model, info = loaded
-    except Exception as error:  # broken files fail in more ways than can be listed
+    except Exception as error:  # broken files raise many kinds of exceptions
         raise OutriderError(f"cannot load {source}: {reason(error)}") from error
     # What follows transformers would fill with random numbers, or drop.
     for name, found, wanted in sorted(info["mismatched_keys"]):
@@ -119,11 +119,11 @@ class NoTower(nn.Module):
 
 
 def refuse_encoders(config: PreTrainedConfig) -> None:
-    """Raises ``OutriderError`` for models that read both ways, which transformers also files under causal language models."""
+    """Raise ``OutriderError`` for bidirectional models, which transformers also lists as causal language models."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise OutriderError(f"{kind} is an encoder-decoder model: Outrider runs decoder-only language models")
-    if getattr(config, "is_decoder", True) is False and not kind.startswith("gpt_neox"):  # whose flag means nothing
+    if getattr(config, "is_decoder", True) is False and not kind.startswith("gpt_neox"):  # whose flag has no meaning
         raise OutriderError(f"{kind} with is_decoder=False reads both ways: Outrider runs decoder-only language models")
 
 
@@ -235,14 +235,14 @@ def reason(error: Exception) -> str:
 
 
 def text_config(model_or_config: Any) -> PreTrainedConfig:
-    """The config of the language model proper, also inside a multimodal one."""
+    """Return the config of the language model, also inside a multimodal one."""
     config = getattr(model_or_config, "config", model_or_config)
     found: PreTrainedConfig = config.get_text_config(decoder=True)
     return found
 
 
 def check_weights(model: PreTrainedModel, name: str) -> None:
-    """Raises ``OutriderError`` naming the first tensor that holds NaN or infinity."""
+    """Raise ``OutriderError`` for the first tensor with NaN or infinity."""
     for key, tensor in model.named_parameters():
         if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float32)):
             raise OutriderError(f"{name}: the weights of {key} hold NaN or infinity")
@@ -254,7 +254,7 @@ def num_layers(config: PreTrainedConfig) -> int:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The stack of decoder layers, whatever the architecture calls it. Raises ``OutriderError`` where there is none."""
+    """Return the list of decoder layers, whatever its name. Raises ``OutriderError`` if there is none."""
     found = find_decoder_layers(model)
     if found is None:
         raise OutriderError(f"{type(model).__name__} has no list of {num_layers(text_config(model))} decoder layers")

@@ -1,6 +1,6 @@
-"""Runs one model over its own KV cache: catches up with the committed text, scores proposals, keeps what was accepted.
+"""Runs one model over its own KV cache: prefill, scoring of proposals, and commit of accepted drafts.
 
-It does not know where drafts come from, nor what becomes of the logits. Target and draft models are run by the same class.
+Target and draft models use the same class.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from outrider.types import Context, OutriderError, PartialPass, Proposal, Scores
 
 @dataclass
 class _Round:
-    """What ``score`` leaves for ``commit``: where the drafts of each request stand."""
+    """State between ``score`` and ``commit``: positions of each request's drafts."""
 
     request_ids: tuple[str, ...]
     root_slots: list[int]  # slot of the root (the last committed token)
     is_tree: bool
 
 
-Pick = Callable[[Tensor, int], Tensor]  # logits [B, 1, V] of a step and its number -> the step's tokens, [B, 1] int64
+Pick = Callable[[Tensor, int], Tensor]  # (logits [B, 1, V], step index) -> tokens [B, 1] int64
 
 
 class ModelRunner:
-    """One model, its cache and its passes."""
+    """One model with its cache and passes."""
 
     def __init__(
         self, model: PreTrainedModel, config: RunnerConfig, device: torch.device, name: str, shape: CacheShape
@@ -61,7 +61,7 @@ class ModelRunner:
         self.cache = KVCache(shape, config.max_batch, self.max_len, self.dtype, device, budget, config.max_drafts)
         self.max_drafts = config.max_drafts if shape.states.kinds else None  # of a request in one pass; None: any number
         self.takes_trees = not shape.states.kinds and not shape.by_request  # a state, or a mask of the model's, has one past
-        self.max_len = self.cache.max_len  # less where the memory says so
+        self.max_len = self.cache.max_len  # lower if limited by memory
         self._long_texts = settle_longrope(model, self.max_len, config.max_batch)
         self.layouts = Layouts(self.cache, device, self.max_len)
         self.costs = CostBook(self.layouts.is_padded)  # shared by all engines that it serves
@@ -73,7 +73,7 @@ class ModelRunner:
 
     @classmethod
     def load(cls, model: str | Path | PreTrainedModel, config: RunnerConfig | None = None) -> ModelRunner:
-        """Loads a model, or takes one already loaded. Raises ``OutriderError`` with one line saying what does not fit."""
+        """Load a model, or use a loaded one. Raises ``OutriderError`` if it is not supported."""
         config = config or RunnerConfig()
         if isinstance(model, PreTrainedModel):
             return cls._from_object(model, config)
@@ -84,7 +84,7 @@ class ModelRunner:
             raise OutriderError("device cuda was asked for, but torch sees no CUDA device")
         wanted = loading.load_config(model, config.trust_remote_code)
         kind = loading.model_class(wanted)
-        shape = None if kind is None else survey_without_weights(wanted, kind)  # refuse before reading gigabytes
+        shape = None if kind is None else survey_without_weights(wanted, kind)  # check before reading gigabytes
         loaded = loading.load_model(model, config.dtype, device, config.trust_remote_code)
         loading.check_weights(loaded, str(model))
         return cls._ready(loaded, config, device, str(model), shape)
@@ -134,7 +134,7 @@ class ModelRunner:
         laid = self.layouts.chain(tokens, rows, bases, least=max(first) + width)
         if is_tree:
             laid = self.layouts.tree(laid, proposal, [len(text) for text in pending])
-        # No logits are wanted of what stands before the roots; of padding only so that passes come in few shapes.
+        # No logits before the roots; padding has logits only to limit the number of shapes.
         roots = [start + at for start, at in zip(laid.starts, first, strict=True)]
         counts = [width if self.layouts.is_padded else 1 + n for n in lens]
         places = self.layouts.places(roots, counts)
@@ -142,14 +142,14 @@ class ModelRunner:
         logits, found = self.passes.run(given, laid.layout, hidden, places, span)
         self._round = _Round(context.request_ids, [base + at for base, at in zip(bases, first, strict=True)], is_tree)
         own = (context.request_ids, laid.starts, [len(text) for text in tokens])
-        if self.layouts.is_padded:  # a captured graph writes there again
+        if self.layouts.is_padded:  # a captured graph overwrites it
             found = {index: states.clone() for index, states in found.items()}
         whole = {index: self._read.whole(index, states, *own) for index, states in found.items()}
         logits = rows_from(logits, [0, *accumulate(counts)][:-1], counts, width).float()
         return Scores(logits, whole, first_layer=span.start)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
-        """Keeps the accepted path of the round just scored; rejected drafts are simply overwritten by the next pass."""
+        """Keep the accepted path of the last score; rejected drafts are overwritten by the next pass."""
         last = self._round
         if last is None or last.request_ids != context.request_ids:
             raise RuntimeError("commit without the score of the same round")
@@ -180,7 +180,7 @@ class ModelRunner:
         self.release(request_ids)
 
     def admit(self, request_id: str, num_tokens: int) -> bool:
-        """Whether the memory holds a text of so many tokens beside those admitted before; if so it is set apart."""
+        """Reserve memory for a sequence of that length; return False if it does not fit."""
         return self.cache.admit(request_id, num_tokens)
 
     @torch.inference_mode()
@@ -206,7 +206,7 @@ class ModelRunner:
         return [len(text) - 1 - self.cache.cached_len(request_id) < SHORT for request_id, text in pairs]
 
     def fork(self, source_id: str, new_id: str, num_tokens: int) -> None:
-        """Gives a new request what is cached of another's first tokens, so that n samples read their prompt once."""
+        """Copy another request's cached prefix to a new request, so that n samples share one prefill."""
         self.cache.copy(source_id, new_id, num_tokens)
         if self._long_texts is not None:
             self._long_texts.copy(self.cache.row(source_id), self.cache.row(new_id))
@@ -214,9 +214,9 @@ class ModelRunner:
     # -- without a proposal: draft models -------------------------------------------------------------------------------------
 
     def extend(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> Tensor:
-        """Feeds whatever of each text is not cached and returns the logits after its last token: [B, V] float32.
+        """Feed the uncached tokens of each sequence and return the logits after its last token: [B, V] float32.
 
-        Everything fed counts as cached; ``keep_len`` takes tokens back.
+        All fed tokens count as cached; ``keep_len`` rolls back.
         """
         rows, pending = self.catch_up(request_ids, texts, spare=0)
         logits, _ = self.feed(self.passes, pending, rows, [self.cache.cached_lens[row] for row in rows])
@@ -225,9 +225,9 @@ class ModelRunner:
         return logits
 
     def rollout(self, request_ids: Sequence[str], logits: Tensor, steps: int, pick: Pick) -> PartialPass | None:
-        """Feeds token after token behind what is cached: ``pick(logits [B, 1, V], step)`` chooses a step's tokens: [B, 1].
+        """Generate token by token after the cached ones: ``pick(logits [B, 1, V], step)`` chooses the tokens [B, 1].
 
-        ``logits`` [B, V] are those that ``extend`` gave. The last step's tokens are picked and not fed.
+        ``logits`` [B, V] are those of ``extend``. The last step's tokens are picked but not fed.
         """
         rows = [self.cache.row(request_id) for request_id in request_ids]
         bases = [self.cache.cached_lens[row] for row in rows]
@@ -240,7 +240,7 @@ class ModelRunner:
     def catch_up(
         self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], spare: int, hidden: tuple[int, ...] = ()
     ) -> tuple[list[int], list[list[int]]]:
-        """Reads uncached text longer than a pass. Returns the cache rows and what is left to feed: the last token at least."""
+        """Prefill uncached tokens beyond one pass. Return the cache rows and the remaining tokens, at least the last one."""
         rows, lens = self._rows(request_ids, texts, hidden), self.cache.cached_lens
         for row, text in zip(rows, texts, strict=True):
             self.cache.go_back(row, len(text) - 1)
@@ -256,9 +256,9 @@ class ModelRunner:
         layers: tuple[int, ...] = (),
         span: LayerSpan = WHOLE,
     ) -> tuple[Tensor, dict[int, list[Tensor]]]:
-        """One pass over tokens from ``slots`` on: logits after each last one [B, V] float32, and {hidden state: [n_b, H] each}.
+        """Run one pass from ``slots``: logits after each last token [B, V] float32, and {hidden state: [n_b, H] each}.
 
-        Leaves the lengths of the cache as they are. Without the head the logits are empty.
+        Cached lengths do not change. Without the head the logits are empty.
         """
         texts = self.layouts.chain(pending, rows, slots)
         last = [start + len(text) - 1 for start, text in zip(texts.starts, pending, strict=True)]
@@ -272,15 +272,15 @@ class ModelRunner:
     def roll(
         self, run: Run, rows: list[int], bases: list[int], logits: Tensor, steps: int, pick: Pick
     ) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
-        """Steps of one token a request from slots ``bases`` on; leaves the lengths of the cache as they are.
+        """Run steps of one token per request from slots ``bases``; cached lengths do not change.
 
-        Yields the tokens fed [B, 1], in memory that the next step writes, and the hidden states [B, H] that ``run`` gives. The
-        last step's tokens are picked and not fed.
+        Yields the fed tokens [B, 1], in memory reused by the next step, and the hidden states [B, H] of ``run``. The last
+        step's tokens are picked but not fed.
         """
         self.cache.reserve(max(bases) + steps)
         self.cache.states.wrote(rows, [base + steps - 1 for base in bases])
         batch = len(rows)
-        # One set of inputs for all steps, written in place: a step that made its own would take half as long as its pass.
+        # One set of inputs for all steps, updated in place: creating them per step takes half as long as a pass.
         start, token_ids = torch.tensor(bases, device=self.device), torch.empty(1, batch, dtype=torch.long, device=self.device)
         row_ids, mask, every = (
             torch.tensor(rows, device=self.device),
@@ -298,7 +298,7 @@ class ModelRunner:
         pick(logits, steps - 1)
 
     def keep_len(self, request_id: str, num_tokens: int) -> None:
-        """Takes back what was fed beyond the first ``num_tokens`` tokens of a request."""
+        """Roll a request back to its first ``num_tokens`` tokens."""
         self.cache.go_back(self.cache.row(request_id), num_tokens)
 
     def _continued(
@@ -334,7 +334,7 @@ class ModelRunner:
         spare: int,
         hidden: tuple[int, ...],
     ) -> None:
-        """Reads long uncached text in chunks, all requests together, but for what the pass that follows can take."""
+        """Prefill long uncached sequences in chunks, except for what the following pass can take."""
         longest = max(len(text) for text in texts)
         if longest > self.max_len:
             raise OutriderError(f"a text of {longest} tokens does not fit the context window of {self.max_len}")
@@ -354,21 +354,21 @@ class ModelRunner:
         counts: Sequence[int],
         hidden: tuple[int, ...],
     ) -> None:
-        """Reads the next ``counts[b]`` uncached tokens of each text in one pass."""
+        """Prefill the next ``counts[b]`` uncached tokens of each sequence in one pass."""
         lens = self.cache.cached_lens
         some = [b for b, count in enumerate(counts) if count > 0]
         if not some:
             return
         chunks = [list(texts[b][lens[rows[b]] : lens[rows[b]] + counts[b]]) for b in some]
         read = self.layouts.chain(chunks, [rows[b] for b in some], [lens[rows[b]] for b in some])
-        # one logit row, since there must be one: none is wanted
+        # one unused logit row, because at least one is required
         _, found = self.passes.run(read.ids, read.layout, hidden, self.layouts.arange(0, 1))
         self._read.add(found, [request_ids[b] for b in some], read.starts, [counts[b] for b in some])
         for b in some:
             lens[rows[b]] += counts[b]
 
     def _unread(self, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[int]:
-        """Of each text, how many tokens before its last one are not cached."""
+        """Return the number of uncached tokens before the last one of each sequence."""
         lens = self.cache.cached_lens
         return [len(text) - 1 - lens[row] for text, row in zip(texts, rows, strict=True)]
 
@@ -406,7 +406,7 @@ class ModelRunner:
         try:
             rows = [self.cache.row(name) for name in names]
             self.cache.reserve(slots + width)
-            for row in rows:  # never-written memory may hold denormal numbers, with which arithmetic is slow
+            for row in rows:  # unwritten memory may contain denormal numbers, which are slow
                 for store in self.cache.stores:
                     store[:, row].normal_()
             times = []
@@ -427,9 +427,9 @@ class ModelRunner:
 
 
 def shared_chunk(unread: Sequence[int], chunk: int) -> list[int]:
-    """How much is read of each text: half of a chunk for whoever came first, the rest for those with the least to read.
+    """Divide a prefill chunk: half for the oldest request, the rest for those with the fewest remaining tokens.
 
-    So nobody's first token waits for all of a long prompt, and no long prompt for an end of short ones.
+    So short prompts do not wait for a long one, and a long prompt is not starved by short ones.
     """
     counts = [0] * len(unread)
     some = [b for b, count in enumerate(unread) if count]

@@ -19,34 +19,34 @@ from outrider.runner.layer_span import WHOLE, LayerSpan
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 20.0  # seconds of eager passes after which compiling, which takes about as long, is the better bet
+PATIENCE = 20.0  # seconds of eager passes after which compiling pays, which takes about as long
 
 
 Run = Callable[[list[Tensor]], "Sequence[Tensor]"]
-Kind = tuple[tuple[int, ...], LayerSpan]  # hidden states wanted, layers run
+Kind = tuple[tuple[int, ...], LayerSpan]  # (hidden states, layers)
 
 
 class PassRunner:
-    """Runs passes of one model: compiled where that is at hand, asked for or worth its time, else eager."""
+    """Runs passes of one model: compiled if available, requested or worth it, else eager."""
 
     def __init__(
         self, model: PreTrainedModel, cache: KVCache, compile: str, on_compiled: Callable[[], None] | None = None
     ) -> None:
-        """``on_compiled`` is called where a compiled pass takes over from an eager one that was run."""
+        """``on_compiled`` is called when a compiled pass replaces an eager one that was run."""
         # What is given one request after another is not one function of a pass's inputs.
         compile = "never" if cache.shape.by_request else compile
         self._model, self._cache, self._compile, self._on_compiled = model, cache, compile, on_compiled
         self._runs: dict[Kind, Run] = {}
         self._compiled: set[Kind] = set()
-        self._eager: dict[Kind, float] = {}  # seconds spent in eager passes of that kind
+        self._eager: dict[Kind, float] = {}  # seconds of eager passes by kind
 
     @torch.inference_mode()
     def run(
         self, tokens: Tensor, layout: PassLayout, layers: tuple[int, ...], logits_at: Tensor, span: LayerSpan = WHOLE
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """[1, T] tokens -> logits [M, V] of the tokens ``logits_at`` [M], and {hidden state: [T, H]}.
+        """Map tokens [1, T] to logits [M, V] at ``logits_at`` [M], and {hidden state: [T, H]}.
 
-        A ``span`` that begins behind the first layer takes hidden states [1, T, H]; one without the head gives logits [0].
+        A ``span`` that starts after layer 0 takes hidden states [1, T, H]; one without the head returns logits [0].
         """
         kind = (layers, span)
         run = self.runner_of(layers, span)
@@ -61,14 +61,14 @@ class PassRunner:
         return logits, {layer: states[0] for layer, states in zip(layers, hidden, strict=True)}
 
     def runner_of(self, layers: tuple[int, ...] = (), span: LayerSpan = WHOLE) -> Run:
-        """The function behind ``run``, for loops in which a look-up counts: inputs as ``Pass.forward`` takes them."""
+        """Return the function behind ``run`` for tight loops; it takes the inputs of ``Pass.forward``."""
         kind = (layers, span)
         if kind not in self._runs:
             self._runs[kind] = self._prepare(kind)
         return self._runs[kind]
 
     def compile_now(self) -> None:
-        """Compiles the passes in use (or loads them from the disk cache) instead of waiting for it to pay off."""
+        """Compile the passes in use, or load them from the disk cache, now."""
         if self._compile != "never":
             for kind in list(self._runs):
                 if kind not in self._compiled:
@@ -76,16 +76,16 @@ class PassRunner:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether every kind of pass run so far is compiled."""
+        """Return whether every kind of pass run so far is compiled."""
         return bool(self._runs) and self._compiled == self._runs.keys()
 
     @property
     def is_provisional(self) -> bool:
-        """Whether passes were run that stay eager only until compiling them pays off."""
+        """Return whether some passes are eager only until compiling them pays."""
         return bool(self._eager) and (self._model.device.type == "cuda" or compiled.is_supported(self._model))
 
     def _take_over(self, kind: Kind) -> None:
-        """A compiled pass in the place of the eager one, if there can be one."""
+        """Return a compiled pass, if possible."""
         self._runs[kind] = self._prepare(kind, insist=True)
         if kind in self._compiled and self._on_compiled is not None:
             self._on_compiled()

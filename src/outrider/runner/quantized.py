@@ -1,10 +1,10 @@
 """Packed weights in 8 or 4 bits: half or a quarter of the bytes that a pass reads.
 
-A second form of a model beside the first, by groups (128 inputs of an output share a scale) and to nearest: no text is needed
-to calibrate on. Everything but the linear layers is shared with the model, its embeddings included.
+For low-bit drafting: a second form of a model, rounded to nearest in groups (128 inputs of an output share a scale), without
+calibration. Everything except the linear layers is shared with the model.
 
-Or a head's only form, in 8 bits. Making numbers of codes takes longer than reading them where several rows are drafted at a
-time, so where the CPU has such products codes are multiplied by codes, with a scale for each output and one for each row.
+For heads: their only form, in 8 bits. Decoding codes takes longer than reading them when several rows are drafted, so CPUs with
+8-bit products multiply codes by codes, with one scale per output and one per row.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from outrider.runner import huge_pages, kernels
 from outrider.runner.linear import FusedLinears, PackedLinear, arithmetic, pack_model, packed_layers, structural_copy
 from outrider.types import OutriderError
 
-CHUNK = 1 << 19  # weights quantised at a time: their float32 copies stay in the CPU's cache
+CHUNK = 1 << 19  # weights quantised at a time, so that their float32 copies stay in the CPU cache
 
 
 def quantized_bytes(model: PreTrainedModel, bits: int) -> int:
-    """Memory that ``quantized_copy`` will take."""
+    """Return the bytes that ``quantized_copy`` will allocate."""
     total = 0
     for layer, width in _layers(model, bits):
         panels, inputs, lanes = kernels.packed_shape(layer.packed)
@@ -32,9 +32,9 @@ def quantized_bytes(model: PreTrainedModel, bits: int) -> int:
 
 
 def quantized_copy(model: PreTrainedModel, bits: int) -> PreTrainedModel:
-    """The packed model with its linear layers in ``bits`` (8 or 4) bits; all else is shared.
+    """Return the packed model with its linear layers in ``bits`` (8 or 4) bits; everything else is shared.
 
-    The head keeps 8: it chooses among many tokens that are nearly alike.
+    The output head keeps 8 bits, because it distinguishes many similar tokens.
     """
     own = structural_copy(model)
     for layer, width in _layers(own, bits):
@@ -48,10 +48,10 @@ def _layers(model: PreTrainedModel, bits: int) -> list[tuple[PackedLinear | Fuse
 
 
 def quantize(packed: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """A packed weight -> int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], and scales [groups, panels * 32].
+    """Quantise a packed weight to int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], with scales [groups, panels * 32].
 
-    One input after the other, also where the weight is in pairs: for the one row of a draft, making bfloat16 of codes takes
-    longer than computing with them in float32.
+    Inputs are not paired even if the weight is: for a draft's single row, converting codes to bfloat16 takes longer than
+    float32 arithmetic.
     """
     panels, inputs, lanes = kernels.packed_shape(packed)
     groups = -(-inputs // kernels.SCALED)
@@ -77,27 +77,27 @@ def quantize(packed: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def check_head_bits(bits: int | None) -> None:
-    """Raises ``OutriderError`` for bits that no head's weights come in."""
+    """Raise ``OutriderError`` for unsupported bits of a head."""
     if bits not in (None, 8):
         raise OutriderError(f"a head's weights are as they are or in 8 bits, not {bits}")
 
 
 def place_head(head: nn.Module, model: PreTrainedModel, bits: int | None = None) -> torch.dtype:
-    """Puts a head where its target is, packed where the target's layers are, in 8 bits or in weights of the target's kind.
+    """Move a head to its target's device; pack it if the target is packed, in 8 bits or in the target's weight type.
 
-    Returns the dtype of what it computes with. Raises ``OutriderError`` where there are no 8 bits.
+    Return its compute dtype. Raises ``OutriderError`` if 8 bits are not supported.
     """
     layers, dtype = packed_layers(model), arithmetic(model)
     head.to(model.device, layers[0].packed.dtype if layers else dtype).eval().requires_grad_(False)
     if layers:
-        pack_model(head)  # type: ignore[arg-type]  # it looks at the modules alone
+        pack_model(head)  # type: ignore[arg-type]  # only uses the modules
     if bits == 8:
         make_8_bits(head)
     return torch.float32 if layers else dtype
 
 
 def make_8_bits(head: nn.Module) -> None:
-    """Puts the packed layers of a head that drafts into 8 bits, in place. Raises ``OutriderError`` where there are none."""
+    """Convert the packed layers of a head to 8 bits, in place. Raises ``OutriderError`` if there are none."""
     layers = packed_layers(head)
     if not layers:
         raise OutriderError("heads run in 8 bits on a CPU with Outrider's kernels only: leave out bits=8")
@@ -107,7 +107,7 @@ def make_8_bits(head: nn.Module) -> None:
 
 
 def quantize_in_fours(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """A packed weight -> int8 [panels, inputs / 4, 32, 4] and scales [1, panels * 32], to multiply by rows of codes."""
+    """Quantise a packed weight to int8 [panels, inputs / 4, 32, 4] and scales [1, panels * 32], for rows of codes."""
     panels, inputs, lanes = kernels.packed_shape(packed)
     codes, scales = huge_pages.empty((panels, inputs // 4, lanes, 4), torch.int8), torch.empty(1, panels, lanes)
     step = max(1, CHUNK // (inputs * lanes))
@@ -120,6 +120,6 @@ def quantize_in_fours(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _nearest_codes() -> Tensor:
-    """uint8 [2^16]: the nearest 4-bit code of numbers from -1 to 1, evenly spaced."""
+    """Return uint8 [2^16]: the nearest 4-bit code of evenly spaced numbers from -1 to 1."""
     numbers = torch.tensor(kernels.CODES)
     return torch.bucketize(torch.linspace(-1, 1, 1 << 16), (numbers[1:] + numbers[:-1]) / 2).to(torch.uint8)

@@ -19,14 +19,14 @@ from outrider.types import OutriderError, PartialPass
 
 logger = logging.getLogger(__name__)
 
-TOLERANCE = 0.05  # of the largest logit: 16-bit kernels may round differently, and a wrong layer is off by far more
+TOLERANCE = 0.05  # relative to the largest logit: 16-bit kernels may round differently; a wrong layer differs by far more
 
 
 class SelfDraft:
-    """Drafts with the runner's own model over its own cache; to a proposer it looks like a draft model's runner."""
+    """Drafts with the runner's own model and cache, with the interface of a draft model's runner."""
 
     def __init__(self, runner: ModelRunner, passes: PassRunner | None = None, depth: int | None = None) -> None:
-        """``depth``: the first so many layers and the head draft; else ``passes``: those of another form of the weights."""
+        """``depth``: draft with the first layers and the head; else ``passes``: of another form of the weights."""
         self._runner, self._depth = runner, depth
         self.passes = passes or runner.passes
         self._layers = () if depth is None else (behind(depth),)
@@ -49,9 +49,9 @@ class SelfDraft:
         return self._runner.vocab_size
 
     def extend(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> Tensor:
-        """Logits after the last token of each text: [B, V] float32.
+        """Return logits [B, V] float32 after the last token of each sequence.
 
-        Uncached text longer than a pass is read by the whole model before.
+        Uncached tokens beyond one pass are first prefilled by the whole model.
         """
         runner = self._runner
         self._rows, self._fed = runner.catch_up(request_ids, texts, spare=0)
@@ -72,7 +72,7 @@ class SelfDraft:
             for _ in rolling:
                 pass
             return None
-        # A copy, with room for the steps: a captured graph writes to the same memory again.
+        # A copy with room for the steps: a captured graph overwrites its output.
         states = [torch.cat((each, each.new_empty(steps - 1, each.shape[1]))) for each in self._hidden]
         rolled = []
         for step, (token_ids, hidden) in enumerate(rolling):
@@ -89,19 +89,19 @@ class SelfDraft:
         return [True] * len(texts)
 
     def fork(self, source_id: str, new_id: str, num_tokens: int) -> None:
-        """Nothing to copy: the cache is the runner's."""
+        """Do nothing: the cache is the runner's."""
 
     def keep_len(self, request_id: str, num_tokens: int) -> None:
-        """Nothing to take back: what was drafted never counted as cached."""
+        """Do nothing: drafts never count as cached."""
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Nothing to forget: the rows are the runner's."""
+        """Do nothing: the rows are the runner's."""
 
     def retire(self, request_ids: Sequence[str]) -> None:
-        """Nothing to keep either."""
+        """Do nothing."""
 
     def prepare(self) -> None:
-        """Compiles, or loads, the passes of drafting and of a score that begins behind it."""
+        """Compile or load the passes of drafting and of a score that starts after it."""
         self.passes.runner_of(self._layers, self._span)
         if self._depth is not None:
             self.passes.runner_of(self._layers, LayerSpan(0, self._depth, head=False))
@@ -111,9 +111,9 @@ class SelfDraft:
 
 @torch.inference_mode()
 def exit_logits(runner: ModelRunner, text: Sequence[int], depths: Sequence[int]) -> Iterator[Tensor]:
-    """What the model says after each token of a text, then what it would say if it ended behind each of ``depths`` layers.
+    """Return the model's logits after each token of a text, then those of an exit after each of ``depths`` layers.
 
-    [T, V] float32 each; the model's own norm and head follow every exit. Eager, in a row of the cache that is given back.
+    [T, V] float32 each, with the model's norm and head at every exit. Runs eagerly in a temporary cache row.
     """
     passes, name = PassRunner(runner.model, runner.cache, "never"), "exit-probe"
     try:
@@ -130,7 +130,7 @@ def exit_logits(runner: ModelRunner, text: Sequence[int], depths: Sequence[int])
 
 @torch.inference_mode()
 def check_layers(runner: ModelRunner, depth: int) -> None:
-    """Raises ``OutriderError`` unless the layers, run in two parts, say what the whole model says."""
+    """Raise ``OutriderError`` unless the layers run in two parts give the whole model's output."""
     name = "layers-probe"
     kind = type(runner.model).__name__
     passes = PassRunner(runner.model, runner.cache, "never")
@@ -145,7 +145,7 @@ def check_layers(runner: ModelRunner, depth: int) -> None:
         is_same = parts.shape == whole.shape and bool(error <= TOLERANCE)
     except OutriderError:
         raise
-    except Exception as failure:  # a model's own code, called in a way that it does not know
+    except Exception as failure:  # model code can fail when run in parts
         logger.debug("the layers of %s do not run in parts", kind, exc_info=failure)
         is_same = False
     finally:

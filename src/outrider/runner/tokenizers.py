@@ -1,6 +1,6 @@
-"""What token ids mean: whether two tokenizers agree, and the bytes that each id stands for.
+"""Compare tokenizers, and map token ids to bytes.
 
-A draft whose ids mean other tokens would corrupt every proposal.
+A draft with another vocabulary would corrupt every proposal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class DifferentVocabulary(OutriderError):
-    """Two tokenizers give different ids to the same text; ``what`` says how they differ."""
+    """Two tokenizers have different vocabularies; ``what`` describes the difference."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -25,9 +25,9 @@ class DifferentVocabulary(OutriderError):
 
 
 def check_same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-    """Raises ``OutriderError`` saying what differs, unless every id means the same token to both.
+    """Raise ``OutriderError`` unless every id means the same token in both.
 
-    Where it is the vocabulary, the error is a ``DifferentVocabulary``.
+    Different vocabularies raise ``DifferentVocabulary``.
     """
     if target is draft:
         return
@@ -56,13 +56,13 @@ def _difference(target: dict[str, int], draft: dict[str, int]) -> str:
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Ids that stand for no text: begin, end, roles of a chat."""
+    """Return ids of special tokens: begin, end, chat roles."""
     added = tokenizer.added_tokens_decoder
     return {*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)}
 
 
 def byte_table(tokenizer: PreTrainedTokenizerBase) -> list[bytes] | None:
-    """Each token's bytes (none for special tokens) if the tokenizer is a byte-level BPE, else None."""
+    """Return each token's bytes (empty for special tokens) for byte-level BPE tokenizers, else None."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or (json.loads(backend.to_str()).get("decoder") or {}).get("type") != "ByteLevel":
         return None
@@ -80,27 +80,27 @@ def byte_table(tokenizer: PreTrainedTokenizerBase) -> list[bytes] | None:
 
 
 def _names(tokenizer: PreTrainedTokenizerBase) -> list[str | None]:
-    """The tokens of all ids up to the highest, which may lie beyond their number: None for an id that is not in use."""
+    """Return the tokens of all ids up to the highest; None for unused ids."""
     highest = max(tokenizer.get_vocab().values(), default=-1)
     return list(tokenizer.convert_ids_to_tokens(list(range(highest + 1))))
 
 
 @lru_cache(maxsize=1)
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte -> the byte."""
+    """Return the map from GPT-2's printable characters to bytes."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
-    """The bytes that each token of any tokenizer adds to a text already begun; none for special ones."""
+    """Return the bytes that each token appends to a non-empty text; empty for special tokens."""
     table = byte_table(tokenizer)
     if table is not None:
         return table
     special = special_ids(tokenizer)
     names = _names(tokenizer)
-    # Decoded behind another token, since many tokenizers strip the space with which a text begins.
+    # Decode after another token, because many tokenizers strip a leading space.
     before = next(iter(tokenizer.encode("a", add_special_tokens=False)), 0)
     alone = str(tokenizer.decode([before], clean_up_tokenization_spaces=False))
     pairs = [str(tokenizer.decode([before, token], clean_up_tokenization_spaces=False)) for token in range(len(names))]
@@ -117,9 +117,9 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
 
 
 class Spelling:
-    """A tokenizer as a way to write bytes: what each id stands for, and ids for a text.
+    """A tokenizer as a byte encoder: bytes of each id, and ids of a text.
 
-    ``ids`` is the way back: one id for each string of bytes that is a token, never a special one.
+    ``ids`` maps each byte string that is a token to one id, never a special one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -133,21 +133,21 @@ class Spelling:
             if self.table[token]:
                 self.ids.setdefault(self.table[token], token)
         self._longest = max(map(len, self.ids), default=0)
-        self.adds_space = self.joined(self._encode("a")) == b" a"  # before a text that begins with none
+        self.adds_space = self.joined(self._encode("a")) == b" a"  # to a text without a leading space
 
     def joined(self, token_ids: list[int]) -> bytes:
-        """The bytes of tokens; ids outside the vocabulary, an embedding's padding, stand for none."""
+        """Return the bytes of tokens; ids outside the vocabulary (embedding padding) have none."""
         table = self.table
         return b"".join([table[token] for token in token_ids if token < len(table)])
 
     def encode(self, text: str, is_start: bool) -> list[int]:
-        """Ids of a text without special tokens; where ``is_start`` is false, something stands before it."""
+        """Encode a text without special tokens; ``is_start``: whether it starts the sequence."""
         if self.adds_space and not is_start and text.startswith(" "):
             text = text[1:]
         return self._encode(text)
 
     def segment(self, data: bytes) -> list[int] | None:
-        """Ids of any bytes, the longest token first, half characters too; None where there is no token for a byte."""
+        """Encode any bytes greedily, incomplete characters too; None if a byte has no token."""
         token_ids, at = [], 0
         while at < len(data):
             sizes = range(min(self._longest, len(data) - at), 0, -1)

@@ -1,4 +1,4 @@
-"""Token trees as data: who sees whom, and at which position each node stands (Miao et al. 2024, topology-aware causal mask)."""
+"""Attention masks and positions of token trees (Miao et al. 2024, topology-aware causal mask)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def ancestor_matrix(parents: Tensor) -> Tensor:
-    """[B, N] parents (-1: the root) -> bool [B, N, N]: entry [b, i, j] says that j is i or an ancestor of i."""
-    # numpy: a row of a small matrix is copied ten times as fast as by torch
+    """Return bool [B, N, N] from parents [B, N] (-1: the root): entry [b, i, j] is set if j is i or an ancestor of i."""
+    # numpy copies a row of a small matrix ten times faster than torch
     batch, nodes = parents.shape
     sees = np.zeros((batch, nodes, nodes), dtype=bool)
     for tree, above in zip(sees, parents.tolist(), strict=True):
-        for node, parent in enumerate(above):  # a node's parent stands before it, so its ancestors are known
+        for node, parent in enumerate(above):  # parents precede their children, so the ancestors are known
             if parent >= 0:
                 tree[node] = tree[parent]
             tree[node, node] = True
@@ -23,10 +23,10 @@ def ancestor_matrix(parents: Tensor) -> Tensor:
 
 
 def tree_inputs(parents: Tensor, text_lens: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
-    """Which of the pass's tokens each one sees, bool [B, W, W], and positions relative to the first, int64 [B, W].
+    """Return the mask over the pass's tokens, bool [B, W, W], and positions relative to the first, int64 [B, W].
 
-    Row b holds ``text_lens[b]`` committed tokens (a causal chain that ends in the root), then as many nodes as there is room
-    for. Siblings share a position; places behind the nodes, padding if anything, count on.
+    Row b has ``text_lens[b]`` committed tokens (a causal chain that ends in the root), then the nodes. Siblings share a
+    position; padding after the nodes continues counting.
     """
     batch, nodes = parents.shape
     visible = torch.ones(width, width, dtype=torch.bool).tril().repeat(batch, 1, 1)

@@ -1,4 +1,4 @@
-"""Logits -> probabilities -> token: one place, for draft and target alike. Knows requests, and no model, verifier or loop."""
+"""From logits to probabilities to tokens, for draft and target alike. Independent of models, verifiers and the loop."""
 
 from outrider.sampling.logprobs import raw_logprobs, top_logprobs
 from outrider.sampling.sampler import InvalidLogits, Sampler

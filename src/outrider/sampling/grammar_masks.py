@@ -1,4 +1,4 @@
-"""Grammars: the tokens that may stand in each place, given the tokens before it, committed or drafted."""
+"""Grammar masks: allowed tokens at each position, given the committed and drafted tokens before it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from outrider.types import Request
 
 
 class GrammarMasks:
-    """Masks of the requests whose answers have a given form."""
+    """Masks of requests with grammars."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._rows = [(row, request) for row, request in enumerate(requests) if request.matcher is not None]
         self.is_empty = not self._rows
 
     def apply_(self, scores: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: Sequence[int]) -> None:
-        """Forbids tokens in the first ``counts[b]`` rows of scores [B, M, V], in place.
+        """Mask tokens in the first ``counts[b]`` rows of scores [B, M, V], in place.
 
-        A place behind a draft that breaks the grammar stays as it is.
+        Rows after a draft that violates the grammar are unchanged.
         """
         for row, request in self._rows:
             assert request.matcher is not None
@@ -34,7 +34,7 @@ class GrammarMasks:
 
 
 def path_to(node: int, drafts: Sequence[int], parents: Sequence[int] | None) -> list[int]:
-    """The drafts from the root to a node, itself included; -1 is the root."""
+    """Return the drafts from the root to a node, inclusive; -1 is the root."""
     if parents is None:
         return list(drafts[: node + 1])
     path = []

@@ -6,12 +6,12 @@ from torch import Tensor
 
 
 def raw_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """Log-probability of each token: [..., V], [...] -> float32 [...]."""
+    """Return the log-probability of each token: [..., V], [...] -> float32 [...]."""
     logits = logits.float()
     return logits.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)
 
 
 def top_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` highest log-probabilities and their token ids: [..., V] -> float32 [..., count], int64 [..., count]."""
+    """Return the ``count`` highest log-probabilities and token ids: [..., V] -> float32 [..., count], int64 [..., count]."""
     highest, token_ids = logits.float().topk(min(count, logits.shape[-1]), dim=-1)
     return highest - logits.float().logsumexp(dim=-1, keepdim=True), token_ids

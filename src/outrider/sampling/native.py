@@ -1,4 +1,4 @@
-"""The C++ of ``rows.cpp``, built for this CPU and kept on disk. Where it cannot be built, torch does its work."""
+"""C++ functions of ``rows.cpp``, built for this CPU and cached on disk, with torch as the fallback."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TYPES = {torch.float32: "f32", torch.float64: "f64"}
 
 
 class Rows:
-    """The functions of ``rows.cpp`` on CPU tensors of float32 or float64."""
+    """Functions of ``rows.cpp`` on CPU tensors of float32 or float64."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._functions: dict[tuple[str, torch.dtype], Any] = {}
@@ -91,7 +91,7 @@ class Rows:
         start: int,
         factors: tuple[float, float, float],
     ) -> None:
-        """Penalties of one request, whose text has the distinct tokens ids[:num_ids], counts [V] of them in the output."""
+        """Apply the penalties of one request with distinct tokens ids[:num_ids] and output counts [V]."""
         width, size = logits.shape
         self._functions["penalise", logits.dtype](
             logits.data_ptr(),
@@ -107,14 +107,14 @@ class Rows:
         )
 
     def count_tokens(self, tokens: Tensor, num_prompt: int, ids: Tensor, num_ids: int, seen: Tensor, counts: Tensor) -> int:
-        """Takes committed tokens, of which the first ``num_prompt`` are of the prompt, into ids, seen [V] and counts [V]."""
+        """Add committed tokens, the first ``num_prompt`` from the prompt, to ids, seen [V] and counts [V]."""
         at = (ids.data_ptr(), num_ids, seen.data_ptr(), counts.data_ptr())
         return int(self._count(tokens.data_ptr(), len(tokens), num_prompt, *at))
 
 
 @cache
 def load() -> Rows | None:
-    """Builds ``rows.cpp`` (some two seconds, once a machine) and loads it. None where that is not possible."""
+    """Build ``rows.cpp`` (about two seconds, once per machine) and load it. None if that fails."""
     try:
         compiler = cpp_library.find_compiler()
         if compiler is None:
@@ -127,5 +127,5 @@ def load() -> Rows | None:
 
 
 def rows_for(device: torch.device) -> Rows | None:
-    """The C++ where tensors of that device can be given to it."""
+    """Return the C++ functions for tensors on that device, or None."""
     return load() if device.type == "cpu" else None

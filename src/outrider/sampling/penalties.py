@@ -1,4 +1,4 @@
-"""Repetition, presence and frequency penalties: what the tokens before a row, committed or drafted, do to its logits."""
+"""Repetition, presence and frequency penalties from the committed and drafted tokens before a row."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from outrider.types import Request
 
 @dataclass(slots=True)
 class _Counted:
-    """The committed text of one request: what of it occurs how often."""
+    """Token counts of one request's committed tokens."""
 
     row: int
     request: Request
     factors: tuple[float, float, float]  # repetition, presence, frequency
-    ids: Tensor  # int64 [V], of which the first num_ids are the distinct tokens
+    ids: Tensor  # int64 [V]; the first num_ids are the distinct tokens
     seen: Tensor  # uint8 [V]
     counts: Tensor  # float32 [V], in the output
     num_ids: int = 0
@@ -27,7 +27,7 @@ class _Counted:
 
 
 class Penalties:
-    """Token counts of the requests that have penalties, kept up with the committed text at O(new tokens) a call."""
+    """Token counts of requests with penalties, updated in O(new tokens) per call."""
 
     def __init__(self, requests: Sequence[Request], vocab_size: int, device: torch.device) -> None:
         self._native = rows_for(device)
@@ -46,7 +46,7 @@ class Penalties:
         self.is_empty = not self._counted
 
     def apply_(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: Sequence[int]) -> None:
-        """Changes the first ``counts[b]`` rows of logits [B, M, V], contiguous, in place."""
+        """Apply penalties to the first ``counts[b]`` rows of contiguous logits [B, M, V], in place."""
         if start + logits.shape[1] - 1 > (0 if drafts is None else drafts.shape[1]):
             raise ValueError("penalties need the drafts that come before a row of logits")
         for one in self._counted:
@@ -82,7 +82,7 @@ def reference_penalise_(
     start: int,
     factors: tuple[float, float, float],
 ) -> None:
-    """Penalties of one request, in place: what ``Rows.penalise_`` computes, over all tokens."""
+    """Apply one request's penalties in place; reference of ``Rows.penalise_``."""
     width = logits.shape[0]
     occurs, times = seen.float().unsqueeze(0), counts.unsqueeze(0)  # [1, V]
     if drafts is not None and start + width > 1:
@@ -100,7 +100,7 @@ def reference_penalise_(
 
 
 def path_mask(parents: Tensor, start: int, width: int) -> Tensor:
-    """[B, N] parents -> bool [B, width, N]: whether node n lies on the path from the root to node ``start + j - 1``."""
+    """Return bool [B, width, N] from parents [B, N]: whether node n is on the path from the root to node ``start + j - 1``."""
     batch, num_nodes = parents.shape
     reach = torch.zeros(batch, num_nodes, num_nodes + 1, device=parents.device)
     reach.scatter_(-1, (parents + 1).unsqueeze(-1), 1.0)  # column 0 is the root

@@ -1,6 +1,4 @@
-"""Random numbers that belong to a request: hashes of whatever they are for, so that nothing is consumed and batches do not
-matter.
-"""
+"""Counter-based random numbers per request: hashes of their purpose, independent of batches and of earlier numbers."""
 
 from __future__ import annotations
 
@@ -24,24 +22,24 @@ def mix(word: int) -> int:
 
 
 def key_of(*parts: int, prefix: int = 0) -> int:
-    """64 bits that depend on every part; ``prefix`` is the key of the parts that came before these."""
+    """Return 64 bits that depend on every part; ``prefix`` is the key of earlier parts."""
     for part in parts:
         prefix = mix((prefix ^ part) + GOLDEN)
     return prefix
 
 
 def signed(word: int) -> int:
-    """The same 64 bits as torch's int64 has them."""
+    """Return the same 64 bits as a signed int64."""
     return word - (1 << 64) if word >= 1 << 63 else word
 
 
 def uniforms(key: int, count: int) -> list[float]:
-    """``count`` numbers in [0, 1); a longer list begins with the shorter one."""
+    """Return ``count`` numbers in [0, 1); longer lists extend shorter ones."""
     return [(mix(key + i * GOLDEN) >> 11) * 2.0**-53 for i in range(1, count + 1)]
 
 
 def gumbel(key: int, steps: Tensor) -> Tensor:
-    """Gumbel noise float32 [V]: ``mix(key + step)`` in wrapping int64 arithmetic, so the same on every device."""
+    """Return Gumbel noise float32 [V] from ``mix(key + step)`` in wrapping int64 arithmetic, equal on every device."""
     word = steps + signed(key)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         word = (word ^ ((word >> shift) & ((1 << (64 - shift)) - 1))) * signed(factor)
@@ -50,16 +48,16 @@ def gumbel(key: int, steps: Tensor) -> Tensor:
 
 
 def first_above(probs: Tensor, heights: Sequence[float]) -> Tensor:
-    """Inverse CDF: the first token whose cumulative probability exceeds that part of the total: [B, V], B -> int64 [B].
+    """Sample by inverse CDF: the first token whose cumulative probability exceeds the height: [B, V], B -> int64 [B].
 
-    Heights in [0, 1). A token of probability 0 is never taken.
+    Heights are in [0, 1). A token with probability 0 is never returned.
     """
     native = rows_for(probs.device)
     return reference_first_above(probs, heights) if native is None else native.first_above(probs, heights)
 
 
 def reference_first_above(probs: Tensor, heights: Sequence[float]) -> Tensor:
-    """``first_above`` by one cumulative sum over all tokens."""
+    """Compute ``first_above`` with one cumulative sum over all tokens."""
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     height = torch.tensor(heights, dtype=torch.float64, device=probs.device).unsqueeze(-1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, height, right=True).squeeze(-1)

@@ -1,7 +1,7 @@
-"""The sampler set of a batch of requests, and their random numbers.
+"""Sampler settings of a batch of requests, and their random numbers.
 
-A request's draws depend neither on its batch nor on padding: coins and drafts are hashes of (seed, committed length, purpose,
-index), of which nothing is consumed, and a round's last token takes one number from the request's generator.
+A request's random numbers do not depend on its batch or on padding: trials and drafts are hashes of (seed, committed length,
+purpose, index), and a round's last token takes one number from the request's generator.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from outrider.sampling.randomness import GOLDEN, first_above, gumbel, key_of, si
 from outrider.sampling.shaping import Shaping
 from outrider.types import OutriderError, Request
 
-_COIN, _DRAFT, _NOISE = range(3)  # purposes of a random number
+_COIN, _DRAFT, _NOISE = range(3)  # purposes of random numbers
 _MAX_PARTS = 16  # samplers of a part of the batch that are kept
 
 
 class InvalidLogits(OutriderError):
-    """Logits with NaN, +inf or nothing but -inf: ``rows`` of the batch, whose requests are ``request_ids``, cannot go on."""
+    """Invalid logits (NaN, +inf, or only -inf) in ``rows`` of the batch, the requests ``request_ids``."""
 
     def __init__(self, rows: Sequence[int], request_ids: Sequence[str]) -> None:
         self.rows, self.request_ids = tuple(rows), tuple(request_ids)
@@ -33,12 +33,12 @@ class InvalidLogits(OutriderError):
 
 
 class Sampler:
-    """The sampler set of B requests, built once per batch composition; also their ``types.Randomness``.
+    """Sampler of B requests, built once per batch composition; implements ``types.Randomness``.
 
     Order: logit bias and token masks, grammars, repetition penalty (prompt and output), presence and frequency penalties
     (output), temperature, top-k, top-p, min-p. ``logits[:, j]`` follows draft ``start + j - 1`` (-1: the last committed token);
     ``drafts`` [B, >= start + M - 1] are the round's so far, a chain or, with ``parents``, a tree; padding must be valid ids.
-    ``lens`` [B] says how many drafts of a request count: logits beyond them are not looked at, and nothing is said of them.
+    ``lens`` [B]: number of drafts per request; logits beyond them are ignored and their results undefined.
     Raises ``OutriderError`` for a token id outside the vocabulary.
     """
 
@@ -54,7 +54,7 @@ class Sampler:
         self._penalties = Penalties(self.requests, vocab_size, self.device)
         self._lens: list[int] = []
         self._num_tosses = 0  # calls of bernoulli() in the round
-        self._prefixes: dict[int, list[int]] = {}  # purpose -> the part of each request's keys that the round has in common
+        self._prefixes: dict[int, list[int]] = {}  # purpose -> common part of each request's keys in the round
         self._noise: dict[tuple[int, int], Tensor] = {}  # (row, position) -> Gumbel noise [V]
         self._steps: Tensor | None = None  # [V] counter of the noise
         self._parts: dict[tuple[int, ...], Sampler] = {}  # rows -> their sampler
@@ -70,7 +70,7 @@ class Sampler:
 
     @property
     def is_deterministic(self) -> bool:
-        """Every row is greedy, or noise is coupled to (seed, position): ``tokens()`` says it all, no coin is needed."""
+        """Return whether the round is deterministic: every row is greedy, or noise is coupled to (seed, position)."""
         return self._all_greedy or self.coupled
 
     def tokens(
@@ -81,7 +81,7 @@ class Sampler:
         start: int = 0,
         lens: Tensor | None = None,
     ) -> Tensor:
-        """[B, M, V] -> int64 [B, M]: the argmax (greedy), with coupled noise, or a draw. Raises ``InvalidLogits``.
+        """Return tokens int64 [B, M] from [B, M, V]: argmax, coupled, or sampled. Raises ``InvalidLogits``.
 
         Coupled noise is Gumbel-max sampling with noise keyed by (seed, position): Daliri, Musco, Suresh, arXiv 2408.07978.
         """
@@ -101,7 +101,7 @@ class Sampler:
         start: int = 0,
         lens: Tensor | None = None,
     ) -> Tensor:
-        """[B, M, V] -> float32 [B, M, V] (float64 stays so); greedy rows are one-hots. Raises ``InvalidLogits``."""
+        """Return probabilities float32 [B, M, V] (float64 stays float64); greedy rows are one-hot. Raises ``InvalidLogits``."""
         counts = _counts(logits, lens)
         scores = self._scores(logits, drafts, parents, start, counts)
         if self._all_greedy:
@@ -115,14 +115,14 @@ class Sampler:
     def confidences(
         self, logits: Tensor, drafts: Tensor | None = None, parents: Tensor | None = None, start: int = 0
     ) -> Tensor:
-        """[B, M, V] -> float [B, M, V]: how likely each token is to be the one that ``tokens`` says in a deterministic round.
+        """Return confidences [B, M, V]: how likely each token is to be the result of ``tokens`` in a deterministic round.
 
-        What trees are grown by: greedy rows as at temperature 1; coupled noise, which the target will use too, is in it.
+        Used to grow trees: greedy rows as at temperature 1; coupled noise, which the target uses too, is included.
         """
         return torch.softmax(self._decisive(logits, drafts, parents, start, _counts(logits, None)), dim=-1)
 
     def _decisive(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: list[int]) -> Tensor:
-        """Scores whose highest is the token of a deterministic round: [B, M, V]."""
+        """Return scores [B, M, V] whose argmax is the token of a deterministic round."""
         scores = self._scores(logits, drafts, parents, start, counts)
         if self._all_greedy:
             return scores
@@ -131,7 +131,7 @@ class Sampler:
         return scores if kept is None else scores.masked_fill(~kept, -math.inf)
 
     def bernoulli(self, probs: Tensor) -> Tensor:
-        """Independent coins: float [B, N] in [0, 1] -> bool [B, N]; coin (b, i) is the same whatever B and N."""
+        """Draw Bernoulli variables: float [B, N] in [0, 1] -> bool [B, N]; entry (b, i) does not depend on B and N."""
         self._sync_round()
         self._num_tosses += 1
         heights = self._uniforms(_COIN, self._num_tosses, probs.shape[1])
@@ -142,25 +142,25 @@ class Sampler:
         return torch.tensor(falls, dtype=torch.bool).view(probs.shape)
 
     def categorical(self, probs: Tensor) -> Tensor:
-        """One draw a row, by each request's generator: float [B, V] -> int64 [B]; never a token of probability 0."""
+        """Sample one token per row with each request's generator: float [B, V] -> int64 [B]; never one with probability 0."""
         heights = [torch.rand((), dtype=torch.float64, generator=request.generator).item() for request in self.requests]
         return first_above(probs, heights)
 
     def draw(self, probs: Tensor, index: int) -> Tensor:
-        """Draft ``index`` of the round: float [B, V] -> int64 [B], by a number that belongs to (seed, text length, index).
+        """Sample draft ``index`` of the round, keyed by (seed, sequence length, index): float [B, V] -> int64 [B].
 
-        What proposers draw with: how far the other requests are drafted does not matter, as it does with ``categorical``.
+        For proposers: unlike ``categorical``, independent of how many drafts other requests have.
         """
         self._sync_round()
         return first_above(probs, [height for (height,) in self._uniforms(_DRAFT, index, 1)])
 
     def _scores(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: list[int]) -> Tensor:
-        """Logits with bias, grammars and penalties: [B, M, V]. The caller's own where nothing changes them."""
+        """Return logits [B, M, V] with bias, grammars and penalties; the same tensor if nothing applies."""
         if logits.shape[-1] != self.vocab_size:
             raise ValueError(f"logits have {logits.shape[-1]} columns, the vocabulary has {self.vocab_size} tokens")
         scores = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         if self._bias is not None:
-            self._bias = self._bias.to(scores.dtype)  # once: all scores are of one type
+            self._bias = self._bias.to(scores.dtype)  # once: all scores have one dtype
             scores = scores + self._bias
         if not self._grammars.is_empty:
             scores = scores.clone() if scores is logits else scores
@@ -171,7 +171,7 @@ class Sampler:
         return scores
 
     def _check(self, witness: Tensor, counts: list[int]) -> None:
-        """Raises ``InvalidLogits`` unless the first ``counts[b]`` of each row b of ``witness`` [B, M] are finite."""
+        """Raise ``InvalidLogits`` unless the first ``counts[b]`` entries of each row of ``witness`` [B, M] are finite."""
         if math.isfinite(witness.sum().item()):
             return
         invalid = ~witness.isfinite().cpu() & (torch.arange(witness.shape[1]) < torch.tensor(counts).unsqueeze(-1))
@@ -180,7 +180,7 @@ class Sampler:
             raise InvalidLogits(rows, [self.requests[b].request_id for b in rows])
 
     def _sync_round(self) -> None:
-        """A round begins when the committed text has grown: tosses count anew and noise of the past is forgotten."""
+        """Start a round when committed tokens were added: reset trial counters and drop old noise."""
         lens = [len(request.token_ids) for request in self.requests]
         if lens != self._lens:
             self._lens, self._num_tosses = lens, 0
@@ -188,7 +188,7 @@ class Sampler:
             self._noise = {key: noise for key, noise in self._noise.items() if key[1] >= lens[key[0]]}
 
     def _uniforms(self, purpose: int, call: int, count: int) -> list[list[float]]:
-        """[B][count] numbers in [0, 1)."""
+        """Return [B][count] numbers in [0, 1)."""
         prefixes = self._prefixes.get(purpose)
         if prefixes is None:
             numbered = zip(self.requests, self._lens, strict=True)
@@ -196,7 +196,7 @@ class Sampler:
         return [uniforms(key_of(call, prefix=prefix), count) for prefix in prefixes]
 
     def _coupled_noise(self, scores: Tensor, parents: Tensor | None, start: int) -> Tensor:
-        """Gumbel noise [B, M, V] of the positions that the logits rows draw; 0 for greedy rows."""
+        """Return Gumbel noise [B, M, V] for the positions of the logits rows; 0 for greedy rows."""
         self._sync_round()
         width = scores.shape[1]
         if parents is None:
@@ -207,7 +207,7 @@ class Sampler:
         return torch.stack(rows).view(scores.shape).to(scores.dtype)
 
     def _noise_at(self, row: int, position: int) -> Tensor:
-        """[V], kept until the position is committed: drafts and target read the same numbers, computed once."""
+        """Return noise [V], cached until the position is committed, for drafts and target alike."""
         noise = self._noise.get((row, position))
         if noise is None:
             if self._steps is None:
@@ -221,17 +221,17 @@ class Sampler:
 
 
 def _counts(logits: Tensor, lens: Tensor | None) -> list[int]:
-    """How many of the M rows of logits [B, M, V] count, of each request: the root's and those of its drafts."""
+    """Return the number of valid rows of logits [B, M, V] per request: the root's and its drafts'."""
     batch, width = logits.shape[:2]
     return [width] * batch if lens is None else [min(1 + n, width) for n in lens.tolist()]
 
 
 def _max(scores: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-    """Maximum and its first index along the vocabulary: [B, M, V] -> [B, M] each. 0 in rows that do not count."""
+    """Return maximum and first argmax along the vocabulary: [B, M, V] -> [B, M] each; 0 in invalid rows."""
     if scores.device.type != "cpu":
         best, token_ids = scores.max(dim=-1)
         return best, token_ids
-    # torch's CPU argmax is not vectorised: numpy's is 10 times as fast
+    # torch's CPU argmax is not vectorised; numpy's is ten times faster
     rows = scores.detach().numpy()
     if min(counts) == rows.shape[1]:
         return torch.from_numpy(rows.max(axis=-1)), torch.from_numpy(rows.argmax(axis=-1))
@@ -243,7 +243,7 @@ def _max(scores: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _bias_of(requests: Sequence[Request], vocab_size: int, device: torch.device) -> Tensor | None:
-    """Logit bias and token masks as one addend [B, 1, V]; None where there are none."""
+    """Return logit bias and token masks as one addend [B, 1, V]; None without any."""
     if not any(r.params.logit_bias or r.params.banned_token_ids or r.params.allowed_token_ids is not None for r in requests):
         return None
     bias = torch.zeros(len(requests), 1, vocab_size, dtype=torch.float64)

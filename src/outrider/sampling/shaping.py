@@ -1,7 +1,7 @@
-"""Temperature, top-k, top-p and min-p: from scores to the distribution that tokens are drawn from.
+"""Temperature, top-k, top-p and min-p: from scores to the sampling distribution.
 
-Top-k keeps ties with the k-th; top-p keeps the smallest set of what is left that reaches its part, of equally likely tokens at
-the border those of lowest id; min-p keeps what is at least that many times as likely as the likeliest.
+Top-k keeps ties with the k-th token; top-p keeps the smallest remaining set that reaches its mass, with the lowest ids among
+ties at the border; min-p keeps tokens at least min_p times as likely as the likeliest.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 from outrider.sampling.native import rows_for
 from outrider.types import SamplingParams
 
-_COLDEST = 1e-6  # below, logits over temperature would overflow: it is greedy long before
+_COLDEST = 1e-6  # lower temperatures would overflow and are greedy anyway
 
 
 class Shaping:
-    """The shapes that B requests give to their distributions."""
+    """Distribution settings of B requests."""
 
     def __init__(self, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> None:
         self.is_greedy = [param.is_greedy for param in params]
@@ -34,19 +34,19 @@ class Shaping:
 
     @property
     def temperatures(self) -> Tensor:
-        """float64 [B, 1, 1], 1 for greedy rows."""
+        """Return temperatures float64 [B, 1, 1], 1 for greedy rows."""
         temperatures = self._settings[:, :1, None]
         return torch.where(temperatures > 0, temperatures, 1.0)
 
     def probs(self, scores: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """[B, M, V] -> new [B, M, V], one-hots for greedy rows, and [B, M] that is finite where scores were valid.
+        """Return probabilities [B, M, V], one-hot for greedy rows, and [B, M] that is finite where scores were valid.
 
-        Only the first ``counts[b]`` rows of request b count: the others are undefined.
+        Only the first ``counts[b]`` rows of request b are defined.
         """
         if self._native is not None:
             return self._native.probs(scores.contiguous(), self._settings, counts)
         probs = torch.softmax(scores / self.temperatures.to(scores.dtype), dim=-1)
-        witness = probs[..., 0]  # softmax spreads a NaN over its row
+        witness = probs[..., 0]  # softmax propagates NaN over its row
         if self.truncates:
             probs = reference_truncated(probs, self._settings[:, 1:])
         if any(self.is_greedy):
@@ -57,13 +57,13 @@ class Shaping:
 
 
 def reference_truncated(probs: Tensor, cuts: Tensor) -> Tensor:
-    """Truncates and renormalises [B, M, V] by sorting; ``cuts`` float64 [B, 3]: top_k (0 keeps all), top_p, min_p."""
+    """Truncate and renormalise [B, M, V] by sorting; ``cuts`` float64 [B, 3]: top_k (0 keeps all), top_p, min_p."""
     top_k, top_p, min_p = cuts[:, None, :1].long(), cuts[:, None, 1:2], cuts[:, None, 2:].to(probs.dtype)  # [B, 1, 1]
     ordered = probs.sort(dim=-1, descending=True).values
     cumulative = ordered.cumsum(dim=-1, dtype=torch.float64)
     everything = torch.full_like(top_k, probs.shape[-1]).expand(-1, probs.shape[1], -1)
     last = ordered.gather(-1, (top_k - 1).clamp_min(0).expand_as(everything))
-    in_top_k = (ordered >= last).sum(dim=-1, keepdim=True).clamp_min(1)  # at least 1, also where NaN compares false
+    in_top_k = (ordered >= last).sum(dim=-1, keepdim=True).clamp_min(1)  # at least 1, also for NaN, which compares as false
     num_kept = torch.where(top_k > 0, in_top_k, everything)
     mass = torch.where(top_k > 0, cumulative.gather(-1, num_kept - 1), 1.0)
     in_top_p = (cumulative < top_p * mass).sum(dim=-1, keepdim=True) + 1

@@ -49,7 +49,7 @@ def choose(finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], p
         reason = "no candidate is faster than plain decoding by more than the noise: do not speculate"
         return Choice(PLAIN_CONTENDER, None, reason, others)
     winners.sort(key=lambda each: -speedups[each].value)
-    leaders = {each.method: each for each in reversed(winners)}  # the fastest length of each method
+    leaders = {each.method: each for each in reversed(winners)}  # fastest length of each method
     best = winners[0]
     against = {each: ratio(best.label, each.label) for each in leaders.values() if each != best}
     alike = [best, *(each for each, lead in against.items() if _is_alike(lead))]

@@ -1,4 +1,4 @@
-"""What a search has found so far, in a file: an interrupted one goes on where it ended."""
+"""Intermediate results of a search in a file, so that an interrupted search resumes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Value = TypeVar("Value")
 
 
 class Journal:
-    """A JSON document that grows by whole findings, each written before the next is looked for."""
+    """A JSON document to which results are added one by one, each written immediately."""
 
     def __init__(self, path: Path | None, question: dict[str, Any], resume: bool = False) -> None:
-        """``question``: all that the findings depend on. ``path`` None: kept in memory only.
+        """``question``: everything that the results depend on. ``path`` None: memory only.
 
-        Raises ``OutriderError`` where ``resume`` is asked for and the file is none, or of another question.
+        Raises ``OutriderError`` if ``resume`` is set and the file is missing, invalid or of another question.
         """
         self.path = path
         question = json.loads(json.dumps(question))
@@ -30,7 +30,7 @@ class Journal:
             self.document = self._earlier(question)
 
     def once(self, stage: str, name: str, find: Callable[[], Value]) -> Value:
-        """The finding of that name; found, timed and written down if it is not there yet. Its form is what JSON keeps."""
+        """Return the named result; compute, time and store it if missing. It must be JSON-compatible."""
         stored = self.document["found"].setdefault(stage, {})
         if name not in stored:
             started = perf_counter()
@@ -46,7 +46,7 @@ class Journal:
         return name in self.document["found"].get(stage, {})
 
     def write(self) -> None:
-        """All of it or nothing."""
+        """Write atomically."""
         if self.path is not None:
             write_whole(self.path, json.dumps(self.document) + "\n")
 

@@ -1,4 +1,4 @@
-"""The result of a search as a document, a table, a page and the notes of a plan."""
+"""Result of a search as a document, a table, a page and notes in the plan."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _rung(passed: Passed) -> dict[str, Any]:
 
 
 def table(found: Mapping[str, Any]) -> Table:
-    """The candidates that came closest, for a terminal."""
+    """Return a terminal table of the best candidates."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -132,7 +132,7 @@ def notes(found: Mapping[str, Any]) -> list[str]:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """The whole report as one HTML file. Raises ``OutriderError`` where a library of it is missing."""
+    """Return the report as one HTML file. Raises ``OutriderError`` if a library is missing."""
     from outrider.bench.html import render
 
     stages = [[name, f"{seconds:.1f}"] for name, seconds in found["seconds"].items()]
@@ -185,6 +185,6 @@ def _picture(found: Mapping[str, Any]) -> Plot:
 
 
 def stages(seconds: Mapping[str, float]) -> str:
-    """Where the time went, in one line."""
+    """Return the time by stage as one line."""
     parts: Sequence[str] = [f"{name} {each:.0f} s" for name, each in seconds.items()]
     return ", ".join(parts)

@@ -39,7 +39,7 @@ PAIRED_FROM = 1.05  # speedup that the best method of either kind must reach for
 
 @dataclass(frozen=True)
 class Question:
-    """What is looked for."""
+    """The search space."""
 
     lengths: tuple[int, ...] = (1, 2, 4, 8, 15)  # K of the candidates; the adaptive length is always a candidate too
     batches: tuple[int, ...] = (1,)  # requests at a time that the plan is for
@@ -72,7 +72,7 @@ class Search:
 
     llm: LLM
     proposers: dict[str, Proposer]
-    texts: list[Text]  # without outputs, until they are recorded
+    texts: list[Text]  # without outputs until they are recorded
     question: Question
     journal: Journal
     report: Callable[[Progress], None] = lambda progress: None
@@ -91,7 +91,7 @@ class Search:
         self._started = perf_counter()
 
     def run(self) -> Choice:
-        """All stages. Raises ``OutriderError`` where the target fails."""
+        """Run all stages. Raises ``OutriderError`` if the target fails."""
         self.texts = self.record()
         running = [contender for method in self.proposers for contender in self._contenders_of(method)]
         others: dict[str, str] = {}
@@ -241,7 +241,7 @@ class Search:
         for label in found.speedups:
             method = self.candidates[label].method
             if "+" in split_method(method)[0]:
-                return []  # the user names pairs
+                return []  # the user named pairs
             best.setdefault(self.proposers[method].reads_text_only, label)
         if len(best) < 2 or min(found.speedups[label] for label in best.values()) < PAIRED_FROM:
             return []

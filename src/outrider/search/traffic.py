@@ -1,4 +1,4 @@
-"""The traffic that a plan is for: prompts, each with the sampling settings it was asked with."""
+"""Traffic: prompts with their sampling settings."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Item = TypeVar("Item")
-# Fields of a line that say how to sample, by what they hold; OpenAI's other names for them. Others are passed over.
+# Sampling fields of a line by type, with OpenAI's alternative names. Other fields are ignored.
 WHOLE = ("max_tokens", "top_k", "seed")
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 SETTINGS = (*WHOLE, *NUMBERS, "stop", "ignore_eos")
 ALIASES = {"max_completion_tokens": "max_tokens"}
-OPENAI_TEMPERATURE = 1.0  # of a request that names none
-MOST = 2**63 - 1  # that a number may be
-ALL_AS_OTHERS_SAY = -1  # top_k that keeps all tokens, in bodies for other servers
+OPENAI_TEMPERATURE = 1.0  # default of requests without a temperature
+MOST = 2**63 - 1  # maximum of integers
+ALL_AS_OTHERS_SAY = -1  # top_k of other servers that keeps all tokens
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One prompt of the traffic, and how its answer is to be sampled."""
+    """One prompt of the traffic with its sampling settings."""
 
     prompt: Prompt
     params: SamplingParams
@@ -34,7 +34,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt as token ids, and what the target said to it."""
+    """A prompt as token ids, and the target's answer."""
 
     prompt: list[int]
     params: SamplingParams
@@ -42,16 +42,16 @@ class Text:
 
     @property
     def again(self) -> SamplingParams:
-        """Asks for as many tokens once more, whatever they are: everyone who is compared generates equally many."""
+        """Return settings for the same number of tokens, so that all candidates generate equally many."""
         return replace(self.params, max_tokens=len(self.output), ignore_eos=True, stop=(), stop_token_ids=())
 
 
 def read_file(path: Path, most: int, defaults: SamplingParams) -> list[Asked]:
-    """``most`` prompts of a JSONL file or of a log of requests, spread evenly over it.
+    """Read ``most`` prompts of a JSONL file or of a request log, spread evenly over it.
 
-    A line is one that ``bench.workloads.from_file`` reads, or the body of an OpenAI request, alone or under ``"body"``. Its own
-    settings go before ``defaults``, but it gets at most ``defaults.max_tokens`` tokens. Raises ``OutriderError`` with the
-    line's number where it is none of these, or asks for what cannot be.
+    A line has a format of ``bench.workloads.from_file``, or is the body of an OpenAI request, alone or under ``"body"``. Its
+    settings override ``defaults``, with at most ``defaults.max_tokens`` tokens. Raises ``OutriderError`` with the line number
+    for other lines and invalid values.
     """
     found = spread(entries(path, unwrap=_body), most)
     seeded = [replace(defaults, seed=_seed(defaults, index)) for index in range(len(found))]
@@ -59,16 +59,16 @@ def read_file(path: Path, most: int, defaults: SamplingParams) -> list[Asked]:
 
 
 def read_builtin(workloads: Sequence[str], most: int, defaults: SamplingParams) -> list[Asked]:
-    """``most`` built-in prompts, in turn from each of the kinds. Raises ``OutriderError`` for an unknown kind."""
+    """Return ``most`` built-in prompts, in turn from each workload. Raises ``OutriderError`` for an unknown workload."""
     kinds = [builtin(workload) for workload in workloads]
     turns = [kind[turn] for turn in range(max(map(len, kinds))) for kind in kinds if turn < len(kind)]
     return [Asked(prompt, replace(defaults, seed=_seed(defaults, i))) for i, prompt in enumerate(turns[:most])]
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase | None, asked: Sequence[Asked], max_len: int) -> list[Text]:
-    """Texts without an output yet; a prompt too long for the context keeps its end.
+    """Return texts without outputs; a prompt too long for the context keeps its end.
 
-    Raises ``OutriderError`` where there is no tokenizer, and for a prompt without tokens.
+    Raises ``OutriderError`` without a tokenizer, and for a prompt without tokens.
     """
     texts = []
     for number, each in enumerate(asked, start=1):
@@ -85,13 +85,13 @@ def encoded(tokenizer: PreTrainedTokenizerBase | None, asked: Sequence[Asked], m
 
 
 def spread(items: Sequence[Item], count: int) -> list[Item]:
-    """At most ``count`` of the items, evenly over all of them."""
+    """Return at most ``count`` items, spread evenly."""
     count = min(count, len(items))
     return [items[index * len(items) // count] for index in range(count)]
 
 
 def settings(item: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
-    """The sampling settings of a line over the defaults. Raises ``OutriderError`` for a value that cannot be."""
+    """Return the defaults with a line's sampling settings. Raises ``OutriderError`` for an invalid value."""
     named = {ALIASES.get(name, name): value for name, value in item.items() if value is not None}
     given = {name: _setting(name, value) for name, value in named.items() if name in SETTINGS}
     given["max_tokens"] = min(given.get("max_tokens", defaults.max_tokens), defaults.max_tokens)
@@ -101,7 +101,7 @@ def settings(item: Mapping[str, Any], defaults: SamplingParams) -> SamplingParam
 
 
 def _setting(name: str, value: Any) -> Any:
-    """The value of a field. Raises ``OutriderError`` for one of another kind."""
+    """Return the value of a field. Raises ``OutriderError`` for another type."""
     if name == "stop":
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
@@ -119,7 +119,7 @@ def _setting(name: str, value: Any) -> Any:
 
 
 def _body(line: dict[str, Any]) -> dict[str, Any]:
-    """The request in a line of a log. Raises ``Refused`` for a line that tells of one without its text."""
+    """Return the request in a line of a log. Raises ``Refused`` for a log line without the request's text."""
     found = line.get("body", line)
     if not isinstance(found, dict):
         raise Refused('"body" is not a JSON object')
@@ -140,7 +140,7 @@ def _body(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(message: Any) -> Any:
-    """A message whose content is in parts, as OpenAI's clients may send it, with one text."""
+    """Join a message's content parts, as OpenAI's clients may send them, to one text."""
     parts = message.get("content") if isinstance(message, dict) else None
     if not isinstance(parts, list):
         return message

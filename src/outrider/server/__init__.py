@@ -1,4 +1,4 @@
-"""HTTP: an OpenAI-compatible server around one engine, and the demo's page. The only room with asynchronous code.
+"""OpenAI-compatible HTTP server for one engine, and the demo page. The only package with asynchronous code.
 
-Nothing is imported here, so that parts of it can be used without the libraries that all of it needs (``outrider[serve]``).
+Nothing is imported here, so that parts can be used without the libraries of ``outrider[serve]``.
 """

@@ -1,4 +1,4 @@
-"""OpenAI's shapes of an answer: whole, in chunks, with log-probabilities and usage."""
+"""Answers in OpenAI's format: whole, in chunks, with log-probabilities and usage."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class TokenTexts:
-    """What each token id stands for."""
+    """The text of each token id."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
         self._bytes: list[bytes] = []
 
     def load(self) -> None:
-        """Spells every token, which takes a second for a large vocabulary; before anything is asked."""
+        """Decode every token at start, which takes a second for a large vocabulary."""
         if self._tokenizer is not None and not self._bytes:
             self._bytes = token_bytes(self._tokenizer)
 
@@ -32,7 +32,7 @@ class TokenTexts:
         return self._bytes[token] if token < len(self._bytes) else b""
 
     def text(self, token: int) -> str:
-        """Its characters; its bytes, as OpenAI writes them, where it is a part of one; the name of a special token."""
+        """Return the token's characters; its bytes in OpenAI's notation if it is part of one; a special token's name."""
         found = self.bytes_of(token)
         if found or self._tokenizer is None:
             try:
@@ -44,7 +44,7 @@ class TokenTexts:
 
 @dataclass
 class Answer:
-    """One call's answer under way: its choices in order, and how they are written."""
+    """The running answer of one call: its choices in order, and their format."""
 
     call_id: str
     model: str
@@ -59,12 +59,12 @@ class Answer:
         return {"id": self.call_id, "object": kind, "created": self.created, "model": self.model}
 
     def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Return the whole answer."""
         choices = [self.choice(index, completion) for index, completion in enumerate(self.choices)]
         return {**self.head(self.kind), "choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
-        """Token counts; OpenAI's counts of accepted and rejected predictions are those of the drafts."""
+        """Return token counts; OpenAI's accepted and rejected predictions count drafts."""
         # every sample has the same prompt, which counts once
         prompts = {completion.prompt_index: completion.num_prompt_tokens for completion in self.choices}
         generated = sum(len(completion.token_ids) for completion in self.choices)
@@ -81,15 +81,15 @@ class Answer:
         }
 
     def opening(self) -> list[dict[str, Any]]:
-        """Chunks that a stream begins with."""
+        """Return the first chunks of a stream."""
         return []
 
     def chunk(self, index: int, chunk: Chunk) -> dict[str, Any]:
-        """What one round added to a choice."""
+        """Return the chunk with the tokens that one round added to a choice."""
         return {**self.head(self.chunk_kind), "choices": [self.delta(index, chunk)]}
 
     def last(self) -> dict[str, Any]:
-        """The chunk with the usage, for those who asked for it."""
+        """Return the usage chunk, if requested."""
         return {**self.head(self.chunk_kind), "choices": [], "usage": self.usage()}
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class CompletionAnswer(Answer):
 
 @dataclass
 class ChatAnswer(Answer):
-    """Of ``/v1/chat/completions``."""
+    """Answer of ``/v1/chat/completions``."""
 
     kind: ClassVar[str] = "chat.completion"
     chunk_kind: ClassVar[str] = "chat.completion.chunk"
@@ -173,7 +173,7 @@ class ChatAnswer(Answer):
 
 
 def _finite(logprob: float) -> float:
-    """OpenAI's least: JSON has no infinity, which is the logarithm for a token that the model rules out."""
+    """Clip to OpenAI's minimum: JSON has no infinity, the log-probability of an impossible token."""
     return max(logprob, -9999.0)
 
 

@@ -1,4 +1,4 @@
-"""The routes: which path is answered by what."""
+"""HTTP routes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(llm: LLM, config: ServerConfig | None = None, keys: KeyRing | None = None) -> FastAPI:
-    """The ASGI application around a loaded ``LLM``, which it has to itself while it runs."""
+    """Return the ASGI application for a loaded ``LLM``, which it owns while it runs."""
     config = config or ServerConfig()
     service = Service(llm, config, keys or KeyRing())
 
@@ -67,21 +67,21 @@ def create_app(llm: LLM, config: ServerConfig | None = None, keys: KeyRing | Non
 
 
 def _add_states(app: FastAPI, service: Service) -> None:
-    """What is asked about the server itself."""
+    """Routes about the server itself."""
 
     async def models() -> dict[str, Any]:
-        """The one model that is served."""
+        """List the served model."""
         name, method = service.config.name, service.llm.proposer.name
         about = {"id": name, "object": "model", "created": 0, "owned_by": "outrider"}
         return {"object": "list", "data": [about | {"max_model_len": service.llm.runner.max_len, "method": method}]}
 
     async def health() -> Response:
-        """Whether the process works at all."""
+        """Report whether the process works."""
         is_healthy = service.bridge.is_healthy
         return PlainTextResponse("ok" if is_healthy else "the engine's thread has ended", 200 if is_healthy else 500)
 
     async def ready() -> Response:
-        """Whether requests should be sent here."""
+        """Report whether requests should be sent here."""
         why = service.unready()
         return PlainTextResponse("ready") if why is None else PlainTextResponse(f"not ready: {why}", 503)
 

@@ -1,4 +1,4 @@
-"""One thread owns the engine; this is the bridge between it and asyncio. Whoever serves talks to the engine through it.
+"""Bridge between asyncio and the thread that owns the engine.
 
 Knows requests and emissions, no HTTP.
 """
@@ -27,16 +27,15 @@ logger = logging.getLogger(__name__)
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
-IDLE = 1.0  # seconds after which a thread without work looks whether it should end
+IDLE = 1.0  # seconds after which an idle thread checks whether to stop
 
 
 def load_aside(load: Callable[[], Result]) -> Result:
-    """Loads what a thread other than the caller's will run, in a thread that ends with it. Raises what ``load`` raises.
+    """Call ``load`` in a thread that ends afterwards. Raises what ``load`` raises.
 
-    OpenMP's threads belong to the thread that first needed them and stay as long as it does. Where they are more than the
-    cores, those between two operations of a pass sleep at once instead of looking out for the next, and to wake them takes
-    longer than most operations. So only the engine's thread may have some: no thread that waits for requests.
-    Not an executor's thread: Ctrl-C would wait for it.
+    OpenMP's worker threads belong to the thread that first used them and live as long as it does. If there are more of them
+    than cores, they sleep between two operations of a pass instead of spinning, and waking them takes longer than most
+    operations. So only the engine's thread may own some. An executor's thread is not used: Ctrl-C would wait for it.
     """
     result: Future[Result] = Future()
 
@@ -51,7 +50,7 @@ def load_aside(load: Callable[[], Result]) -> Result:
 
 
 class Busy(OutriderError):
-    """The queue is full; ``retry_after`` seconds from now it may not be."""
+    """The queue is full; retry after ``retry_after`` seconds."""
 
     def __init__(self, retry_after: int) -> None:
         self.retry_after = retry_after
@@ -59,17 +58,17 @@ class Busy(OutriderError):
 
 
 class Stopping(OutriderError):
-    """The server takes nothing new: it finishes what it has, or its engine is gone."""
+    """The server accepts no new requests: it is shutting down, or its engine has failed."""
 
     def __init__(self, why: str = "the server is shutting down") -> None:
         super().__init__(why)
 
 
 class Stream:
-    """The emissions of one call's requests, as they come, until the last of them has ended. Close it in any case.
+    """Iterate over the emissions of one call's requests until all have ended. Always close it.
 
-    What comes within ``interval`` seconds of the last is held back and joined, unless it is an end: no reader is faster, and a
-    chunk costs a server, and its client, as much as some passes of a small model.
+    Emissions within ``interval`` seconds of the last chunk are held back and joined, except ends: a chunk costs server and
+    client as much as several passes of a small model.
     """
 
     def __init__(self, bridge: EngineBridge, request_ids: Sequence[str], deadline: float, interval: float = 0.0) -> None:
@@ -77,7 +76,7 @@ class Stream:
         self._open = set(request_ids)
         self._deadline, self._interval = deadline, interval
         self._held: dict[str, Emission] = {}  # by request
-        self._due = 0.0  # when what is held goes out
+        self._due = 0.0  # time at which held emissions are sent
         self._timer: asyncio.TimerHandle | None = None
         self._woken = asyncio.Event()
 
@@ -114,14 +113,14 @@ class Stream:
         return held.values()
 
     def close(self) -> None:
-        """Ends whatever still runs: its place is free within a round."""
+        """End running requests; their slots are free within one round."""
         open_ids, self._open = self._open, set()
         if open_ids:
             self._bridge.cancel(open_ids)
 
 
 class EngineBridge:
-    """Runs an ``LLM``'s engine in a thread of its own. All methods but ``start`` are for the event loop's thread."""
+    """Runs an ``LLM``'s engine in its own thread. All methods except ``start`` must be called from the event loop's thread."""
 
     def __init__(self, llm: LLM, max_queue: int = 256, interval: float = 0.0) -> None:
         """``max_queue``: sequences that may wait; ``interval``: see ``Stream``."""
@@ -131,7 +130,7 @@ class EngineBridge:
         self.num_failures = 0  # steps that failed as a whole
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}  # of requests that have not ended
-        self._inside: set[str] = set()  # ids that the engine has taken and not ended; the engine's thread's own
+        self._inside: set[str] = set()  # ids inside the engine; used by the engine's thread only
         self._has_broken = False
         self._last_move = monotonic()  # when the engine's thread last began something
         self._num_reserved = 0  # places of calls that are being prepared
@@ -144,12 +143,12 @@ class EngineBridge:
     # --- from the event loop ------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins to work, for the running event loop."""
+        """Start the engine's thread for the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self) -> None:
-        """Ends the thread; requests that still run end with it."""
+        """Stop the thread; running requests end with it."""
         self.is_draining = True
         self._should_stop.set()
         self._commands.put(lambda: None)
@@ -191,7 +190,7 @@ class EngineBridge:
             self._num_reserved -= count
 
     def submit(self, samples: Sequence[Sequence[Request]], deadline: float, client: Client = ANYONE) -> Stream:
-        """Queues the samples of each prompt; requests are those that ``Engine.check`` has let pass.
+        """Queue the samples of each prompt; requests must have passed ``Engine.check``.
 
         ``deadline``: by the monotonic clock. Raises ``Stopping`` where there is no engine any more.
         """
@@ -208,7 +207,7 @@ class EngineBridge:
             raise Stopping("the engine has broken down")
 
     def cancel(self, request_ids: set[str]) -> None:
-        """Ends requests; nothing more is heard of them."""
+        """Abort requests; they emit nothing more."""
         for request_id in request_ids:
             self._streams.pop(request_id, None)
         self._commands.put(lambda: self._abort(request_ids))
@@ -226,12 +225,12 @@ class EngineBridge:
             stream.put(emission)
 
     def _break(self, error: BaseException) -> None:
-        """The engine's thread has ended by itself: nobody may wait for what never comes."""
+        """Fail all streams: the engine's thread has ended by itself."""
         self._has_broken = True
         self._deliver([lost(request_id, error) for request_id in self._streams])
 
     def _retry_after(self, num_lacking: int) -> int:
-        """Whole seconds until so many requests will have ended, going by those that ended last."""
+        """Estimate the seconds, rounded, until ``num_lacking`` requests have ended, from the last ones that ended."""
         return max(1, min(60, round(num_lacking * self._seconds_per_end)))
 
     # --- in the engine's thread -----------------------------------------------------------------------------------------------
@@ -254,7 +253,7 @@ class EngineBridge:
             self._last_move = monotonic()
             try:
                 emissions = engine.step()
-            except BaseException as error:  # not one request's, a library's panic too: caches were dropped and fill again
+            except BaseException as error:  # not one request's fault, or a library's panic: caches were dropped and are rebuilt
                 self.num_failures += 1
                 logger.exception("a round failed; its requests end")
                 emissions = self._failed(error)
@@ -264,7 +263,7 @@ class EngineBridge:
             engine.abort(entry.request.request_id)
 
     def _failed(self, error: BaseException) -> list[Emission]:
-        """Ends everything that ran, with what had ended in the round but was not told of."""
+        """End all running requests, including those whose end in this round was not reported yet."""
         engine = self.llm.engine
         emissions = engine.fail_running(error)
         told = {emission.request_id for emission in emissions}
@@ -272,7 +271,7 @@ class EngineBridge:
         return emissions + [lost(request_id, error) for request_id in self._inside - told]
 
     def _obey(self, wait: bool) -> None:
-        """Carries out what the event loop asked for meanwhile; waits for something to do where there is nothing."""
+        """Execute the event loop's commands; wait for one if the engine is idle."""
         try:
             command = self._commands.get(timeout=IDLE) if wait else self._commands.get_nowait()
             while True:
@@ -307,9 +306,9 @@ class EngineBridge:
             self._call(self._deliver, emissions)
 
     def _call(self, what: Callable[[Argument], None], argument: Argument) -> None:
-        """Has the event loop do something."""
+        """Schedule a call in the event loop."""
         assert self._loop is not None  # start() came before the thread
         try:
             self._loop.call_soon_threadsafe(what, argument)
-        except RuntimeError:  # the event loop is closed: nobody listens any more
+        except RuntimeError:  # the event loop is closed
             self._should_stop.set()

@@ -1,4 +1,4 @@
-"""What the server allows, and who may use it."""
+"""Server limits and API keys."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ KEYS_VARIABLE = "OUTRIDER_API_KEYS"
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Where the server listens and what it puts up with."""
+    """Address and limits of the server."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    name: str = "outrider"  # of the model, in /v1/models and in every answer
-    max_queue: int = 256  # sequences that may wait for a place; beyond them the answer is 429
+    name: str = "outrider"  # model name in /v1/models and in every answer
+    max_queue: int = 256  # waiting sequences; beyond them the answer is 429
     max_choices: int = 64  # sequences of one call: prompts times n
     max_body: int = 4 << 20  # bytes
     header_timeout: float = 10.0  # seconds for a call's headers to arrive
     body_timeout: float = 30.0  # seconds for a body to arrive
     idle_timeout: float = 30.0  # seconds that a connection may lie still between two calls, or with an answer that is not read
     request_timeout: float = 600.0  # seconds from a call's first byte to its last token
-    stream_interval: float = 0.02  # seconds between two chunks of a stream, at least; 0: what a round gives goes out at once
+    stream_interval: float = 0.02  # minimum seconds between two chunks of a stream; 0: every round's tokens are sent at once
     shutdown_grace: float = 60.0  # seconds that running streams get to finish
     workers: int = 2  # processes that tokenise, and as many that try schemas out once there are some
     worker_memory: float = 1.0  # GiB that each of them may take beside what it starts with
@@ -40,7 +40,7 @@ class ServerConfig:
     max_schema_depth: int = 64  # levels of them
     max_schema_choices: int = 256  # alternatives in one anyOf, oneOf or allOf of it
     stall_timeout: float = 60.0  # seconds without a step of the engine, or of the workers, after which /ready is 503
-    record: Path | None = None  # file that what clients ask for is appended to, text included
+    record: Path | None = None  # file to which requests are appended, text included
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -57,7 +57,7 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class Client:
-    """Who asks: fairness is between clients, and higher priorities go first."""
+    """A client: scheduling is fair between clients, and higher priorities go first."""
 
     name: str = "anonymous"
     priority: int = 0
@@ -67,7 +67,7 @@ ANYONE = Client()
 
 
 class KeyRing:
-    """The API keys, kept as digests; without any, everyone may ask."""
+    """API keys, stored as digests; without keys, everyone has access."""
 
     def __init__(self, keys: Sequence[tuple[str, Client]] = ()) -> None:
         self._clients = [(_digest(key), client) for key, client in keys]
@@ -76,7 +76,7 @@ class KeyRing:
         return len(self._clients)
 
     def client(self, key: str | None) -> Client | None:
-        """Whose key it is; None if nobody's. Takes the same time for every key, known or not."""
+        """Return the key's client, or None. Takes the same time for every key, known or not."""
         if not self._clients:
             return ANYONE
         digest, found = _digest(key or ""), None
@@ -87,10 +87,10 @@ class KeyRing:
 
     @classmethod
     def load(cls, file: Path | None) -> KeyRing:
-        """From a file of lines ``key [name [priority]]``, or from ``OUTRIDER_API_KEYS``, the same joined by commas.
+        """Read lines ``KEY [NAME [PRIORITY]]`` from a file, or comma-separated entries from ``OUTRIDER_API_KEYS``.
 
-        Keys of one name are one client; a key without a name is a client of its own. Raises ``OutriderError`` for a line that
-        is neither, and for a file without any key.
+        Keys with one name are one client; a key without a name is a client of its own. Raises ``OutriderError`` for a
+        malformed line, and for a file without keys.
         """
         if file is None:
             entries = os.environ.get(KEYS_VARIABLE, "").split(",")

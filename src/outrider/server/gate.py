@@ -1,4 +1,4 @@
-"""What every call passes before it is understood: request id, API key, size and pace of the body, and one line in the log."""
+"""Checks before a call is parsed: request id, API key, size and arrival time of the body; and one log line per call."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from outrider.server.config import ANYONE, Client, KeyRing, ServerConfig
 logger = logging.getLogger("outrider.server")
 
 GUARDED = ("/v1/", "/openapi.json")  # paths that need a key
-LINGER = 4  # times the largest body are taken in of one that is refused
-CLOSED = 499  # the client went away, as nginx writes it
+LINGER = 4  # a refused body is read up to this multiple of the size limit
+CLOSED = 499  # the client disconnected (nginx's code)
 
 
 @dataclass
 class Call:
-    """What is known of a call; what it cost is filled in on the way and written to the log at its end."""
+    """Facts about one call, completed while it runs and logged at its end."""
 
     request_id: str
     arrived: float  # when its first byte did, by the monotonic clock
@@ -37,7 +37,7 @@ class Call:
 
 
 def error_body(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
+    """Return an error in OpenAI's format."""
     readable = message.encode(errors="replace").decode()
     return {"error": {"message": readable, "type": kind, "param": None, "code": code}}
 
@@ -70,11 +70,11 @@ class Gate:
             if refused is None:
                 await self._app(scope, self._measured(receive), answer)
             else:
-                if "expect" not in headers:  # who asks before sending a body has not sent it
+                if "expect" not in headers:  # with Expect the client has not sent the body yet
                     await self._discard(receive)
                 await _refuse(answer, *refused)
         except Exception:
-            if status:  # the answer has begun: all that is left is to break it off
+            if status:  # the answer has started and can only be aborted
                 raise
             logger.exception("request %s failed", call.request_id)
             await _refuse(answer, 500, error_body("the server failed", "server_error"))
@@ -90,7 +90,7 @@ class Gate:
             logger.log(level, "request", extra={"facts": facts})
 
     def _refusal(self, path: str, headers: dict[str, str], call: Call) -> tuple[int, dict[str, Any]] | None:
-        """Status and body for a call that goes no further."""
+        """Return status and body for a refused call, else None."""
         if path.startswith(GUARDED):
             scheme, _, key = headers.get("authorization", "").partition(" ")
             client = self._keys.client(key.strip() if scheme.lower() == "bearer" else None)
@@ -107,7 +107,7 @@ class Gate:
         return f"the body is larger than {self._config.max_body} bytes"
 
     def _measured(self, receive: Receive) -> Receive:
-        """The body as it comes: at most so much, in at most so long."""
+        """Read the body within the size and time limits."""
         num_bytes, is_complete, deadline = 0, False, monotonic() + self._config.body_timeout
 
         async def measured() -> Message:
@@ -129,7 +129,7 @@ class Gate:
         return measured
 
     async def _discard(self, receive: Receive) -> None:
-        """Takes in the rest of a body, within bounds: a connection closed on what was sent takes the answer along."""
+        """Read the rest of a body, within bounds: closing the connection with unread data would discard the answer."""
 
         async def rest() -> None:
             left, message = LINGER * self._config.max_body, await receive()
@@ -153,10 +153,10 @@ async def _refuse(send: Callable[[Message], Awaitable[None]], status: int, body:
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line. What was said in prompts and answers is in none of them."""
+    """Log one JSON object per line, without any text of prompts or answers."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record and its ``facts``."""
+        """Format the record with its ``facts``."""
         time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
         line = {"time": time, "level": record.levelname.lower(), "event": record.getMessage()}
         line |= getattr(record, "facts", {})

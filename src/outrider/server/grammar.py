@@ -67,7 +67,7 @@ class GrammarCompiler:
         self._table: LLTokenizer | None = None
 
     def json(self, schema: dict[str, Any] | None = None) -> TokenGrammar:
-        """Objects, or what a JSON schema allows. Raises ``OutriderError`` for a schema that cannot be followed."""
+        """Return the grammar of JSON objects, or of a JSON schema. Raises ``OutriderError`` for an unsupported schema."""
         return self.compiled(ANY_OBJECT if schema is None else json.dumps(schema))
 
     def compiled(self, schema: str) -> TokenGrammar:
@@ -135,25 +135,25 @@ class Grammars:
 
 
 class TokenGrammar:
-    """One form of answers, for any number of requests."""
+    """One grammar, shared by any number of requests."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._matcher, self._vocab_size, self._eos_token_ids = matcher, vocab_size, eos_token_ids
         self.refusal: str | None = None  # why an answer of this form could not go on: the next one need not begin
 
     def matcher(self) -> TokenMatcher:
-        """For one more answer."""
+        """Return the initial state for a new answer."""
         return TokenMatcher(self, self._matcher.deep_copy(), self._vocab_size, self._eos_token_ids)
 
 
 class TokenMatcher:
-    """How far one answer has come."""
+    """Grammar state of one answer."""
 
     def __init__(self, grammar: TokenGrammar, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._grammar, self._matcher = grammar, matcher
         self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
         self._num_consumed = 0
-        self._masks: dict[tuple[int, ...], Tensor | None] = {}  # of this round: draft and target ask for the same ones
+        self._masks: dict[tuple[int, ...], Tensor | None] = {}  # of this round: draft and target use the same masks
         self._seconds_left = MASKS_SECONDS
 
     def allowed(self, output: Sequence[int], path: Sequence[int]) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Prometheus metrics: vLLM's names where vLLM has one, so that its dashboards show Outrider too."""
+"""Prometheus metrics, under vLLM's names where vLLM has them, so that its dashboards work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0,
 
 
 class Metrics:
-    """Counts what calls cost, and reads the engine's own counts when it is asked."""
+    """Counts calls, and reads the engine's counts on request."""
 
     def __init__(self, bridge: EngineBridge, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -48,18 +48,18 @@ class Metrics:
         self._refused.labels(**self._here, status=str(status)).inc()
 
     def page(self) -> bytes:
-        """Everything in Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
 
 class _EngineCounts:
-    """The engine's totals, read when somebody asks; it is the engine's thread that writes them."""
+    """Exports the engine's totals, which the engine's thread writes."""
 
     def __init__(self, bridge: EngineBridge, model: str) -> None:
         self._bridge, self._model = bridge, model
 
     def collect(self) -> Iterator[Metric]:
-        """Named as vLLM names them, then what only Outrider has."""
+        """Yield metrics with vLLM's names, then Outrider's own."""
         engine = self._bridge.llm.engine
         stats, scheduler = engine.stats, engine.scheduler
         histogram, cache = dict(stats.acceptance_histogram), engine.runner.cache

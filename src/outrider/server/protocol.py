@@ -1,4 +1,4 @@
-"""What may be asked: OpenAI's requests, with every sampling parameter of the engine beside them. Unknown fields are refused."""
+"""OpenAI's request bodies, extended by the engine's sampling parameters. Unknown fields are refused."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from outrider.types import Grammar, OutriderError, SamplingParams
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_SAMPLES = 128
-MAX_FIELDS = 128  # of an object: each wrong one would be an error of its own
+MAX_FIELDS = 128  # fields per object: each wrong one adds an error
 MAX_BIASES = 4096
 PLAIN = "plain"
 
 
 def _unicode(text: str) -> str:
-    """JSON can hold half a surrogate pair, which is no character."""
+    """Refuse unpaired surrogates, which JSON can contain."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -35,7 +35,7 @@ def _few(biases: Any) -> Any:
 Text = Annotated[str, AfterValidator(_unicode)]
 Stop = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_unicode)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # one mistake is told, not a million of them
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # report the first error only
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -49,14 +49,14 @@ def like(name: str, **more: Any) -> Any:
 
 
 class Body(BaseModel):
-    """Refuses what it does not know: a parameter that is silently dropped is a wrong answer."""
+    """Base of all bodies. Unknown fields are refused: silently ignoring one would give a wrong answer."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _given(cls, body: Any) -> Any:
-        """A field that is null is as if it were left out: many clients write all that they know."""
+        """Drop fields that are null: many clients send every field they know."""
         if not isinstance(body, dict):
             return body
         if len(body) > MAX_FIELDS:
@@ -65,15 +65,15 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """Of a streamed answer."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # vLLM's: the counts so far in every chunk
-    include_obfuscation: bool = False  # accepted for clients that always send it; there is none
+    continuous_usage_stats: bool = False  # vLLM's: token counts in every chunk
+    include_obfuscation: bool = False  # accepted without effect, for clients that always send it
 
 
 class Speculative(Body):
-    """How this request is to be drafted for. The answer is the same in distribution whatever is chosen."""
+    """Drafting options of this request. They do not change the answer's distribution."""
 
     method: Text | None = Field(None, description="The served method, or plain for no drafts.")
     k: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = Field("auto", description="Drafts a round; 0 is none.")
@@ -92,16 +92,16 @@ class JsonFormat(Body):
 
 
 class JsonSchema(Body):
-    """A form that the answer must have."""
+    """The required form of the answer."""
 
     name: Text = "answer"
     description: Text | None = None
     schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None  # it is always followed
+    strict: bool | None = None  # always strict
 
 
 class JsonSchemaFormat(Body):
-    """JSON of a schema."""
+    """JSON with a schema."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
@@ -134,7 +134,7 @@ class SamplingFields(Body):
     banned_token_ids: TokenIds = Field(default_factory=list)
     ignore_eos: bool = like("ignore_eos")
     speculative: Speculative | None = None
-    # accepted, and without effect on the answer
+    # accepted without effect
     user: Text | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -153,7 +153,7 @@ class SamplingFields(Body):
         return wanted.json_schema.schema_ if isinstance(wanted, JsonSchemaFormat) else None
 
     def params(self, max_tokens: int, logprobs: int | None, grammar: Grammar | None) -> SamplingParams:
-        """The engine's sampling parameters. Raises ``OutriderError`` for values that it refuses."""
+        """Return the engine's sampling parameters. Raises ``OutriderError`` for invalid values."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
             max_tokens=max_tokens,
@@ -177,7 +177,7 @@ class SamplingFields(Body):
         )
 
     def num_drafts(self, served: str) -> int | None:
-        """Drafts a round that were asked for; None leaves it to the server. ``served``: the name of its method.
+        """Return the requested drafts per round; None lets the server decide. ``served``: the served method.
 
         Raises ``OutriderError`` for another method.
         """
@@ -199,7 +199,7 @@ class CompletionBody(SamplingFields):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """One or more, each text or ids."""
+        """Return the prompts as a list of strings or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
@@ -208,7 +208,7 @@ class CompletionBody(SamplingFields):
 
 
 class TextPart(Body):
-    """A part of a message."""
+    """One part of a message."""
 
     type: Literal["text"]
     text: Text
@@ -222,7 +222,7 @@ class Message(Body):
     name: Text | None = None
 
     def plain(self) -> dict[str, str]:
-        """As a chat template takes it."""
+        """Return the message for a chat template."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         named = {} if self.name is None else {"name": self.name}
         return {"role": self.role, "content": content, **named}
@@ -238,7 +238,7 @@ class ChatBody(SamplingFields):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     def num_logprobs(self) -> int | None:
-        """As the engine counts them. Raises ``OutriderError`` for alternatives without ``logprobs``."""
+        """Return the engine's ``logprobs``. Raises ``OutriderError`` for ``top_logprobs`` without ``logprobs``."""
         if self.top_logprobs is not None and not self.logprobs:
             raise OutriderError("top_logprobs needs logprobs: true")
         return (self.top_logprobs or 0) if self.logprobs else None

@@ -1,4 +1,4 @@
-"""What clients asked for, kept in a file if one is named: the traffic that ``outrider tune`` finds a plan for."""
+"""Record requests in a file, as traffic for ``outrider tune``."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ logger = logging.getLogger(__name__)
 
 
 class Record:
-    """Appends the bodies of requests to a file, a prompt a line. Not to be used from two threads at once."""
+    """Appends request bodies to a file, one prompt per line. Not thread-safe."""
 
     def __init__(self, file: Path, model: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """``model``: the name that lines give. Raises ``OutriderError`` for a file that cannot be written."""
+        """``model``: the model name in the lines. Raises ``OutriderError`` for a file that cannot be written."""
         self._model, self._tokenizer = model, tokenizer
         try:
-            self._file = open(file, "a", encoding="utf-8", opener=_private)  # noqa: SIM115 - as long as the server is there
+            self._file = open(file, "a", encoding="utf-8", opener=_private)  # noqa: SIM115 - open for the server's lifetime
         except OSError as error:
             raise OutriderError(f"--record {file} cannot be written: {error.strerror}") from error
 
     def add(self, body: SamplingFields) -> None:
-        """Writes a request at once. A disk that is full costs the line and a warning, not the answer."""
+        """Write a request immediately. If writing fails, the line is lost with a warning; the answer is not affected."""
         try:
             self._file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines(body))
             self._file.flush()
@@ -53,5 +53,5 @@ class Record:
 
 
 def _private(path: str, flags: int) -> int:
-    """How a file is opened that is nobody else's to read."""
+    """Open a file that only its owner can read."""
     return os.open(path, flags, 0o600)

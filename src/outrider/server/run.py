@@ -1,4 +1,4 @@
-"""A process that serves: a socket, signals, logs, and an end that lets running streams finish."""
+"""Server process: socket, signals, logs, and a shutdown that lets running streams finish."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class GracefulServer(uvicorn.Server):
         self.last_resort.daemon = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Says where it listens once it does."""
+        """Log the address once the server listens."""
         asyncio.get_running_loop().set_exception_handler(QuietAccepting())
         await super().startup(sockets)
         logger.info("ready", extra={"facts": self._facts})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal that was obeyed is not raised again: an end that was asked for is no error."""
+        """Do not raise a handled signal again: a requested shutdown is not an error."""
         if self._deadline is not None:
             logger.warning("a second signal: the process ends at once")
             self._end(128 + sig)
@@ -77,7 +77,7 @@ class GracefulServer(uvicorn.Server):
         self._end(1)
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to stop listening: uvicorn asks ten times a second, and then waits until what is answered has been sent."""
+        """Return whether to stop listening. uvicorn asks ten times a second, then waits until answers are sent."""
         if self._deadline is not None:
             left = self._deadline - monotonic()
             self.config.timeout_graceful_shutdown = max(ceil(left), 1)
@@ -86,29 +86,29 @@ class GracefulServer(uvicorn.Server):
 
 
 def log_json() -> None:
-    """Everything that is logged goes to standard error as JSON, a line each."""
+    """Send all log records to standard error as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     ours = logging.getLogger("outrider")
-    ours.handlers.clear()  # loading showed its notices as plain lines
+    ours.handlers.clear()  # loading used plain lines
     ours.propagate = True
     ours.setLevel(logging.INFO)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, to be taken before the seconds that loading takes. Raises ``OutriderError`` where there is none."""
+    """Return a listening socket, opened before the model is loaded. Raises ``OutriderError`` if the address is taken."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family)
-        # Its connections inherit this. asyncio sets it only where a socket names its protocol, which create_server leaves out.
-        # Without it, what follows a first chunk waits until that is acknowledged, and clients put that off for 40 ms.
+        # Connections inherit TCP_NODELAY. asyncio sets it only on sockets with a protocol number, which create_server omits.
+        # Without it, the data after a first chunk waits for a delayed acknowledgement, 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:
-        why = str(error.strerror or error).partition(" (while")[0]  # what follows is the address, once more
+        why = str(error.strerror or error).partition(" (while")[0]  # the rest repeats the address
         raise OutriderError(f"cannot listen on {host} port {port} ({why}): choose another --port or --host") from None
 
 

@@ -1,4 +1,4 @@
-"""From a body to its answer: tokens, queue, stream, usage. Knows the bridge and the shapes, no routes."""
+"""Turn a request body into an answer: tokens, queue, stream, usage. Independent of routes."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 class Service:
-    """What the routes call."""
+    """The operations behind the routes."""
 
     def __init__(self, llm: LLM, config: ServerConfig, keys: KeyRing) -> None:
         self.llm, self.config, self.keys = llm, config, keys
         self.bridge = EngineBridge(llm, config.max_queue, config.stream_interval)
         self.metrics = Metrics(self.bridge, config.name)
         self._tokens = TokenTexts(llm.tokenizer)
-        self._aside_thread = ThreadPoolExecutor(1, "outrider-aside")  # tokenizers are not made for two threads
+        self._aside_thread = ThreadPoolExecutor(1, "outrider-aside")  # tokenizers are not thread-safe
         self._record = None if config.record is None else Record(config.record, config.name, llm.tokenizer)
         given = tools(llm)
         self._prompts = Prompts(llm, config, given, self._aside)
@@ -171,7 +171,7 @@ class _Asked:
 
 
 class Watched:
-    """A stream on its way into an answer, with the clock running."""
+    """A stream with its answer and timing."""
 
     def __init__(self, stream: Stream, answer: Answer, call: Call, metrics: Metrics, grammar: Grammar | None) -> None:
         self.answer, self._grammar = answer, grammar
@@ -180,7 +180,7 @@ class Watched:
         self._last: dict[int, float] = {}
 
     async def chunks(self) -> AsyncIterator[tuple[int, Chunk]]:
-        """Which choice goes on, and with what. Raises ``OutriderError`` where the target failed."""
+        """Iterate over (choice, chunk). Raises ``OutriderError`` if the target failed."""
         try:
             async for emission in self._stream:
                 index = self._index[emission.request_id]
@@ -195,7 +195,7 @@ class Watched:
             self.close()
 
     def close(self) -> None:
-        """Ends what still runs and writes down what there was."""
+        """End running requests and record metrics."""
         self._stream.close()
         for completion in self.answer.choices:
             if completion.finish_reason is None:
@@ -220,11 +220,11 @@ class Watched:
 
 
 class TargetFailed(OutriderError):
-    """Not the caller's mistake."""
+    """A failure that the caller did not cause."""
 
 
 class UnknownModel(OutriderError):
-    """Another one is served here."""
+    """The requested model is not served."""
 
 
 async def _while_wanted(http: Request, deadline: float, work: Coroutine[Any, Any, Result]) -> Result | None:
@@ -250,7 +250,7 @@ async def _gone(http: Request) -> None:
 
 
 async def _whole(watched: Watched, http: Request) -> Response:
-    """The whole answer; if the client goes away, its requests end."""
+    """Return the whole answer; if the client disconnects, its requests end."""
 
     async def collect() -> None:
         async for _ in watched.chunks():
@@ -271,7 +271,7 @@ async def _whole(watched: Watched, http: Request) -> Response:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. However it ends, even before it began, nothing of it stays in the engine."""
+    """Stream server-sent events. However it ends, its requests are removed from the engine."""
 
     def __init__(self, watched: Watched, options: StreamOptions) -> None:
         self._watched, self._options = watched, options
@@ -301,7 +301,7 @@ class EventStream(StreamingResponse):
 
 
 def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Status, body and headers for an error that one line explains."""
+    """Return status, body and headers for an error."""
     if isinstance(error, HTTPException):
         return error.status_code, error_body(str(error.detail), "invalid_request_error"), dict(error.headers or {})
     if isinstance(error, RequestValidationError):
@@ -320,7 +320,7 @@ def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
 
 
 def _invalid(errors: Sequence[Any]) -> str:
-    """What pydantic found wrong with a body, in one line."""
+    """Format pydantic's errors as one line."""
     found = []
     for error in errors[:3]:
         is_unknown = error["type"] == "extra_forbidden"  # then the place holds what the client wrote

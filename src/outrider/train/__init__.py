@@ -1,1 +1,1 @@
-"""Training what drafts: text, the target's features captured and kept on disk, heads, and the one training loop."""
+"""Training of drafts and heads: text, captured target features, losses, and the training loop."""

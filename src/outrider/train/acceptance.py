@@ -1,4 +1,4 @@
-"""How much of a draft would be accepted, computed from both models' logits over a text; nothing is generated."""
+"""Expected acceptance of a draft from both models' logits over a text, without generation."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LENGTHS = (1, 2, 3, 4, 6, 8)  # of drafts, for which a mean acceptance length is told
+LENGTHS = (1, 2, 3, 4, 6, 8)  # draft lengths for which a mean acceptance length is reported
 
 
 def acceptance(target_logits: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """At each place of [..., V]: whether greedy decoding accepts, and the chance that sampling at temperature 1 does."""
+    """Return per position of [..., V] whether greedy decoding accepts, and the acceptance probability at temperature 1."""
     size = min(target_logits.shape[-1], draft_logits.shape[-1])
     target_logits, draft_logits = target_logits[..., :size].float(), draft_logits[..., :size].float()
     overlap = torch.minimum(target_logits.softmax(-1), draft_logits.softmax(-1)).sum(-1)
@@ -20,10 +20,10 @@ def acceptance(target_logits: Tensor, draft_logits: Tensor) -> tuple[Tensor, Ten
 
 
 def expected_tau(accepted: Tensor, k: int) -> float:
-    """Mean acceptance length with k drafts a round: 1 + the sum over j of the chance that j in a row are accepted.
+    """Return the mean acceptance length with k drafts per round: 1 + sum over j of P(j in a row are accepted).
 
-    ``accepted`` [B, S] are chances place by place; every place that k places follow begins a round, so that good and bad
-    stretches of a text count as they come and not as if places were independent.
+    ``accepted`` [B, S] are probabilities per position; every position followed by k others starts a round, so that easy and
+    hard passages are weighted as they occur instead of as if positions were independent.
     """
     places = accepted.shape[1] - k + 1
     if places < 1:
@@ -36,7 +36,7 @@ def expected_tau(accepted: Tensor, k: int) -> float:
 
 
 def summary(pairs: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
-    """Mean acceptance and mean acceptance length, greedy and sampled, over batches of what ``acceptance`` gives."""
+    """Return mean acceptance and mean acceptance length, greedy and sampled, over batches of ``acceptance`` results."""
     greedy, sampled = (torch.cat(each).cpu() for each in zip(*pairs, strict=True))
     found: dict[str, Any] = {}
     for name, accepted in (("greedy", greedy), ("sampled", sampled)):

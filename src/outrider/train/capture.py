@@ -1,7 +1,7 @@
-"""The target's hidden states over the training text, captured once through the runner and kept on disk in shards.
+"""Capture the target's hidden states over the training text once, through the runner, in shards on disk.
 
-A shard holds the ids of its rows and, for each hidden state, bfloat16 features [rows, S, H]. Shards are complete or not there,
-so that an interrupted capture goes on where it stopped; rows are read back by number without loading a shard.
+A shard contains the ids of its rows and, for each hidden state, bfloat16 features [rows, S, H]. Shards are written atomically,
+so an interrupted capture resumes; rows are read by index without loading a shard.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHARD_ROWS = 64
 
 
 class FeatureCache:
-    """Rows of ids and features by number; the last ``num_held_out`` are for measuring."""
+    """Rows of ids and features by index; the last ``num_held_out`` are held out."""
 
     def __init__(self, folder: Path, layers: Sequence[int], num_rows: int, seq_len: int) -> None:
         self.layers, self.num_rows, self.seq_len = tuple(layers), num_rows, seq_len
@@ -39,7 +39,7 @@ class FeatureCache:
         return self.num_rows - self.num_held_out
 
     def read(self, rows: Sequence[int], layers: Sequence[int] | None = None) -> tuple[Tensor, dict[int, Tensor]]:
-        """Ids int64 [R, S] and float32 features {layer: [R, S, H]} of the rows of these numbers."""
+        """Return ids int64 [R, S] and float32 features {layer: [R, S, H]} of the rows with these indices."""
         wanted = self.layers if layers is None else tuple(layers)
         ids: list[Tensor] = []
         features: dict[int, list[Tensor]] = {layer: [] for layer in wanted}
@@ -61,7 +61,7 @@ def _name(number: int) -> str:
 
 
 def check_captured(runner: ModelRunner, layers: Sequence[int], seq_len: int) -> None:
-    """Raises ``OutriderError`` where the target has no such hidden states, or no room for rows of that length."""
+    """Raise ``OutriderError`` for invalid hidden states, or rows longer than the context."""
     if min(layers) < 0 or max(layers) > runner.num_layers:
         raise OutriderError(f"{runner.name} has the hidden states 0 to {runner.num_layers}, not all of {tuple(layers)}")
     if seq_len > runner.max_len:
@@ -69,10 +69,9 @@ def check_captured(runner: ModelRunner, layers: Sequence[int], seq_len: int) -> 
 
 
 def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Path, report: Report) -> FeatureCache:
-    """Runs the target over rows [R, S] and keeps these hidden states (counted as types.Scores says) in ``folder``.
+    """Run the target over rows [R, S] and store these hidden states (numbered as in types.Scores) in ``folder``.
 
-    Raises ``OutriderError`` where the target has no such layers, the folder belongs to another target or text, or the disk
-    has no room for them.
+    Raises ``OutriderError`` for invalid layers, a folder of another target or text, or insufficient disk space.
     """
     check_captured(runner, layers, rows.shape[1])
     folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +99,7 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
 
 
 def _check_room(folder: Path, needed: int) -> None:
-    """Raises ``OutriderError`` where the disk does not hold so many bytes more: hours later it would be too late."""
+    """Raise ``OutriderError`` if the free disk space is insufficient, before hours of capturing."""
     free = shutil.disk_usage(folder).free
     if needed > free:
         said = f"the features take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free in {folder}"
@@ -114,7 +113,7 @@ def _captured(runner: ModelRunner, rows: Tensor, layers: tuple[int, ...]) -> dic
             Request(f"captured-{index}", ids, len(ids), SamplingParams(), 0, torch.Generator())
             for index, ids in enumerate(batch.tolist())
         )
-        # Nothing is sampled: the context's sampler is never asked.
+        # Nothing is sampled, so the context needs no sampler.
         context = Context(requests, (0,) * len(requests), None)  # type: ignore[arg-type]
         try:
             scores = runner.score(context, Proposal.empty(len(requests)), layers)
@@ -126,7 +125,7 @@ def _captured(runner: ModelRunner, rows: Tensor, layers: tuple[int, ...]) -> dic
 
 
 class CachedRows:
-    """Numbers of training rows, spread evenly at every moment."""
+    """Yields indices of training rows with even coverage at every moment."""
 
     def __init__(self, cache: FeatureCache) -> None:
         self._count = cache.num_training

@@ -1,4 +1,4 @@
-"""What a work folder holds, so that an interrupted run goes on with its own parts and never with another's."""
+"""Identity of work folders, so that an interrupted run resumes only from its own files."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from outrider.runner import ModelRunner
 from outrider.types import OutriderError
 
-SAMPLED = 64  # numbers of each tensor that tell one target from another
+SAMPLED = 64  # sampled values per tensor that identify a target
 
 
 def fingerprint(runner: ModelRunner) -> str:
-    """Tells one target from another: its config, and some numbers of every tensor, since a fine-tune may change any of them."""
+    """Return a fingerprint of a target: its config, and sampled values of every tensor, because a fine-tune may change any."""
     model = runner.model
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     tensors = [tensor.detach().flatten() for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
@@ -26,14 +26,14 @@ def fingerprint(runner: ModelRunner) -> str:
 
 
 def digest(rows: Tensor) -> str:
-    """Tells one text from another, by its rows of ids [R, S]."""
+    """Return a fingerprint of a text from its rows of ids [R, S]."""
     return hashlib.sha256(rows.int().contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
 def claim(path: Path, about: Mapping[str, Any]) -> None:
-    """Says in the file ``path`` what its folder is about. Raises ``OutriderError`` where it says something else already."""
+    """Record a folder's identity in the file ``path``. Raises ``OutriderError`` if it already has another one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    about = json.loads(json.dumps(about))  # as it will be read again: tuples are lists
+    about = json.loads(json.dumps(about))  # normalise as JSON: tuples become lists
     known = once(path, lambda: dict(about))
     odd = [key for key in about if known.get(key) != about[key]]
     if odd:
@@ -43,7 +43,7 @@ def claim(path: Path, about: Mapping[str, Any]) -> None:
 
 
 def once(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What the file holds; it is made first where it is not there."""
+    """Return the file's tensors; create the file if it is missing."""
     if not path.exists():
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(make(), indent=1) + "\n")

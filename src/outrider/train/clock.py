@@ -1,4 +1,4 @@
-"""Time that a run really had: pauses (a stopped process, a laptop that slept) do not count."""
+"""Active time of a run, without pauses (a stopped process, a sleeping laptop)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import time
 from collections.abc import Callable
 
 MAX_GAP_S = 5.0
-PAUSE = 4.0  # times a usual gap: what is longer is a pause, however long the steps of a large model take
-MEMORY = 0.9  # of what gaps were before
+PAUSE = 4.0  # multiple of the usual gap above which a gap is a pause, whatever the step time
+MEMORY = 0.9  # decay of earlier gaps
 
 
 class RunningClock:
-    """Sums the time between ticks, of each gap no more than `max_gap` seconds and several usual gaps, whichever is more."""
+    """Sums the time between ticks; each gap is limited to the larger of `max_gap` seconds and several usual gaps."""
 
     def __init__(self, elapsed: float = 0.0, max_gap: float = MAX_GAP_S, now: Callable[[], float] = time.monotonic) -> None:
         self.elapsed = elapsed
         self.max_gap = max_gap
         self._now = now
         self._last = now()
-        self._usual = 0.0  # seconds of a gap, lately
+        self._usual = 0.0  # recent seconds per gap
 
     def tick(self) -> float:
         """Count the time since the last tick and return the total in seconds."""

@@ -1,4 +1,4 @@
-"""Text that a plain transformers model writes itself, in one batch with transformers' own cache."""
+"""Generate text with a plain transformers model in one batch, with transformers' cache."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from transformers import DynamicCache, PreTrainedModel
 def continue_rows(
     model: PreTrainedModel, prompts: Tensor, new_tokens: int, temperature: Tensor, generator: torch.Generator
 ) -> Tensor:
-    """Continuations of prompts [B, S] at temperature [B] (0 is greedy): ids [B, S + new_tokens].
+    """Continue prompts [B, S] at temperature [B] (0 is greedy); return ids [B, S + new_tokens].
 
-    Rows share one prompt length; text after an end token is kept, it is simply the next document.
+    Rows share one prompt length; tokens after an end token are kept as the next document.
     """
     rows, length = prompts.shape
     out = torch.empty(rows, length + new_tokens, dtype=torch.int64, device=prompts.device)
@@ -26,7 +26,9 @@ def continue_rows(
         for position in range(length, length + new_tokens):
             scores = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
             probs = (scores / divisor).softmax(-1)
-            drawn = torch.multinomial(probs, 1, replacement=True, generator=generator)[:, 0]  # without: a draw for each token
+            drawn = torch.multinomial(probs, 1, replacement=True, generator=generator)[
+                :, 0
+            ]  # without replacement it draws one number per token
             ids = torch.where(greedy, scores.argmax(-1), drawn)[:, None]
             out[:, position] = ids[:, 0]
     return out

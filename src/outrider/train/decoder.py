@@ -1,4 +1,4 @@
-"""A causal language model whose layers are seen and left out one by one, with gradients. The model code is transformers'."""
+"""A causal language model with access to every layer's output and optional layers, with gradients, in transformers' code."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from outrider.heads.own_logits import InPlaceOf
 from outrider.runner.loading import decoder_layers, text_config
 from outrider.types import OutriderError
 
-TOLERANCE = 1e-3  # of the largest logit: float32 rounds alike in both ways of running a model
+TOLERANCE = 1e-3  # relative to the largest logit: both ways of running round alike in float32
 
 
 class Decoder:
-    """The layers of one model, for passes that see every layer's output and choose which rows go through which layer."""
+    """The layers of one model, for passes that return every layer's output and select rows per layer."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Raises ``OutriderError`` for a model without a list of decoder layers."""
+        """Raise ``OutriderError`` for a model without a list of decoder layers."""
         self.model = model
         self.layers = decoder_layers(model)
 
     def hidden_states(self, ids: Tensor, runs: Tensor | None = None) -> list[Tensor]:
-        """Hidden states after each layer, before the final norm: L tensors [B, S, H].
+        """Return hidden states after each layer, before the final norm: L tensors [B, S, H].
 
-        ``runs``: bool [L, B], which rows each layer is run for; the others keep what they had. None: all.
+        ``runs``: bool [L, B], rows that each layer runs for; others keep their state. None: all.
         """
         seen: list[Tensor] = []
         own = [_Seen(layer, None if runs is None else runs[index], seen) for index, layer in enumerate(self.layers)]
@@ -38,19 +38,19 @@ class Decoder:
         return seen
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What the model's own norm and head make of any layer's hidden state: [B, S, H] -> [B, S, V]."""
+        """Apply the model's norm and head to any layer's hidden state: [B, S, H] -> [B, S, V]."""
         ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
         with self._replaced([_Given(layer, hidden) for layer in self.layers]):
             out: Tensor = self.model(input_ids=ids, use_cache=False).logits
         return out
 
     def token_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross entropy of hidden states [B, S, H] against labels [B, S]."""
+        """Return the mean cross entropy of hidden states [B, S, H] against labels [B, S]."""
         return cross_entropy(self.logits(hidden).flatten(0, 1).float(), labels.flatten())
 
     @torch.no_grad()
     def check(self) -> None:
-        """Raises ``OutriderError`` unless the layers, seen and left out one by one, are all that the model is."""
+        """Raise ``OutriderError`` unless the model is equivalent to its layers run one by one."""
         kind = type(self.model).__name__
         ids = torch.tensor([[11, 7, 5, 3, 2], [2, 3, 5, 7, 11]], device=self.model.device)
         ids = ids % int(text_config(self.model).vocab_size)
@@ -65,7 +65,7 @@ class Decoder:
             close = TOLERANCE * whole.abs().max().clamp(min=1.0)
             is_same = bool((whole - parts).abs().max() <= close) and torch.equal(left[0], states[-2][0])
             is_same = is_same and torch.allclose(left[1], states[-1][1], rtol=TOLERANCE, atol=TOLERANCE)
-        except (RuntimeError, TypeError, IndexError, AttributeError) as failure:  # of code that is given what it does not know
+        except (RuntimeError, TypeError, IndexError, AttributeError) as failure:  # model code can fail with unexpected inputs
             said = (str(failure).splitlines() or [type(failure).__name__])[0]
             raise OutriderError(f"the layers of {kind} cannot be left out one by one: {said}") from failure
         finally:
@@ -86,7 +86,7 @@ class Decoder:
 
 
 class _Given(InPlaceOf):
-    """Gives on a hidden state, whatever it is given."""
+    """Identity layer: returns its hidden state."""
 
     def __init__(self, layer: nn.Module, hidden: Tensor) -> None:
         super().__init__(layer)
@@ -97,7 +97,7 @@ class _Given(InPlaceOf):
 
 
 class _Seen(InPlaceOf):
-    """Runs the layer for some rows [B], gives on the others as they are, and remembers what came out."""
+    """Runs the layer for some rows [B], returns the others unchanged, and records the output."""
 
     def __init__(self, layer: nn.Module, rows: Tensor | None, seen: list[Tensor]) -> None:
         super().__init__(layer)
@@ -119,7 +119,7 @@ class _Seen(InPlaceOf):
 
 
 def _of_rows(value: Any, rows: Tensor, size: int) -> Any:
-    """The part of a layer's arguments that belongs to these rows: of every tensor with one entry a row."""
+    """Select these rows in every tensor argument with one entry per row."""
     if isinstance(value, Tensor):
         return value[rows] if value.ndim > 1 and len(value) == size else value
     if isinstance(value, tuple):

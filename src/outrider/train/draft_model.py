@@ -1,4 +1,4 @@
-"""A small model for a target: its config from the target's, its first weights out of the target."""
+"""Draft model for a target: config derived from the target's, weights initialised from the target."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from outrider.runner.loading import decoder_layers, text_config
 from outrider.train.shrink import can_shrink, shrink
 from outrider.types import OutriderError
 
-LAYERS_SHARE, FEW = 8, 2  # an eighth of the target's layers; one alone could not look up what followed a word before
-NEURONS = 32  # a feed-forward part has a multiple of them
+LAYERS_SHARE, FEW = 8, 2  # an eighth of the target's layers, at least two: one cannot look up earlier continuations
+NEURONS = 32  # the feed-forward width is a multiple
 
 
 @dataclass(frozen=True)
 class DraftShape:
-    """The size of a draft; what is None is derived from the target."""
+    """Size of a draft; None values are derived from the target."""
 
     layers: int | None = None
     width: int | None = None  # None: the target's
-    from_layers: tuple[int, ...] | None = None  # the target's layers, counted from 0, that it begins as; None: evenly spaced
+    from_layers: tuple[int, ...] | None = None  # target layers, counted from 0, that initialise it; None: evenly spaced
 
 
 def spaced(count: int, total: int) -> tuple[int, ...]:
-    """So many of ``total`` layers, evenly spaced, the first one among them."""
+    """Return ``count`` of ``total`` layers, evenly spaced, including the first."""
     return tuple(index * total // count for index in range(count))
 
 
 def chosen_layers(shape: DraftShape, total: int) -> tuple[int, ...]:
-    """The target's layers that the draft begins as. Raises ``OutriderError`` for what a target of ``total`` layers lacks."""
+    """Return the target layers that initialise the draft. Raises ``OutriderError`` for invalid layers."""
     count = shape.layers or (
         len(shape.from_layers) if shape.from_layers else max(min(FEW, total - 1), total // LAYERS_SHARE, 1)
     )
@@ -48,11 +48,11 @@ def chosen_layers(shape: DraftShape, total: int) -> tuple[int, ...]:
 
 
 def draft_config(target: PreTrainedConfig, layers: Sequence[int], width: int) -> PreTrainedConfig:
-    """The target's config with these of its layers and a narrower or equal width; heads keep their size."""
+    """Return the target's config with these layers and a narrower or equal width; attention heads keep their size."""
     config: Any = copy.deepcopy(target)
     for name, value in target.to_dict().items():
         if "layer" in name and isinstance(value, (list, tuple)) and len(value) == target.num_hidden_layers:
-            setattr(config, name, [value[index] for index in layers])  # what is said layer by layer, as its kind of attention
+            setattr(config, name, [value[index] for index in layers])  # per-layer settings, such as the attention type
     config.num_hidden_layers = len(layers)
     if width == target.hidden_size:
         return config  # type: ignore[no-any-return]
@@ -70,7 +70,7 @@ def draft_config(target: PreTrainedConfig, layers: Sequence[int], width: int) ->
 
 
 def new_draft(target: PreTrainedModel, shape: DraftShape) -> tuple[PreTrainedModel, str]:
-    """A draft in float32 and a sentence on what it begins as. Raises ``OutriderError`` for a size that does not fit."""
+    """Return a draft in float32 and a description of its initialisation. Raises ``OutriderError`` for an invalid size."""
     config = text_config(target)
     layers, width = chosen_layers(shape, config.num_hidden_layers), shape.width or int(config.hidden_size)
     names = ", ".join(map(str, layers))
@@ -93,7 +93,7 @@ def new_draft(target: PreTrainedModel, shape: DraftShape) -> tuple[PreTrainedMod
 
 @torch.no_grad()
 def copy_layers(target: PreTrainedModel, draft: PreTrainedModel, layers: Sequence[int]) -> None:
-    """Draft layer i becomes the target's layer ``layers[i]``, and all that is no layer the target's own."""
+    """Copy target layer ``layers[i]`` to draft layer i, and everything outside the layers."""
     for small, index in zip(decoder_layers(draft), layers, strict=True):
         small.load_state_dict(decoder_layers(target)[index].state_dict())
     theirs = target.state_dict(keep_vars=True)

@@ -1,12 +1,12 @@
-"""The losses of EAGLE heads on a frozen target, and how much of their drafts is accepted.
+"""Losses of EAGLE heads on a frozen target, and acceptance measurements.
 
 EAGLE-1 (arXiv 2401.15077, section 3.2): smooth L1 to the target's next feature and a tenth of the cross entropy to what the
 target's head makes of it, on features with noise. EAGLE-3 (arXiv 2503.01840, section 3): cross entropy alone, over several
 steps on the head's own outputs (training-time test), weighted 0.8 ** step. EAGLE-1 over several steps is HASS (arXiv
 2408.15766).
 
-A step of depth costs as much as the first and teaches less, so a run begins with one. Not for long: while the learning rate
-falls, and most is learned, all are trained.
+Further depths cost as much as the first and teach less, so a run starts with one depth; while the learning rate falls, when
+most is learned, all are trained.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from outrider.train.capture import FeatureCache
 from outrider.train.precision import arithmetic
 from outrider.train.soft_entropy import Said, SoftEntropy, said_by, soft_entropy
 
-NOISE = 0.1  # EAGLE-1: features are off by as much when the head feeds itself
-CLASS_WEIGHT = 0.1  # EAGLE-1: of the cross entropy beside the regression
-NUM_SIBLINGS = 6  # whose acceptance is measured
-ONE_DEEP, ALL_DEEP = 0.2, 0.3  # shares of a run: until the one a single step of depth is trained, from the other on all
+NOISE = 0.1  # EAGLE-1: matches the error of features when the head feeds itself
+CLASS_WEIGHT = 0.1  # EAGLE-1: weight of the cross entropy relative to the regression
+NUM_SIBLINGS = 6  # siblings whose acceptance is measured
+ONE_DEEP, ALL_DEEP = 0.2, 0.3  # shares of a run: one depth until the first, all from the second
 
 
 @dataclass
 class EagleLoss:
-    """``head`` is trained for up to ``steps`` steps of depth. ``last``: the hidden state after the target's final norm."""
+    """Loss of ``head`` over up to ``steps`` depths. ``last``: index of the hidden state after the final norm."""
 
     head: EagleHead
     cache: FeatureCache
@@ -45,7 +45,7 @@ class EagleLoss:
     entropy: SoftEntropy = soft_entropy
 
     def __call__(self, rows: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
-        """Loss of the cached rows of these numbers [B]."""
+        """Return the loss of the cached rows with these indices [B]."""
         ids, features, last = self._read(rows.tolist())
         if self.head.shape.generation == 1:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
@@ -60,12 +60,12 @@ class EagleLoss:
         return total, {"loss": total.detach(), **parts}
 
     def depth(self, progress: float) -> int:
-        """Steps of depth that are trained at this point of a run."""
+        """Return the number of depths trained at this point of a run."""
         share = (progress - ONE_DEEP) / (ALL_DEEP - ONE_DEEP)
         return 1 + math.ceil((self.steps - 1) * min(max(share, 0.0), 1.0))
 
     def _step_losses(self, ids: Tensor, features: list[Tensor], last: Tensor, steps: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Loss and hits of each step of depth, of tokens [B, S] and features [B, S, H]."""
+        """Return loss and hits per depth for tokens [B, S] and features [B, S, H]."""
         said, found = self._said(last), []
         for depth, out in enumerate(self._rollout(ids, features, steps)):
             there = slice(1 + depth, 1 + depth + out.shape[1])
@@ -73,19 +73,19 @@ class EagleLoss:
         return [loss for loss, _ in found], [hit for _, hit in found]
 
     def _read(self, rows: list[int]) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Tokens [B, S], the features that the head reads, each [B, S, H], and the target's last."""
+        """Return tokens [B, S], the head's input features, each [B, S, H], and the target's last features."""
         device = self.head.fc.weight.device
         ids, found = self.cache.read(rows, sorted({*self.head.shape.hidden_states, self.last}))
         return ids.to(device), [found[layer].to(device) for layer in self.head.shape.hidden_states], found[self.last].to(device)
 
     @torch.no_grad()
     def _said(self, last: Tensor) -> Said:
-        """What the target says behind each token, from its features [B, S, H] after the final norm."""
+        """Return the target's distribution after each token from its features [B, S, H] after the final norm."""
         return said_by(self.head.target_logits(last), self.head.draft_ids)
 
     def _rollout(self, ids: Tensor, features: list[Tensor], steps: int) -> list[Tensor]:
-        """The head's outputs of each step of depth: [B, T, H], those of entry t pointing to token 2 + t + depth."""
-        count = ids.shape[1] - self.steps  # entries for which every step has something to aim at
+        """Return the head's outputs per depth, [B, T, H]; entry t predicts token 2 + t + depth."""
+        count = ids.shape[1] - self.steps  # entries with a label at every depth
         positions = torch.arange(count, device=ids.device)[None]
         hidden, outputs = self.head.fuse([each[:, :count] for each in features]), []
         with rollout_attention.rollout():
@@ -95,7 +95,7 @@ class EagleLoss:
         return outputs
 
     def _step_loss(self, out: Tensor, said: Said, goal: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss of outputs [B, T, H] that should say the same, and how often both name the same likeliest token."""
+        """Return the loss of outputs [B, T, H] against the target, and the share of equal likeliest tokens."""
         head = self.head
         entropy, hit = self.entropy(head.logits(out), said)
         if head.shape.generation == 1:
@@ -104,7 +104,7 @@ class EagleLoss:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """How often the head's likeliest token is the target's, by depth, on held-out rows and without noise."""
+        """Return the agreement of likeliest tokens by depth on held-out rows, without noise."""
         hits = torch.zeros(self.steps)
         rows = range(self.cache.num_training, self.cache.num_rows)
         for row in rows:
@@ -115,10 +115,10 @@ class EagleLoss:
 
     @torch.no_grad()
     def sibling_acceptance(self) -> list[float]:
-        """Chance that the first, second, ... sibling drawn is the accepted one, at temperature 1 and depth 1, held-out rows.
+        """Return the acceptance probability of the first, second, ... sibling, at temperature 1 and depth 1 on held-out rows.
 
-        By multi-round rejection itself: a sibling is drawn, accepted with min(1, target / draft), else the target becomes the
-        residual and the next one is drawn without the ones before. What the proposer shapes its sampled trees by.
+        Computed by multi-round rejection: a sibling is sampled and accepted with min(1, target / draft); otherwise the target
+        becomes the residual and the next one is sampled without replacement. It determines the shape of sampled trees.
         """
         head, device = self.head, self.head.fc.weight.device
         accepted, total = torch.zeros(NUM_SIBLINGS), 0

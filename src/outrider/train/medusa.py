@@ -1,4 +1,4 @@
-"""The loss of Medusa's heads on a frozen target, and how well each head guesses (Cai et al. 2024, Medusa-1)."""
+"""Loss of Medusa heads on a frozen target, and accuracy per head (Cai et al. 2024, Medusa-1)."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from outrider.train.capture import FeatureCache
 from outrider.train.precision import arithmetic
 from outrider.train.soft_entropy import SoftEntropy, said_by, soft_entropy
 
-NUM_RANKS = 10  # candidates of a head whose accuracy is measured
+NUM_RANKS = 10  # candidates per head whose accuracy is measured
 
 
 @dataclass
 class MedusaLoss:
-    """Cross entropy of head i against what the target says i + 1 places further on, weighted by ``decay`` ** i.
+    """Cross entropy of head i against the target i + 1 positions later, weighted by ``decay`` ** i.
 
-    What the target says is its distribution there, from its own hidden states (``distil``), or the token that stands there.
+    The label is the target's distribution from its hidden states (``distil``), or the token in the text.
     """
 
     heads: MedusaHeads
     output: nn.Linear
     cache: FeatureCache
-    layer: int  # the hidden state after the final norm
+    layer: int  # index of the hidden state after the final norm
     decay: float = 0.8
     distil: bool = True
     dtype: torch.dtype = torch.float32  # of the arithmetic
     entropy: SoftEntropy = soft_entropy
 
     def __call__(self, rows: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
-        """Loss of the cached rows of these numbers [B]."""
+        """Return the loss of the cached rows with these indices [B]."""
         ids, hidden = _read(self.cache, rows, self.layer)
         count, length = self.heads.shape.num_heads, ids.shape[1]
         total, parts = hidden.new_zeros(()), dict[str, Any]()
         with arithmetic(ids.device, self.dtype):
             with torch.no_grad():
-                said = said_by(self.output(hidden[:, 1:]))  # behind each token but the first
+                said = said_by(self.output(hidden[:, 1:]))  # after each token except the first
             for head in range(count):
                 there = slice(head, head + length - count - 1)
                 own = self.heads.one(head, hidden[:, : length - count - 1])  # [B, T, V]
@@ -59,7 +59,7 @@ def _read(cache: FeatureCache, rows: Tensor, layer: int) -> tuple[Tensor, Tensor
 
 @torch.no_grad()
 def measure_accuracies(heads: MedusaHeads, output: nn.Linear, cache: FeatureCache, layer: int) -> Accuracies:
-    """[head][rank]: how often the head's candidate of that rank is the target's likeliest token there, on held-out rows."""
+    """Return [head][rank]: how often the candidate of that rank is the target's likeliest token, on held-out rows."""
     count, device = heads.shape.num_heads, output.weight.device
     ranks = min(NUM_RANKS, heads.shape.vocab_size)
     hits, total = torch.zeros(count, ranks), 0

@@ -1,6 +1,6 @@
-"""Whole training runs of models: a target that learns to be left early, and a draft that learns from its target.
+"""Training runs of models: early-exit targets and distilled drafts.
 
-Rows, checkpoints and curves are kept as for heads (``runs``); what comes out is an ordinary Hugging Face folder.
+Rows, checkpoints and curves are stored as for heads (``runs``); the result is an ordinary Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from outrider.types import OutriderError
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
-ROWS = 2  # of held-out text in a pass: the logits of a large vocabulary are wide
+ROWS = 2  # held-out rows per pass: logits of a large vocabulary are wide
 
 
 def train_early_exit(bench: Bench, out: Path, how: HeadPlan, skip: LayerSkip) -> bool:
-    """Continues the target so that its first layers can draft for it, and writes it whole. False if interrupted.
+    """Continue training the target for early exit and write it. Return False if interrupted.
 
-    Raises ``OutriderError`` for a target of fewer than three layers, or one whose layers do not run one by one.
+    Raises ``OutriderError`` for a target with fewer than three layers, or one whose layers do not run one by one.
     """
     runner = bench.runner
     if runner.num_layers < 3:
@@ -58,7 +58,7 @@ def train_early_exit(bench: Bench, out: Path, how: HeadPlan, skip: LayerSkip) ->
 
     before = once(bench.work / "early-exit" / "before.json", lambda: measure_exits(decoder, rows.held_out))
     for layer in decoder.layers if how.compiled else ():
-        layer.compile()  # for any number of rows: dropout leaves some out
+        layer.compile()  # for any number of rows, because dropout skips some
     loss = EarlyExitLoss(decoder, skip, autocast_dtype(runner.device), how.seed)
     if not run_job(bench, "early-exit", model, rows, loss, how.plan(rows), measure):
         return False
@@ -70,7 +70,7 @@ def train_early_exit(bench: Bench, out: Path, how: HeadPlan, skip: LayerSkip) ->
 
 @torch.no_grad()
 def measure_exits(decoder: Decoder, rows: Tensor) -> dict[str, Any]:
-    """Loss of the model on rows [R, S], and how much of what each early exit drafts it would accept, by layers run."""
+    """Return the model's loss on rows [R, S], and the acceptance of each early exit's drafts, by layers run."""
     pairs: dict[int, list[tuple[Tensor, Tensor]]] = {depth: [] for depth in range(1, len(decoder.layers))}
     losses = []
     decoder.model.eval()
@@ -85,17 +85,17 @@ def measure_exits(decoder: Decoder, rows: Tensor) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DraftRun:
-    """Which draft is trained, and how it learns."""
+    """Draft to train, and its loss."""
 
     shape: DraftShape = field(default_factory=DraftShape)
-    start: str | None = None  # folder or hub id of a draft to go on from, in place of a shape
+    start: str | None = None  # folder or hub id of a draft to continue, instead of a shape
     teaching: Distillation = field(default_factory=Distillation)
 
 
 def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRun()) -> bool:
-    """Trains a small model on the target's logits and writes it. False if interrupted.
+    """Train a small model on the target's logits and write it. Return False if interrupted.
 
-    Raises ``OutriderError`` for sizes that the target does not allow and for a draft of another vocabulary.
+    Raises ``OutriderError`` for invalid sizes and for a draft with another vocabulary.
     """
     runner, teaching = bench.runner, kind.teaching
     if teaching.loss not in DIVERGENCES:
@@ -137,7 +137,7 @@ def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRu
 
 @torch.no_grad()
 def measure_draft(draft: PreTrainedModel, target: PreTrainedModel, rows: Tensor) -> dict[str, Any]:
-    """How much of what the draft says the target would accept, on rows [R, S]."""
+    """Return the acceptance of the draft on rows [R, S]."""
     was_training = draft.training
     draft.eval()
 
@@ -145,14 +145,14 @@ def measure_draft(draft: PreTrainedModel, target: PreTrainedModel, rows: Tensor)
         for ids in rows.to(target.device).split(ROWS):
             yield acceptance(target(input_ids=ids, use_cache=False).logits, draft(input_ids=ids, use_cache=False).logits)
 
-    with torch.compiler.set_stance("force_eager"):  # other shapes than training's
+    with torch.compiler.set_stance("force_eager"):  # shapes differ from training's
         found = summary(pairs())
     draft.train(was_training)
     return found
 
 
 def trainable(runner: ModelRunner, source: str | None = None) -> PreTrainedModel:
-    """The runner's model, or another one, as transformers has it: float32, where the runner is."""
+    """Load the runner's model, or another one, in float32 on the runner's device."""
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             source or runner.name, dtype=torch.float32, attn_implementation="sdpa"
@@ -164,7 +164,7 @@ def trainable(runner: ModelRunner, source: str | None = None) -> PreTrainedModel
 
 
 def _existing(source: str, bench: Bench) -> PreTrainedModel:
-    """A draft that was trained before. Raises ``OutriderError`` where its ids mean other tokens than the target's."""
+    """Load an existing draft. Raises ``OutriderError`` if its vocabulary differs from the target's."""
     if bench.tokenizer is not None:
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
@@ -175,7 +175,7 @@ def _existing(source: str, bench: Bench) -> PreTrainedModel:
 
 
 def _save(bench: Bench, model: Any, out: Path) -> None:
-    """The model in the target's dtype, with the target's tokenizer: its files as they are, where it has any."""
+    """Write the model in the target's dtype, with unchanged files of the target's tokenizer, if any."""
     model.generation_config = bench.runner.model.generation_config
     model.to(checkpoint_dtype(bench.runner)).save_pretrained(out)
     source = Path(bench.runner.name)

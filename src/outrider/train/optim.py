@@ -18,9 +18,9 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 def orthogonalise(matrices: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
     """Newton-Schulz iteration towards the nearest semi-orthogonal matrices: [N, A, B] -> [N, A, B].
 
-    In float32 only the small square X X^T is iterated, the iterates of X being polynomials of it times X: a third less
-    arithmetic for a matrix three times as wide as high. That square holds the squares of the singular values, which 16 bits
-    do not (found: singular values of 4 to 8 instead of about 1), so there X itself is iterated.
+    In float32 only the smaller X X^T is iterated, because the iterates of X are polynomials of it times X: a third less
+    arithmetic for a matrix three times as wide as high. X X^T has the squared singular values, whose range exceeds 16 bits
+    (measured: singular values of 4 to 8 instead of about 1), so there X itself is iterated.
     """
     tall = matrices.shape[1] > matrices.shape[2]
     wide = (matrices.mT if tall else matrices).to(dtype)
@@ -64,8 +64,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure is taken
-        """One update; parameters without a gradient (skipped layers) are left alone."""
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are not supported
+        """Run one update; parameters without a gradient (skipped layers) are unchanged."""
         for group in self.param_groups:
             by_shape: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
             for param in group["params"]:
@@ -95,7 +95,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def build(model: nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
-    """The optimizers of one model, none without parameters; `base_lr` in each group is what the schedule scales."""
+    """Return the optimizers of one model, each with parameters; the schedule scales `base_lr` of each group."""
     matrices: list[Tensor] = []
     others: list[Tensor] = []
     for name, param in model.named_parameters():
@@ -115,7 +115,7 @@ def build(model: nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
 
 
 def lr_factor(progress: float, plan: Plan) -> float:
-    """Warm up, stay, then fall linearly to almost nothing over the last `decay` of the run."""
+    """Return the learning-rate factor: warm-up, constant, then linear decay to almost zero over the last `decay`."""
     rising = progress / plan.warmup if plan.warmup else 1.0
     falling = (1.0 - progress) / plan.decay if plan.decay else 1.0
     return max(0.01, min(1.0, rising, falling))

@@ -1,4 +1,4 @@
-"""How long and how hard to train."""
+"""Training length and learning rates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SEED = 1729
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how hard to train one model.
+    """Training length and learning rates of one model.
 
     Progress runs from 0 to 1 and is the larger of the token and the time fraction; `seq_lens` holds
     (progress until which it is used, sequence length) pairs in order.
@@ -19,7 +19,7 @@ class Plan:
     batch_tokens: int
     seq_lens: tuple[tuple[float, int], ...]
     minutes: float | None = None
-    count_pauses: bool = False  # for a run that must end by a certain hour
+    count_pauses: bool = False  # for a run that must end at a given time
     muon_lr: float = 0.02
     adam_lr: float = 0.004
     warmup: float = 0.01

@@ -1,4 +1,4 @@
-"""The curve of one run as JSON and PNG."""
+"""Training curve of one run as JSON and PNG."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARES = ("hit_", "held_")  # keys that are shares between 0 and 1, not losses
 
 
 def thin(curve: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At most `MAX_POINTS` points, averaged over their neighbourhoods; evaluations are kept whole."""
+    """Reduce to at most `MAX_POINTS` points by local averages; evaluations are kept."""
     size = max(1, -(-len(curve) // MAX_POINTS))
     points = []
     for start in range(0, len(curve), size):
@@ -29,7 +29,7 @@ def thin(curve: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw(name: str, curve: list[dict[str, Any]], folder: Path) -> None:
-    """Write `<name>_curve.json` and, where matplotlib is installed, `<name>_curve.png`."""
+    """Write `<name>_curve.json` and, if matplotlib is installed, `<name>_curve.png`."""
     points = thin(curve)
     lines = ",\n".join(json.dumps(point) for point in points)
     (folder / f"{name}_curve.json").write_text(f"[\n{lines}\n]\n")

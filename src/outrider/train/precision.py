@@ -1,4 +1,4 @@
-"""Which arithmetic a training run is fastest in."""
+"""Choose the fastest training precision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @cache
 def autocast_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where a small matrix product is really faster in it, else float32."""
+    """Return bfloat16 if a measured matrix product is faster in it, else float32."""
     if device.type == "cuda":
         return torch.bfloat16
 
@@ -27,5 +27,5 @@ def autocast_dtype(device: torch.device) -> torch.dtype:
 
 
 def arithmetic(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    """A block whose products are of this type; float32 is what they are without."""
+    """Context manager: compute products in this dtype; float32 is the default."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)

@@ -1,4 +1,4 @@
-"""A progress bar with time left on a terminal; plain lines in a log."""
+"""Progress bar with remaining time on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ LINE_EVERY_S = 20.0
 
 
 def describe(point: dict[str, Any]) -> str:
-    """The numbers of one point of the curve, short."""
+    """Format the values of one point of the curve."""
     return " ".join(f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in point.items())
 
 
 class Progress:
-    """Shows a fraction and the latest numbers; use as a context manager."""
+    """Shows a fraction and the latest values; a context manager."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -34,7 +34,7 @@ class Progress:
         self._first: float | None = None
 
     def update(self, fraction: float, point: dict[str, Any]) -> None:
-        """Show how far the run is."""
+        """Show the progress of the run."""
         is_long = "loss" in point and "bpb" not in point
         brief: dict[str, Any] = {key: point[key] for key in ("step", "loss") if key in point} if is_long else point
         if self._bar is not None:
@@ -42,7 +42,7 @@ class Progress:
             self._bar.update(self._task, completed=fraction, numbers=numbers)
             return
         now = time.monotonic()
-        if self._first is None:  # what came before it, compiling say, tells nothing of what is left
+        if self._first is None:  # earlier time, such as compiling, does not predict the rest
             self._first, self._started = fraction, now
         if now - self._printed >= LINE_EVERY_S or "bpb" in point:
             speed = (fraction - self._first) / max(now - self._started, 1e-9)

@@ -1,7 +1,7 @@
-"""Attention of a head that is trained on its own outputs: training-time test (EAGLE-3, arXiv 2503.01840, section 3.2).
+"""Attention of a head trained on its own outputs: training-time test (EAGLE-3, arXiv 2503.01840, section 3.2).
 
-In step s entry j stands for the draft s places behind a text of j + 1 tokens. It sees that text's entries, made from the
-target's features, and of the steps since only those of the same j: its own ancestors.
+In step s, entry j is the draft s positions after a prefix of j + 1 tokens. It attends to that prefix's entries, computed from
+the target's features, and in later steps only to entries with the same j, its own ancestors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _steps: dict[int, list[tuple[Tensor, Tensor]]] | None = None  # layer -> keys an
 
 @contextmanager
 def rollout() -> Iterator[None]:
-    """Within it the passes of a head are the steps of one rollout."""
+    """Context manager: passes of a head are steps of one rollout."""
     global _steps
     previous, _steps = _steps, {}
     try:
@@ -34,13 +34,13 @@ def rollout() -> Iterator[None]:
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float = 1.0, **options: Any
 ) -> tuple[Tensor, None]:
-    """query [B, H, T, D], key and value [B, Hkv, T, D] of this step -> [B, T, H, D]."""
+    """Attend with query [B, H, T, D], key and value [B, Hkv, T, D] of this step -> [B, T, H, D]."""
     assert _steps is not None, "a head in training runs within rollout()"
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     steps = _steps.setdefault(int(module.layer_idx), [])  # type: ignore[arg-type]
     steps.append((key, value))
-    if len(steps) == 1 and query.is_cuda:  # on a CPU its backward pass takes longer than the plain products below
+    if len(steps) == 1 and query.is_cuda:  # its CPU backward pass is slower than the plain products below
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling).transpose(1, 2), None
     (first_keys, first_values), *later = steps
     length = query.shape[2]

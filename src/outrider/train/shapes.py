@@ -1,4 +1,4 @@
-"""Fresh heads for a target: sizes taken from its config, weights from which training starts well."""
+"""Initialise heads for a target: sizes from its config, and good initial weights."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from outrider.types import OutriderError
 
 
 class OutputLayer(nn.Linear):
-    """A target's output head as a plain float32 layer that gradients pass through, frozen.
+    """A target's output head as a frozen float32 layer that passes gradients.
 
-    What the target does behind it (a cap, a scale) is done here too: features [..., H] -> logits [..., V].
+    Includes the target's logit post-processing (cap, scale): features [..., H] -> logits [..., V].
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, finish: Finish | None) -> None:
@@ -35,7 +35,7 @@ class OutputLayer(nn.Linear):
         return numbers if self.finish is None else self.finish(numbers)
 
     def plain_weight(self) -> Tensor:
-        """[V, H] of a layer with nothing behind it that says nearly the same: a scale is in it, a cap is left out."""
+        """Return [V, H] of a nearly equivalent layer without post-processing: a scale is included, a cap omitted."""
         if self.finish is None:
             return self.weight
         small = torch.full((1,), 1e-3, device=self.weight.device)
@@ -43,24 +43,24 @@ class OutputLayer(nn.Linear):
 
 
 def output_layer(runner: ModelRunner) -> OutputLayer:
-    """The target's, of weights in whatever form it has them."""
+    """Return the target's output weight, packed or not."""
     module = runner.model.get_output_embeddings()
     bias = getattr(module, "bias", None)
     return OutputLayer(weight_of(module).float(), None if bias is None else bias.float(), finish_of(runner.model))
 
 
 def final_scale(runner: ModelRunner) -> Tensor:
-    """By how much the target's final norm scales each feature [H]; ones where it is no RMS norm, or has another name."""
+    """Return the final norm's scale per feature [H]; ones if it is not an RMS norm or has another name."""
     ones = torch.ones(runner.hidden_size, device=runner.device)
     norm = getattr(runner.model.base_model, "norm", None)
     if norm is None or getattr(norm, "bias", None) is not None or "RMS" not in type(norm).__name__:
         return ones
-    scale: Tensor = norm(ones[None])[0]  # applied and not read: some norms keep their weight less one
+    scale: Tensor = norm(ones[None])[0]  # apply it instead of reading the weight: some norms store weight - 1
     return scale.float()
 
 
 def new_medusa(runner: ModelRunner, num_heads: int, num_layers: int) -> MedusaHeads:
-    """Heads that at first guess what the target's own head would: blocks are zero (Cai et al. 2024, section 2.1)."""
+    """Return heads initialised as the target's output head, with zero blocks (Cai et al. 2024, section 2.1)."""
     if num_heads < 1 or num_layers < 1:
         raise OutriderError("the number of heads and of their layers must be at least 1")
     heads = MedusaHeads(MedusaShape(num_heads, num_layers, runner.hidden_size, runner.vocab_size))
@@ -75,7 +75,7 @@ def new_medusa(runner: ModelRunner, num_heads: int, num_layers: int) -> MedusaHe
 
 
 def head_config(runner: ModelRunner) -> LlamaConfig:
-    """One Llama layer of the target's widths. Its rotation is the target's where that is the usual kind."""
+    """Return the config of one Llama layer with the target's widths, and the target's rotary settings if standard."""
     text = loading.text_config(runner.model)
     hidden, heads = runner.hidden_size, int(text.num_attention_heads)
     rope = dict(getattr(text, "rope_parameters", None) or {})
@@ -97,7 +97,7 @@ def head_config(runner: ModelRunner) -> LlamaConfig:
 
 
 def new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ...], draft_ids: Tensor | None) -> EagleHead:
-    """A head that at first repeats the feature given to it. ``draft_ids``: generation 3's reduced vocabulary, ascending."""
+    """Return a head that initially repeats its input feature. ``draft_ids``: generation 3's reduced vocabulary, ascending."""
     config, hidden = head_config(runner), runner.hidden_size
     size = runner.vocab_size if draft_ids is None else len(draft_ids)
     if generation == 1:
@@ -108,7 +108,7 @@ def new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ..
     head.lend(runner.model.get_input_embeddings(), output)
     with torch.no_grad():
         nn.init.normal_(head.fc.weight, std=0.02 / hidden**0.5)
-        head.fc.weight[:, -hidden:] += torch.eye(hidden)  # what comes last: the feature, or that of the highest layer
+        head.fc.weight[:, -hidden:] += torch.eye(hidden)  # the last part: the feature, or that of the highest layer
         if head.fc.bias is not None:
             nn.init.zeros_(head.fc.bias)
         own: list[Any] = list(head.layers)
@@ -125,6 +125,6 @@ def new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ..
 
 
 def frequent_tokens(rows: Tensor, vocab_size: int, size: int) -> Tensor:
-    """The ``size`` most frequent ids of rows [R, S], ascending: what a reduced vocabulary should hold."""
+    """Return the ``size`` most frequent ids of rows [R, S], ascending, for a reduced vocabulary."""
     counts = torch.bincount(rows.flatten().long(), minlength=vocab_size)
     return counts.argsort(descending=True, stable=True)[:size].sort().values

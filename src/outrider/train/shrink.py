@@ -1,4 +1,4 @@
-"""A draft's first weights, cut out of its target: a better start than noise when there is little time to distil."""
+"""Initialise a draft from its target: a better start than random weights for short distillation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def can_shrink(model: PreTrainedModel) -> bool:
-    """Whether the model's layers are Llama's: two norms, four projections, a gated feed-forward part."""
+    """Return whether the model has Llama-like layers: two norms, four projections, a gated feed-forward part."""
     for layer in decoder_layers(model):
         attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
         parts = [hasattr(layer, norm) for norm in NORMS] + [hasattr(attention, each) for each in PROJECTIONS]
@@ -27,21 +27,21 @@ def can_shrink(model: PreTrainedModel) -> bool:
 
 
 def principal_basis(embeddings: Tensor, width: int) -> Tensor:
-    """Orthonormal directions that hold most of the embeddings [V, H]: [H, width]."""
+    """Return the principal directions of the embeddings [V, H] as an orthonormal basis [H, width]."""
     _, vectors = torch.linalg.eigh((embeddings.mT @ embeddings).double())
     basis: Tensor = vectors[:, -width:].to(embeddings.dtype)
     return basis
 
 
 def strongest_neurons(gate: Tensor, down: Tensor, count: int) -> Tensor:
-    """Indices of the feed-forward neurons that can move the residual stream most."""
+    """Return the indices of the feed-forward neurons with the largest effect on the residual stream."""
     strongest: Tensor = (gate.norm(dim=1) * down.norm(dim=0)).topk(count).indices.sort().values
     return strongest
 
 
 @torch.no_grad()
 def shrink(target: PreTrainedModel, draft: PreTrainedModel, layers: Sequence[int], pieces: Tensor | None = None) -> None:
-    """Fill ``draft`` with ``target`` seen through its embeddings' principal directions; both have Llama's layers.
+    """Fill ``draft`` with ``target`` projected to its embeddings' principal directions; both have Llama-like layers.
 
     Draft layer i is target layer ``layers[i]``: its first heads, its strongest neurons, the norms' gains folded in. ``pieces``
     [Vd, V]: of which of the target's tokens each of the draft's is made, where the draft has a vocabulary of its own.
@@ -51,7 +51,7 @@ def shrink(target: PreTrainedModel, draft: PreTrainedModel, layers: Sequence[int
     embeddings, norm = large.get_input_embeddings().weight, large.base_model.norm.weight
     basis = principal_basis(embeddings, small.config.hidden_size)  # [H, width]
     kept = (embeddings @ basis).square().sum() / embeddings.square().sum()
-    gain = float((kept * basis.shape[0] / basis.shape[1]).sqrt())  # RMSNorm now averages over fewer, larger entries
+    gain = float((kept * basis.shape[0] / basis.shape[1]).sqrt())  # RMSNorm averages over fewer, larger entries
 
     def put(module: Any, table: Tensor) -> None:
         module.weight.copy_(table if pieces is None else pieces @ table)
@@ -67,7 +67,7 @@ def shrink(target: PreTrainedModel, draft: PreTrainedModel, layers: Sequence[int
 
 
 def _cut(large: Any, small: Any, basis: Tensor, gain: float, config: Any) -> None:
-    """One layer [H wide] into a narrower one. What has the same shape in both (norms within a head) is taken as it is."""
+    """Project one layer of width H into a narrower one. Tensors of equal shape (norms within a head) are copied."""
     own = small.state_dict()
     for name, tensor in large.state_dict().items():
         if name in own and own[name].shape == tensor.shape:
@@ -93,7 +93,7 @@ def _cut(large: Any, small: Any, basis: Tensor, gain: float, config: Any) -> Non
 
 
 def _copy(small: Any, large: Any, outputs: slice | Tensor, before: Tensor) -> None:
-    """A layer that reads the residual stream: some of its outputs, on the stream seen through ``before`` [H, width]."""
+    """Project a layer that reads the residual stream: some of its outputs, inputs projected by ``before`` [H, width]."""
     small.weight.copy_(large.weight[outputs] @ before)
     if large.bias is not None:
         small.bias.copy_(large.bias[outputs])

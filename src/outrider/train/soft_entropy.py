@@ -1,8 +1,7 @@
-"""Cross entropy against a target's whole distribution, its gradient taken on the way.
+"""Cross entropy against a target's whole distribution, with the gradient computed in the forward pass.
 
-A head's logits are as wide as the vocabulary at every place and step of depth: reading and writing them is most of what its
-training does. So what the target says is made a distribution once for all steps, and one function finds the loss, the hits and
-the gradient while the logits are at hand, instead of a second pass backwards.
+Reading and writing vocabulary-wide logits at every position and depth dominates the training of heads. So the target's
+distribution is computed once for all depths, and one function returns loss, hits and gradient while the logits are in cache.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Said:
-    """What the target says at places [B, T]."""
+    """The target's distributions at positions [B, T]."""
 
-    probs: Tensor  # [B, T, Vd]: its distribution over the tokens that are drafted
-    best: Tensor  # [B, T, 1]: the probability of its likeliest token; infinite where that one is not drafted
+    probs: Tensor  # [B, T, Vd]: its distribution over the draft vocabulary
+    best: Tensor  # [B, T, 1]: probability of its likeliest token; infinite if that is outside the draft vocabulary
 
     def at(self, places: slice) -> Said:
-        """Of these places only."""
+        """Return these positions only."""
         return Said(self.probs[:, places], self.best[:, places])
 
 
 def said_by(target_logits: Tensor, draft_ids: Tensor | None = None) -> Said:
-    """Of logits [B, T, V], of which the tokens ``draft_ids`` [Vd] are drafted (None: all)."""
+    """Build from logits [B, T, V] with the draft vocabulary ``draft_ids`` [Vd] (None: all)."""
     wanted = target_logits if draft_ids is None else target_logits[..., draft_ids]
     probs = wanted.softmax(-1)
     best = probs.amax(-1, keepdim=True)
@@ -42,9 +41,9 @@ def said_by(target_logits: Tensor, draft_ids: Tensor | None = None) -> Said:
 
 
 def with_gradient(logits: Tensor, probs: Tensor, best: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean cross entropy of logits [B, T, Vd], the share of places where both name the same token, the gradient [B, T, Vd].
+    """Return the mean cross entropy of logits [B, T, Vd], the share of equal likeliest tokens, and the gradient [B, T, Vd].
 
-    Of tokens that are equally likely any one counts.
+    Ties count as equal.
     """
     numbers, wanted = logits.float(), probs.float()
     highest = numbers.amax(-1, keepdim=True)
@@ -74,11 +73,11 @@ SoftEntropy = Callable[[Tensor, Said], tuple[Tensor, Tensor]]
 
 
 def soft_entropy(logits: Tensor, said: Said, kernel: Kernel = with_gradient) -> tuple[Tensor, Tensor]:
-    """Mean cross entropy of logits [B, T, Vd] against what the target says, and the share of equal greedy tokens."""
+    """Return the mean cross entropy of logits [B, T, Vd] against the target, and the share of equal greedy tokens."""
     entropy, hits = _SoftEntropy.apply(logits, said, kernel)  # type: ignore[no-untyped-call]
     return entropy, hits
 
 
 def compiled() -> SoftEntropy:
-    """The same as one loop over the vocabulary: a minute of compiling that pays on longer runs."""
+    """Return the compiled version: one loop over the vocabulary, a minute of compiling that pays on longer runs."""
     return partial(soft_entropy, kernel=torch.compile(with_gradient, dynamic=False))

@@ -1,4 +1,4 @@
-"""The one training loop: schedule, checkpoints, curve, progress. It knows no loss and no model."""
+"""Training loop: schedule, checkpoints, curve, progress. Independent of losses and models."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ logger = logging.getLogger(__name__)
 
 
 class Batches(Protocol):
-    """Where rows come from, be it their ids or their numbers; `rows_drawn` is all of its state."""
+    """Source of rows (ids or indices); `rows_drawn` is its whole state."""
 
     rows_drawn: dict[str, int]
 
     def batch(self, step: int, rows: int, seq_len: int) -> Tensor:
-        """What the loss of one step is given: [rows, ...]."""
+        """Return the batch of one step: [rows, ...]."""
         ...
 
 
 class Loss(Protocol):
-    """The loss of one batch, with the parts worth plotting (floats or 0-d tensors)."""
+    """Loss of one batch, with parts to plot (floats or 0-d tensors)."""
 
     def __call__(self, ids: Tensor, step: int, progress: float, /) -> tuple[Tensor, dict[str, Any]]:
-        """Loss of a batch."""
+        """Return the loss of a batch."""
         ...
 
 
 @dataclass
 class Job:
-    """Everything one run needs: the model, its data, its loss, how it is measured, where it is kept."""
+    """One run: model, data, loss, evaluation and folder."""
 
     name: str
     model: nn.Module
@@ -56,7 +56,7 @@ class Job:
 
 
 class Trainer:
-    """Runs a job to its end or until it is interrupted, from its last checkpoint if there is one."""
+    """Runs a job until it ends or is interrupted, from its last checkpoint if there is one."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -73,18 +73,18 @@ class Trainer:
 
     @property
     def checkpoint(self) -> Path:
-        """The file a run resumes from."""
+        """Return the file that a run resumes from."""
         return self.job.folder / "checkpoint.pt"
 
     @property
     def progress(self) -> float:
-        """Share of the run that is done: the larger of the token and the time fraction."""
+        """Return the finished share of the run: the larger of the token and the time fraction."""
         plan = self.job.plan
         by_time = self.clock.elapsed / (60 * plan.minutes) if plan.minutes else 0.0
         return min(1.0, max(self.tokens / plan.max_tokens, by_time))
 
     def save(self) -> None:
-        """Write a checkpoint; a crash while writing leaves the old one."""
+        """Write a checkpoint atomically."""
         state = {
             "model": self.job.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -109,14 +109,14 @@ class Trainer:
         self.clock = RunningClock(state["elapsed"], self.max_gap)
 
     def train_step(self) -> dict[str, Any]:
-        """One batch, one update; returns the point of the curve."""
+        """Run one update; return its point of the curve."""
         plan, before = self.job.plan, self.progress
         optim.set_lr(self.optimizers, optim.lr_factor(before, plan))
         seq_len = next(length for until, length in plan.seq_lens if before <= until)
         rows = max(1, plan.batch_tokens // seq_len)
         ids = self.job.batches.batch(self.step, rows, seq_len).to(self.device)
         loss, parts = self.job.loss(ids, self.step, before)
-        if not torch.isfinite(loss):  # one update with it, and the next checkpoint would be lost too
+        if not torch.isfinite(loss):  # an update with it would spoil the next checkpoint
             raise OutriderError(
                 f"the loss of step {self.step + 1} is {loss.item()}: the learning rates (--muon-lr, --adam-lr) are too high;"
                 f" {self.checkpoint} is from before, delete it to begin anew"
@@ -132,7 +132,7 @@ class Trainer:
         return {"step": self.step, "tokens": self.tokens, "seconds": round(self.clock.elapsed, 1), **point}
 
     def run(self, max_steps: int | None = None) -> bool:
-        """Train until done (True) or interrupted or out of steps (False); a checkpoint is left either way."""
+        """Train until done (True), or interrupted or out of steps (False); a checkpoint is written either way."""
         plan = self.job.plan
         previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         steps_left = max_steps if max_steps is not None else -1

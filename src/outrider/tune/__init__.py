@@ -1,4 +1,4 @@
-"""What speculation costs and gains, and how many drafts a round should therefore ask for."""
+"""Cost and gain of speculation, and the adaptive number of drafts per round."""
 
 from outrider.tune.policy import DraftLengthPolicy
 

@@ -1,20 +1,20 @@
-"""What drafting has brought so far: decaying counts by position, and the rates of acceptance they make likely."""
+"""Acceptance estimates from decaying counts by position."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-OPTIMISTIC_RATE = 0.8  # acceptance before anything was seen: high, so that a method is tried until it is known
-EXPECTED_WEIGHT = 3.0  # of what is expected of a position before it was seen, in drafts
+OPTIMISTIC_RATE = 0.8  # prior acceptance: high, so that a new method is tried
+EXPECTED_WEIGHT = 3.0  # weight of the prior per position, in drafts
 PRIOR_WEIGHT = 4.0  # rounds of counts of one temperature with which a new one begins
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """Decaying counts by position: drafts that were reached, and accepted; rounds asked, and with a draft made.
+    """Decaying counts by position: drafts reached and accepted; rounds asked and with drafts.
 
-    Instead of every count shrinking, the unit in which new ones are counted grows.
+    Decay is implemented by growing the weight of new counts.
     """
 
     reached: list[float]
@@ -28,13 +28,13 @@ class Acceptance:
         return cls([0.0] * max_k, [0.0] * max_k)
 
     def as_prior(self) -> Acceptance:
-        """The same rates on less evidence."""
+        """Return the same rates with less weight, as a prior."""
         scale = min(PRIOR_WEIGHT / max(self.asked, self.unit), 1 / self.unit)
         reached, accepted = ([count * scale for count in counts] for counts in (self.reached, self.accepted))
         return Acceptance(reached, accepted, self.asked * scale, self.made * scale)
 
     def fade(self, memory: float) -> None:
-        """What was counted so far weighs less from now on."""
+        """Reduce the weight of the counts so far."""
         self.unit /= memory
         if self.unit > 1e9:
             self.reached = [count / self.unit for count in self.reached]
@@ -53,9 +53,9 @@ class Acceptance:
             self.accepted[i] += unit
 
     def rates(self, expected: Sequence[float]) -> list[float]:
-        """Acceptance by position given that it was reached, as far as ``expected`` goes.
+        """Return acceptance by position, given that it was reached, for the positions of ``expected``.
 
-        A position rarely reached follows the one before, as ``expected`` says it does.
+        A rarely reached position follows its predecessor in the ratio of ``expected``.
         """
         rates = []
         rate = before = expected[0]
@@ -67,6 +67,6 @@ class Acceptance:
         return rates
 
     def made_rate(self, expected: float) -> float:
-        """The part of the rounds in which the proposer had a draft."""
+        """Return the share of rounds in which the proposer had a draft."""
         weight = EXPECTED_WEIGHT * self.unit
         return (weight * expected + self.made) / (weight + self.asked)

@@ -19,41 +19,41 @@ from outrider.tune.acceptance import OPTIMISTIC_RATE, Acceptance
 from outrider.tune.sharing import Shares
 from outrider.types import Context, Request, Round
 
-LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 23)  # what is chosen from, beside the longest
-CAPS = (1, 2, 4, 8, 16)  # tried as the longest K of all where each request has its own, which is what its drafts are worth
+LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 23)  # candidate lengths, in addition to the maximum
+CAPS = (1, 2, 4, 8, 16)  # candidate maximum K if each request has its own
 DECISION_PERIOD = 6  # rounds between decisions
-EARLY_ROUNDS = 16  # drafted rounds in which every one is decided on
-HYSTERESIS = 1.02  # a change of K must promise this much
+EARLY_ROUNDS = 16  # initial drafted rounds with a decision each
+HYSTERESIS = 1.02  # predicted gain required to change K
 SEPARATE_GAIN = 1.04  # a K for each request must promise this much: with little known of each, luck looks like merit
-ALIKE = 0.1  # requests whose first drafts are worth the same but for this part get one K
-DECAY = 0.93  # of a request's counts, per round: about 14 rounds
-SHARED_DECAY = 0.99  # of the counts that new requests begin with
-FIRST_REACH = 1  # a draft may be twice as long as the longest so far, and one more
+ALIKE = 0.1  # requests get one K if their expected gains differ by less than this share
+DECAY = 0.93  # decay of a request's counts per round: about 14 rounds
+SHARED_DECAY = 0.99  # decay of the counts that new requests start with
+FIRST_REACH = 1  # a draft may be one longer than twice the longest so far
 MAX_TEMPERATURE = 2.0  # higher ones share its counts, so that what is kept stays bounded
-READ_HORIZON = 64  # tokens over which a proposer's reading of the prompt must have paid
+READ_HORIZON = 64  # tokens over which a proposer's prefill must pay off
 
 FIRST_PAUSE, MAX_PAUSE = 8, 256  # rounds without drafts before the next probe
-NEW_REQUEST_WAIT, NEW_REQUEST_PAUSE = 4, 16  # at most, times the batch, when a request joins: its text may be another
-MAX_DOUBT = 8  # times these, where one text after another was not
-PROBE_RATE = 0.8  # a probe drafts as many tokens as would pay at this acceptance, at most MAX_PROBE
+NEW_REQUEST_WAIT, NEW_REQUEST_PAUSE = 4, 16  # limits, times the batch size, when a request joins
+MAX_DOUBT = 8  # maximum factor of these, after unsuccessful probes
+PROBE_RATE = 0.8  # acceptance assumed for the length of a probe, at most MAX_PROBE
 MAX_PROBE = 4
 
-EXPLORATION_SHARE = 0.02  # of all time, may be lost
+EXPLORATION_SHARE = 0.02  # share of all time that may be lost
 FIRST_BUDGET, MAX_BUDGET = 4.0, 6.0  # in plain rounds: to begin with, and at most
 
-PLAIN_CHECK_PERIOD = 48  # drafted rounds after which plain ones are run, if drafting wins no more than THIN_GAIN
+PLAIN_CHECK_PERIOD = 48  # drafted rounds until a plain round is measured, if drafting gains at most THIN_GAIN
 THIN_GAIN = 1.3
 
 
 @dataclass(slots=True)
 class Track:
-    """What the policy keeps of a request."""
+    """Policy state of a request."""
 
-    shared: Acceptance  # of all requests of its temperature
+    shared: Acceptance  # shared by requests with its temperature
     own: Acceptance
-    num_seen: int = 0  # committed tokens that the proposer has been asked about
-    rest: int = FIRST_PAUSE  # rounds in which others draft, until a draft for it is tried again
-    pause: int = FIRST_PAUSE  # that rest, when it begins
+    num_seen: int = 0  # committed tokens at the last call of the proposer
+    rest: int = FIRST_PAUSE  # rounds until a draft for it is tried again while others draft
+    pause: int = FIRST_PAUSE  # initial value of that rest
 
     def worths(self, expected: Sequence[float], most: int) -> list[float]:
         """Chances that a draft at depth 1, 2, ... survives, if there is one; 0 below ``most``. As many as ``expected``."""
@@ -66,24 +66,24 @@ class Track:
 
 
 class DraftLengthPolicy:
-    """``next_lengths`` for a batch: those that are best for the sum of its requests."""
+    """The adaptive policy: maximises tokens per second of the batch."""
 
     def __init__(self, max_k: int, costs: CostBook, num_nodes: Callable[[int], int] = int) -> None:
-        """``num_nodes``: drafts of a proposal whose longest path is k; k itself for chains."""
+        """``num_nodes``: drafts in a proposal with paths of length k; k for chains."""
         self.max_k, self._num_nodes = max_k, num_nodes
         self._costs: dict[bool, MethodCosts] = {is_greedy: costs.of_method(is_greedy) for is_greedy in (True, False)}
         self.costs = self._costs[True]
         self._lengths = [k for k in LENGTHS if k < max_k] + [max_k]
         self._tracks: dict[str, Track] = {}
-        self._shared: dict[float, Acceptance] = {}  # by temperature: it moves acceptance more than anything else
+        self._shared: dict[float, Acceptance] = {}  # by temperature, the strongest influence on acceptance
         self._budget = FIRST_BUDGET
-        self._reach = FIRST_REACH  # the longest draft so far
+        self._reach = FIRST_REACH  # longest draft so far
         self._requests: tuple[Request, ...] = ()
         self._batch: list[Track] = []
-        self._lens: list[int] = []  # what was decided for them
+        self._lens: list[int] = []  # decided lengths
         self._tried: list[int] = []  # requests for which a single draft is tried this round, though none was decided on
         self._edge = 1.0  # its expected speed over that of plain decoding
-        self._plain: float | None = None  # seconds of a round without drafts
+        self._plain: float | None = None  # seconds of a plain round
         self._age = 0  # rounds since
         self._wait, self._pause = 0, FIRST_PAUSE
         self._stake = 1.0  # plain rounds that the last probe could lose: the dearer, the longer the pause behind it
@@ -95,11 +95,11 @@ class DraftLengthPolicy:
 
     @property
     def _k(self) -> int:
-        """The most drafts that were decided on for any request."""
+        """Return the largest decided K."""
         return max(self._lens, default=0)
 
     def next_lengths(self, context: Context) -> list[int]:
-        """Drafts to ask for this round, of each request."""
+        """Return the drafts to request in this round, per request."""
         k, self._tried = self._next_k(context), []
         self._is_plain = k == 0
         if k == 0 or self._is_probe:
@@ -128,7 +128,7 @@ class DraftLengthPolicy:
         return self._k
 
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
-        """Learns from a round: what was accepted, what it cost, and whether drafting won or lost time."""
+        """Learn from a round: acceptance, cost, and gained or lost time."""
         batch, longest, times = len(round_.depths), max(round_.depths), round_.times
         drafted_for = [b for b in range(batch) if context.limits[b] > 0]
         if round_.k == 0 or self._is_plain:
@@ -156,14 +156,14 @@ class DraftLengthPolicy:
             self._judge_probe(round_, context)
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Forgets requests that ended; what all of them taught stays."""
+        """Remove requests that ended; shared estimates stay."""
         for request_id in request_ids:
             self._tracks.pop(request_id, None)
 
     # --- what is known ------------------------------------------------------------------------------------------------------
 
     def _enter(self, context: Context) -> None:
-        """Another batch: finds what is known of its requests. New ones begin with the largest K decided on."""
+        """Switch to another batch. New requests start with the largest decided K."""
         decided = dict(zip([request.request_id for request in self._requests], self._lens, strict=False))
         before = [decided.get(request.request_id, self._k) for request in context.requests]
         self._requests = context.requests
@@ -188,7 +188,7 @@ class DraftLengthPolicy:
         return track
 
     def _num_unseen(self, b: int) -> int:
-        """Committed tokens of a request that the proposer has not been asked about."""
+        """Return a request's committed tokens since the last call of the proposer."""
         return len(self._requests[b].token_ids) - self._batch[b].num_seen
 
     def _with_tries(self) -> list[int]:
@@ -203,7 +203,7 @@ class DraftLengthPolicy:
         return lens
 
     def _judge_tries(self, round_: Round) -> None:
-        """A draft in vain doubles the rest; one that survived counts at the next decision, which is now."""
+        """Double the rest after a rejected draft; decide again after an accepted one."""
         for b in self._tried:
             track = self._batch[b]
             if round_.num_accepted[b]:
@@ -291,7 +291,7 @@ class DraftLengthPolicy:
         return self.costs.prices(len(self._batch), max([len(request.token_ids) for request in context.requests]))
 
     def _probe(self, context: Context) -> int:
-        """After a pause, a few drafts: has the text become predictable?"""
+        """Probe with a few drafts after a pause, in case the text became predictable."""
         prices = self._prices(context)
         if prices is None:  # they were renewed since the last decision: a plain round tells the new ones
             return 0

@@ -1,9 +1,9 @@
-"""The width of a pass, shared out: of all the drafts that a round could score, those of the requests for which they pay.
+"""Distribute a round's drafts over requests to maximise tokens per second.
 
-A further draft of a request is worth the chance that it survives, and every one takes the same room in the pass. So the most
-tokens a second are found among few candidates: the best drafts of all requests, one more each time.
+The value of a further draft is its acceptance probability, and every draft takes one row of the pass. So the optimum is among
+few candidates: the best drafts of all requests, one more each time.
 
-Plain numbers: the arrays of a batch are so small that numpy would take five times as long as their sums.
+Plain Python: the arrays of a batch are so small that numpy would take five times as long.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from outrider.runner.cost_book import RoundPrices
 
-NEVER = 1e-9  # a chance as good as none
+NEVER = 1e-9  # negligible probability
 
 
 class Shares:
-    """The drafts of a batch in the order of their worth."""
+    """The drafts of a batch ranked by value."""
 
     def __init__(
         self,
@@ -38,18 +38,18 @@ class Shares:
         self._worths, self._made, self._reading = worths, made, reading
 
     def are_alike(self, within: float) -> bool:
-        """Whether the first drafts of all requests are worth the same, but for that part of the best."""
+        """Return whether the expected gains of the first drafts of all requests differ by less than that share of the best."""
         firsts = [worths[0] * made for worths, made in zip(self._worths, self._made, strict=True)]
         return max(firsts) - min(firsts) <= within * max(firsts)
 
     def best_together(self, lengths: Sequence[int]) -> tuple[float, list[int]]:
-        """The most tokens a second that one K of ``lengths`` for all requests brings, and that K for each."""
+        """Return the best tokens per second with one K of ``lengths`` for all requests, and that K per request."""
         speeds = self.together(lengths)
         at = speeds.index(max(speeds))
         return speeds[at], [lengths[at]] * self.batch
 
     def together(self, lengths: Sequence[int]) -> list[float]:
-        """Tokens a second if all requests have one K, for each of ``lengths``, which ascend: as ``speed`` says."""
+        """Return tokens per second with one K for all requests, for each of the ascending ``lengths``; equals ``speed``."""
         prices, nobody = self._prices, prod([1 - made for made in self._made])
         somebody = 1 - nobody
         share = 1.0 if prices.is_padded else sum(self._made) / self.batch / max(somebody, NEVER)
@@ -67,7 +67,7 @@ class Shares:
         return speeds
 
     def best(self, lengths: Sequence[int]) -> tuple[float, list[int]]:
-        """The most tokens a second that drafts no longer than one of ``lengths`` bring, and the K of each request."""
+        """Return the best tokens per second with drafts up to one of ``lengths``, and the K of each request."""
         found, lens = 0.0, [0] * self.batch
         for k in lengths:
             chosen = [draft for draft in self._ranked if draft.depth <= k]
@@ -80,29 +80,29 @@ class Shares:
         return found, lens
 
     def speed(self, lens: Sequence[int]) -> float:
-        """Tokens a second if each request has its own K; ``lens[b]`` at most N, one of them above 0."""
+        """Return tokens per second with one K per request; ``lens[b]`` at most N, at least one above 0."""
         if min(lens) == max(lens):
             return self.together(lens[:1])[0]
         return self._speeds(max(lens), [draft for draft in self._ranked if draft.depth <= lens[draft.b]])[-1]
 
     @cached_property
     def _ranked(self) -> list[_Draft]:
-        """Every draft, the most worth first. None stands before the one that it hangs on."""
+        """Return every draft by descending value. Parents precede their children."""
         ranks, drafts = [], []
         for b, (worths, made) in enumerate(zip(self._worths, self._made, strict=True)):
             least = float("inf")
             for depth, (worth, nodes) in enumerate(zip(worths, self._nodes, strict=True), 1):
                 least = min(least, worth / nodes)
                 ranks.append(-least)
-                drafts.append(_Draft(b, depth, worth * made, nodes))  # rarely made, it is as rarely paid for
+                drafts.append(_Draft(b, depth, worth * made, nodes))  # a rare draft is as rarely paid for
         return [drafts[at] for at in sorted(range(len(ranks)), key=ranks.__getitem__)]
 
     def _speeds(self, k: int, drafts: Iterable[_Draft]) -> list[float]:
-        """Tokens a second with the first one of the drafts, the first two, ..., asking for k."""
+        """Return tokens per second with the first draft, the first two, ..., when requesting k."""
         prices, batch, made, owed = self._prices, self.batch, self._made, self._reading
         score, outside, is_padded = prices.score, prices.outside, prices.is_padded
         gained, reading, tokens, num_drafting, deepest = 0.0, 0.0, 0.0, 0, 0
-        nobody = 1.0  # chance that no request has a draft, and the pass is a plain one
+        nobody = 1.0  # probability that no request has a draft and the pass is plain
         somebody = around = width = 0.0
         speeds = []
         for b, depth, gain, nodes in drafts:
@@ -122,9 +122,9 @@ class Shares:
 
 
 class _Draft(NamedTuple):
-    """A draft that a request may have."""
+    """A possible draft of a request."""
 
     b: int
     depth: int  # from 1
-    gain: float  # accepted drafts that it adds
+    gain: float  # expected accepted drafts that it adds
     nodes: int  # tokens in the pass that its depth adds

@@ -1,4 +1,4 @@
-"""Which drafts survive: pure tensor functions of probabilities or tokens, blind to models, caches and sampler settings."""
+"""Verifiers: pure tensor functions of probabilities or tokens, independent of models, caches and sampler settings."""
 
 from outrider.verifiers.base import Verifier
 

@@ -1,4 +1,4 @@
-"""The interface of every verifier and the formulas they share."""
+"""Interface of verifiers, and shared formulas."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _TINY = 1e-30
 
 
 class Verifier(ABC):
-    """Decides which drafts survive. Sees probabilities or tokens and randomness, nothing else."""
+    """Decides which drafts are accepted, from probabilities or tokens and randomness only."""
 
-    lossless: ClassVar[bool]  # the output distribution is exactly the target's
+    lossless: ClassVar[bool]  # whether the output distribution is exactly the target's
     handles_trees: ClassVar[bool]
     judges: ClassVar[
         Literal["probs", "tokens"]
@@ -25,16 +25,16 @@ class Verifier(ABC):
 
     @abstractmethod
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
-        """Judges a well-formed proposal; whatever stands beyond ``lens`` in any tensor, NaN too, is never read."""
+        """Verify a valid proposal. Values beyond ``lens``, NaN included, are never read."""
 
 
 def accept_prob(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """min(1, target / draft), elementwise. A draft of draft probability 0 (rounding) is taken iff the target can say it."""
+    """Return min(1, target / draft), elementwise. At draft probability 0 (rounding): 1 iff the target's is positive."""
     return (target_probs / draft_probs.clamp_min(_TINY)).clamp_max(1.0)
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """norm(max(0, target - draft)): [..., V]. Zero mass, where rejection has probability 0: the target."""
+    """Return norm(max(0, target - draft)), [..., V]; the target where the residual is zero and rejection impossible."""
     excess = (target_probs - draft_probs).clamp_min_(0.0)
     mass = excess.sum(dim=-1, keepdim=True)
     is_empty = (mass <= 0).to(mass.dtype)
@@ -42,14 +42,14 @@ def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
 
 
 def left_over(proposal: Proposal, target_probs: Tensor, num_accepted: Tensor) -> Tensor:
-    """What a chain's last token is drawn from: [B, V], the target's row after the accepted drafts, less the rejected one's."""
+    """Return the distribution of a chain's last token, [B, V]: the target after the accepted drafts, or the residual."""
     width, device = proposal.num_nodes, target_probs.device
     tokens, lens, draft_probs = proposal.token_ids.to(device), proposal.lens.to(device), proposal.probs
     native = rows_for(device)
     if native is not None:
         return native.left_over(target_probs, draft_probs, tokens, num_accepted, lens)
     rejected = num_accepted < lens
-    left = _rows(target_probs, num_accepted)  # without a rejection nothing is subtracted from it
+    left = _rows(target_probs, num_accepted)  # nothing is subtracted without a rejection
     first = num_accepted.clamp_max(width - 1)
     if draft_probs is None:
         mass = rejected.to(left.dtype).unsqueeze(-1)
@@ -66,7 +66,7 @@ def _rows(values: Tensor, index: Tensor) -> Tensor:
 
 
 def within(values: Tensor, lens: Tensor) -> Tensor:
-    """Values [B, N] of drafts, 0 beyond ``lens`` [B]."""
+    """Return values [B, N] of drafts, 0 beyond ``lens`` [B]."""
     width = values.shape[1]
     if min(lens.tolist()) == width:
         return values
@@ -75,7 +75,7 @@ def within(values: Tensor, lens: Tensor) -> Tensor:
 
 
 def chain_verdict(num_accepted: Tensor, next_token: Tensor, width: int) -> Verdict:
-    """The verdict on chains: [B], [B] on any device, brought to the CPU in one transfer."""
+    """Return the verdict on chains from [B], [B] on any device, with one transfer to the CPU."""
     if num_accepted.device.type != "cpu":
         num_accepted, next_token = torch.stack((num_accepted, next_token)).cpu()
     path = [[*range(count), *[-1] * (width - count)] for count in num_accepted.tolist()]

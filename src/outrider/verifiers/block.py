@@ -1,7 +1,7 @@
-"""Block verification: the whole chain is judged at once and never keeps fewer drafts than rejection, in expectation.
+"""Block verification: verifies a chain as a whole and accepts at least as many drafts as rejection, in expectation.
 
-Sun, Mendlovic, Leviathan, Aharoni, Ro, Beirami, Suresh 2024 (arXiv 2403.10444), Algorithm 2. It is for chains. Trees are judged
-by rejection, and so are point masses: of those neither rule can keep more than the target's probability of the chain.
+Sun, Mendlovic, Leviathan, Aharoni, Ro, Beirami, Suresh 2024 (arXiv 2403.10444), Algorithm 2. For chains only. Trees use
+rejection, and so do point masses, where neither rule can accept more than the target's probability of the chain.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TINY = 1e-30
 
 
 class BlockVerifier(RejectionVerifier):
-    """Keeps the longest prefix whose coin falls, coins weighing the joint probability of the prefix and what may follow it."""
+    """Accepts the longest prefix whose Bernoulli trial succeeds, based on joint probabilities of the prefix."""
 
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
         """``target`` [B, N + 1, V] are target probabilities. See ``Verifier.verify``."""
@@ -31,7 +31,7 @@ class BlockVerifier(RejectionVerifier):
         index = torch.arange(1, width + 1, device=device)
         excess = (weights[:, 1:-1, None] * target[:, 1:-1] - draft_probs[:, 1:]).clamp_min(0.0).sum(dim=-1)  # [B, N - 1]
         total = excess + 1 - weights[:, 1:-1]
-        # 0 / 0: target and draft agree on all that follows, a longer prefix will be kept
+        # 0 / 0: target and draft agree from here on, so a longer prefix is accepted
         inner = torch.where(total > 0, excess / total, 1.0)
         chances = torch.where(index == lens, weights[:, 1:], torch.nn.functional.pad(inner, (0, 1)))
         falls = random.bernoulli(torch.where(index <= lens, chances, 0.0))
@@ -45,7 +45,7 @@ class BlockVerifier(RejectionVerifier):
 
 
 def _prefix_weights(token_ids: Tensor, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """p_i = min(1, p_(i - 1) target(x_i) / draft(x_i)), p_0 = 1: [B, N + 1]."""
+    """Return p_i = min(1, p_(i - 1) target(x_i) / draft(x_i)), p_0 = 1: [B, N + 1]."""
     drafts = token_ids.unsqueeze(-1)
     of_draft = draft_probs.gather(-1, drafts).clamp_min(_TINY)
     ratios = (target_probs[:, :-1].gather(-1, drafts) / of_draft).squeeze(-1)  # [B, N]

@@ -1,7 +1,7 @@
-"""Exact match: a draft survives iff it is the token that the target says there. Chains and trees.
+"""Exact match: a draft is accepted iff it is the target's own token. For chains and trees.
 
-Lossless where the target's tokens are given by its logits (greedy) or by them and noise keyed by position (coupled sampling:
-Daliri, Musco, Suresh, arXiv 2408.07978): what is emitted is the target's own tokens, whatever was drafted.
+Lossless where the target's tokens are determined by its logits (greedy) or by logits and noise keyed by position (coupled
+sampling: Daliri, Musco, Suresh, arXiv 2408.07978): the emitted tokens are the target's own, whatever was drafted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider.verifiers.base import Verifier
 
 
 class ExactMatchVerifier(Verifier):
-    """Walks down the target's own tokens as far as drafts follow them; takes no random decision."""
+    """Follows the target's own tokens through the drafts; makes no random decisions."""
 
     lossless: ClassVar[bool] = True
     handles_trees: ClassVar[bool] = True
@@ -27,7 +27,7 @@ class ExactMatchVerifier(Verifier):
         drafts, said = proposal.token_ids.tolist(), target.tolist()
         parents = None if proposal.parents is None else proposal.parents.tolist()
         paths: list[list[int]] = []
-        # plain ints: a handful of them is faster to walk than to launch tensor operations for
+        # plain ints: faster than tensor operations for a few nodes
         for b, length in enumerate(proposal.lens.tolist()):
             node, path = -1, []
             for i in range(length):

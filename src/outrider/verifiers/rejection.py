@@ -1,7 +1,7 @@
 """Speculative (rejection) sampling: lossless for chains and trees, sampled or point-mass drafts.
 
 Leviathan, Kalman, Matias 2023, Algorithm 1; Chen et al. 2023, Algorithm 2. Trees: multi-step speculative sampling of SpecInfer
-(Miao et al. 2024, Algorithm 2), siblings drawn with or without replacement, as the proposal's conditional probabilities say.
+(Miao et al. 2024, Algorithm 2), with siblings sampled with or without replacement according to the proposal's probabilities.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider.verifiers.base import Verifier, accept_prob, chain_verdict, left_o
 
 
 class RejectionVerifier(Verifier):
-    """Accepts draft x with probability min(1, target(x) / draft(x)); after a rejection draws from the residual."""
+    """Accepts draft x with probability min(1, target(x) / draft(x)); samples from the residual after a rejection."""
 
     lossless: ClassVar[bool] = True
     handles_trees: ClassVar[bool] = True
@@ -34,7 +34,7 @@ def _verify_chain(proposal: Proposal, target_probs: Tensor, random: Randomness) 
     if width == 0:
         return chain_verdict(torch.zeros_like(proposal.lens), random.categorical(target_probs[:, 0]).cpu(), 0)
     drafts = proposal.token_ids.to(target_probs.device).unsqueeze(-1)  # [B, N, 1]
-    chances = target_probs.gather(-1, drafts)  # of a point mass
+    chances = target_probs.gather(-1, drafts)  # acceptance probability of a point mass
     if proposal.probs is not None:
         chances = accept_prob(chances, proposal.probs.gather(-1, drafts))
     survives = random.bernoulli(within(chances.squeeze(-1), proposal.lens))
@@ -43,11 +43,11 @@ def _verify_chain(proposal: Proposal, target_probs: Tensor, random: Randomness) 
 
 
 def _verify_tree(proposal: Proposal, parents: Tensor, target_probs: Tensor, random: Randomness) -> Verdict:
-    """One walk in index order: parents precede children and siblings stand in the order in which they are tried."""
+    """Traverse in index order: parents precede children, and siblings are in the order of trial."""
     batch, num_nodes = proposal.token_ids.shape
     drafts, above, lens = proposal.token_ids.tolist(), parents.tolist(), proposal.lens.tolist()
     node = [-1] * batch  # the last accepted draft
-    left = target_probs[:, 0].clone()  # [B, V] the target's distribution after node, less what rejected children stood for
+    left = target_probs[:, 0].clone()  # [B, V] target distribution after node, minus rejected children
     accepted = torch.zeros(batch, num_nodes, dtype=torch.bool)
     for i in range(num_nodes):
         tried = [b for b in range(batch) if i < lens[b] and above[b][i] == node[b]]
@@ -56,7 +56,7 @@ def _verify_tree(proposal: Proposal, parents: Tensor, target_probs: Tensor, rand
             draft = drafts[b][i]
             chance = left[b, draft]
             chances[b] = chance if proposal.probs is None else accept_prob(chance, proposal.probs[b, i, draft])
-        # a coin for every node, tried or not, so that a request's coins do not depend on the others'
+        # one trial per node, used or not, so that a request's random numbers do not depend on others
         taken = random.bernoulli(chances)
         for b in tried:
             if taken[b]:
@@ -67,14 +67,14 @@ def _verify_tree(proposal: Proposal, parents: Tensor, target_probs: Tensor, rand
 
 
 def _drawn_from(proposal: Proposal, b: int, i: int, like: Tensor) -> Tensor:
-    """[V]: the distribution that draft i of request b was drawn from."""
+    """Return the distribution [V] that draft i of request b was sampled from."""
     if proposal.probs is not None:
         return proposal.probs[b, i]
     return torch.zeros_like(like).index_fill_(0, proposal.token_ids[b, i].to(like.device), 1.0)
 
 
 def tree_verdict(accepted: Tensor, next_token: Tensor) -> Verdict:
-    """Accepted nodes bool [B, N] and next tokens [B] -> the verdict, on the CPU. Depth grows with the index along a path."""
+    """Build the verdict on the CPU from accepted nodes bool [B, N] and next tokens [B]. Depth increases with the index."""
     accepted = accepted.cpu()
     num_accepted = accepted.sum(dim=-1)
     order = accepted.long().argsort(dim=-1, descending=True, stable=True)  # accepted nodes first, in index order

@@ -1,7 +1,7 @@
-"""Typical acceptance. LOSSY: the text does not follow the target's distribution (Cai et al. 2024, Medusa, section 2.3.1).
+"""Typical acceptance. LOSSY: the output does not follow the target's distribution (Cai et al. 2024, Medusa, section 2.3.1).
 
-A draft survives where the target finds it typical: target(x) > min(epsilon, delta exp(-entropy)). Of all surviving paths the
-longest is kept, the likelier one of equals. At temperature 0 this is exact match.
+A draft is accepted if target(x) > min(epsilon, delta exp(-entropy)). The longest accepted path is kept, the likelier one on
+ties. At temperature 0 this is exact match.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _TINY = 1e-30
 
 
 class TypicalVerifier(Verifier):
-    """Keeps the longest path of drafts that are typical for the target. Not lossless, and asked for by name only."""
+    """Accepts the longest path of drafts that are typical for the target. Lossy; must be requested by name."""
 
     lossless: ClassVar[bool] = False
     handles_trees: ClassVar[bool] = True
     judges: ClassVar[Literal["probs", "tokens"]] = "probs"
 
     def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
-        """The paper's hard threshold and entropy-dependent one."""
+        """``epsilon``, ``delta``: the paper's hard and entropy-dependent thresholds."""
         if not (0 < epsilon <= 1 and 0 < delta <= 1):
             raise OutriderError(f"typical acceptance needs thresholds in (0, 1], not epsilon={epsilon}, delta={delta}")
         self.epsilon, self.delta = epsilon, delta

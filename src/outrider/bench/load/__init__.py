@@ -1,1 +1,1 @@
-"""Load on a server: requests as they arrive, latencies as clients see them. Knows HTTP, and nothing of any engine."""
+"""Load tests of servers over HTTP: arrivals, and latencies as seen by clients."""

@@ -1,4 +1,4 @@
-"""When requests are sent: so many at a time, or at random at a given rate. Knows no HTTP."""
+"""Arrival processes: a number of clients, or random arrivals at a rate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Ask = Callable[[Item], Awaitable[Result]]
 
 @dataclass(frozen=True)
 class Load:
-    """So many clients, each of which asks again when it is answered; or arrivals at a rate, however many run already."""
+    """A number of clients, each sending its next request after an answer; or arrivals at a rate, however many are running."""
 
     concurrency: int | None = None
     rate: float | None = None  # requests per second, as a Poisson process
@@ -34,7 +34,7 @@ class Load:
         return f"{self.concurrency} at a time" if self.concurrency else f"{self.rate:g}/s"
 
     async def send(self, ask: Ask[Item, Result], items: Sequence[Item], seed: int) -> list[Result]:
-        """Asks for all items. ``seed``: of the arrivals, so that two runs have the same."""
+        """Send all items. ``seed``: of the arrivals, so that two runs have the same."""
         if self.concurrency is not None:
             return await _in_turn(ask, items, self.concurrency)
         assert self.rate is not None
@@ -53,7 +53,7 @@ async def _in_turn(ask: Ask[Item, Result], items: Sequence[Item], concurrency: i
 
 
 async def _at_random(ask: Ask[Item, Result], items: Sequence[Item], rate: float, seed: int) -> list[Result]:
-    """Gaps are exponential; each is counted from the last arrival's planned time, so that no delay adds up."""
+    """Start items with exponential gaps from the last planned arrival, so that delays do not accumulate."""
     loop, choose = asyncio.get_running_loop(), random.Random(seed)
     tasks, at = [], loop.time()
     for item in items:

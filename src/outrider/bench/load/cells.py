@@ -1,4 +1,4 @@
-"""From runs to figures: a cell for each load and mode. Knows samples and numbers only."""
+"""Compute a cell for each load and mode from samples."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from outrider.bench.load.sweep import PLAIN, Group, Run
 from outrider.bench.statistics import quantiles
 
 LEVELS = (0.5, 0.95)
-BLINK = 1e-6  # seconds: a run whose requests were all refused at once still has a length
+BLINK = 1e-6  # minimum seconds of a run, if all requests were refused immediately
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What a request must keep to count as good, in seconds."""
+    """Latency targets of a good request, in seconds."""
 
     first_token: float = 2.0
     token: float = 0.2  # mean after the first chunk
 
     def holds(self, sample: Any) -> bool:
-        """Whether an answer came, and in time."""
+        """Return whether an answer arrived within the targets."""
         first, token = sample.first_token_seconds, sample.token_seconds
         return sample.error is None and first is not None and first <= self.first_token and (token or 0.0) <= self.token
 
 
 def cells(groups: Sequence[Group], objective: Objective) -> list[dict[str, Any]]:
-    """Every load in every mode; ratios are to plain decoding within a repeat, where there was plain decoding."""
+    """Return cells of every load and mode, with ratios to plain decoding within a repeat, if measured."""
     return [_cell(group, mode, objective) for group in groups for mode in group.repeats[0]]
 
 
@@ -69,7 +69,7 @@ def _cell(group: Group, mode: str, objective: Objective) -> dict[str, Any]:
 
 
 def speed(run: Run) -> float:
-    """Tokens of all answers per second."""
+    """Return tokens of all answers per second."""
     return sum(sample.num_tokens for sample in run.samples if sample.error is None) / run.seconds if run.seconds else 0.0
 
 
@@ -85,7 +85,7 @@ def _p95_ratio(first: Mapping[str, float] | None, plain: Sequence[Run] | None) -
 
 
 def _milliseconds(seconds: Iterable[float | None], weights: Sequence[float] | None = None) -> dict[str, float] | None:
-    """p50 and p95; None where there is nothing."""
+    """Return p50 and p95; None without values."""
     values = [1000 * each for each in seconds if each is not None]
     if not values:
         return None
@@ -93,7 +93,7 @@ def _milliseconds(seconds: Iterable[float | None], weights: Sequence[float] | No
 
 
 def _acceptance(runs: Sequence[Run]) -> dict[str, Any]:
-    """Of all repeats together: by the server's counters, else by what its answers say."""
+    """Return acceptance over all repeats: from the server's counters, else from the answers' usage."""
     counted = [run.counted for run in runs if run.counted is not None]
     if len(counted) == len(runs):
         total = sum(counted, Counters())
@@ -113,7 +113,7 @@ def _acceptance(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def worst(found: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The least speedup and the largest ratio of first-token times, and where; None without plain decoding."""
+    """Return the smallest speedup and the largest ratio of first-token times with their cells; None without plain decoding."""
     compared = [cell for cell in found if cell["mode"] != PLAIN and cell["speedup"] is not None]
     if not compared:
         return None

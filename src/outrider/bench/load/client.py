@@ -1,4 +1,4 @@
-"""One streamed request, and when its tokens came. Times are the event loop's seconds."""
+"""One streamed request with the arrival times of its tokens, in the event loop's seconds."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ PATH = "/v1/completions"
 
 @dataclass
 class Sample:
-    """What one request was answered."""
+    """Answer to one request."""
 
     started: float
-    first: float | None = None  # when the first token came
+    first: float | None = None  # arrival of the first token
     ended: float = 0.0
     num_tokens: int = 0
     num_prompt_tokens: int = 0
-    num_accepted: int = 0  # drafts, where the server counts them for each request
+    num_accepted: int = 0  # accepted drafts, if the server reports them
     num_drafts: int = 0
     pauses: list[tuple[float, int]] = field(default_factory=list)  # seconds before each later chunk, tokens in it
     error: str | None = None
 
     @property
     def first_token_seconds(self) -> float | None:
-        """From the request to its first token."""
+        """Return seconds from the request to its first token."""
         return None if self.first is None else self.first - self.started
 
     @property
     def token_seconds(self) -> float | None:
-        """Mean seconds of a token after the first chunk; None where there was only one."""
+        """Return mean seconds per token after the first chunk; None with one chunk."""
         tokens = sum(count for _, count in self.pauses)
         return sum(seconds for seconds, _ in self.pauses) / tokens if tokens else None
 
@@ -43,11 +43,11 @@ class Asker:
     """Sends requests to one server."""
 
     def __init__(self, http: httpx.AsyncClient, body: Mapping[str, Any]) -> None:
-        """``body``: what all requests have in common. Without ``continuous_usage_stats`` in it, tokens are spread evenly."""
+        """``body``: common fields of all requests. Without ``continuous_usage_stats`` tokens are distributed evenly."""
         self.http, self.body = http, body
 
     async def ask(self, prompt: str, **more: Any) -> Sample:
-        """One request; whatever goes wrong with it is in the sample."""
+        """Send one request; errors are stored in the sample."""
         clock = asyncio.get_running_loop().time
         sample = Sample(clock())
         try:
@@ -56,15 +56,15 @@ class Asker:
                     sample.error = f"{answer.status_code}: {_message(await answer.aread())}"
                 else:
                     await self._read(answer, sample)
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:  # the latter: an answer of another form
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:  # TypeError: an answer of another form
             sample.error = f"{type(error).__name__}: {error}"
         sample.ended = sample.ended or clock()
         return sample
 
     async def _read(self, answer: httpx.Response, sample: Sample) -> None:
-        """Takes the stream in. Tokens of a chunk are those that its usage counts beyond the last one's.
+        """Read the stream. The tokens of a chunk are the increase of its usage counts.
 
-        Read to its end, behind what says so: else the connection would be closed, and a new one is not what most requests have.
+        Read past [DONE] to the end, so that the connection is reused.
         """
         clock, last, is_done = asyncio.get_running_loop().time, 0.0, False
         async for data in events(answer):
@@ -97,7 +97,7 @@ class Asker:
 
 
 async def events(answer: httpx.Response) -> AsyncIterator[bytes]:
-    """The data of server-sent events, as they arrive."""
+    """Yield the data of server-sent events as they arrive."""
     rest = b""
     async for piece in answer.aiter_bytes():
         *lines, rest = (rest + piece).split(b"\n")
@@ -114,7 +114,7 @@ def _count_drafts(usage: Mapping[str, Any], sample: Sample) -> None:
 
 
 def _message(body: bytes) -> str:
-    """What an error's body says, in one line."""
+    """Return an error body's message as one line."""
     try:
         error = json.loads(body)["error"]
         text = error["message"] if isinstance(error, dict) else error

@@ -1,4 +1,4 @@
-"""What a server's ``/metrics`` page counts of its drafts, under the names that vLLM and Outrider share."""
+"""Draft counters from a server's ``/metrics`` page, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BY_POSITION, BY_PHASE = "spec_decode_num_accepted_tokens_per_pos", "phase_second
 
 @dataclass(frozen=True)
 class Counters:
-    """Totals since the server's start, or what was added between two looks."""
+    """Totals since the server's start, or the difference of two readings."""
 
     rounds: float = 0.0  # with drafts
     drafts: float = 0.0
@@ -47,7 +47,7 @@ class Counters:
 
 
 def parse(page: str) -> Counters:
-    """Sums over labels: several engines behind one page count as one."""
+    """Sum over labels: several engines on one page count as one."""
     totals = dict.fromkeys(NAMES.values(), 0.0)
     positions: dict[int, float] = {}
     phases: dict[str, float] = {}
@@ -64,7 +64,7 @@ def parse(page: str) -> Counters:
 
 
 async def read(http: httpx.AsyncClient) -> Counters | None:
-    """None where the server has no such page, or counts no drafts there."""
+    """Return the counters; None if the server has no such page or no draft counts."""
     try:
         answer = await http.get("/metrics")
     except httpx.HTTPError:

@@ -1,4 +1,4 @@
-"""An Outrider server for the time of a measurement: a process of its own, so that it shares nothing with those who ask."""
+"""An Outrider server in a separate process for the time of a measurement."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from time import sleep
 from outrider.server.config import KEYS_VARIABLE
 from outrider.types import OutriderError
 
-GRACE = 20.0  # seconds that it gets to end
+GRACE = 20.0  # seconds to wait for its end
 
 
 @contextmanager
 def own_server(arguments: Sequence[str]) -> Iterator[str]:
-    """Starts ``outrider serve`` with these arguments, gives its address, and ends it.
+    """Start ``outrider serve`` with these arguments, yield its address, and stop it.
 
-    Raises ``OutriderError``, with the server's own words, where it does not start.
+    Raises ``OutriderError`` with the server's message if it does not start.
     """
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
         log = Path(folder) / "server.log"
@@ -31,8 +31,8 @@ def own_server(arguments: Sequence[str]) -> Iterator[str]:
             process = subprocess.Popen(
                 [sys.executable, "-m", "outrider", "serve", *arguments, "--port", "0"],
                 stderr=errors,
-                env={name: value for name, value in os.environ.items() if name != KEYS_VARIABLE},  # it is asked without a key
-                start_new_session=True,  # Ctrl-C is for who measures; the server is ended below
+                env={name: value for name, value in os.environ.items() if name != KEYS_VARIABLE},  # no API key
+                start_new_session=True,  # Ctrl-C must not reach the server, which is stopped below
             )
         try:
             yield _address(process, log)

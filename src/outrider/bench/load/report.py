@@ -22,7 +22,7 @@ DEFINITIONS = (
 
 
 def document(sweep: Sweep, objective: Objective, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that was measured, and what is needed to repeat it."""
+    """Return all measurements with their provenance."""
     traffic, found = sweep.traffic, cells(sweep.groups, objective)
     return {
         "kind": "serve",
@@ -45,7 +45,7 @@ def document(sweep: Sweep, objective: Objective, extra: Mapping[str, Any]) -> di
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """For a terminal of 80 columns: failures have one only where something failed."""
+    """Return a table for a terminal with 80 columns; failures are shown only if there are any."""
     from rich import box
     from rich.table import Table
 
@@ -89,12 +89,12 @@ def _pair(value: Mapping[str, float] | None) -> str:
 
 
 def _short(milliseconds: float) -> str:
-    """At most five characters."""
+    """Format in at most five characters."""
     return f"{milliseconds:.0f}" if milliseconds < 99_999 else f"{milliseconds / 1000:.0f}s"
 
 
 def verdict(result: Mapping[str, Any]) -> str:
-    """The worst cell in one line."""
+    """Return the worst cell as one line."""
     found = result["worst"]
     if found is None:
         return "no plain decoding to compare with: an Outrider server takes it per request, for another give --plain-url"

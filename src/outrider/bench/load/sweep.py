@@ -1,4 +1,4 @@
-"""Loads x repeats, plain and speculative in turn, and what each run was: samples, seconds, counted drafts."""
+"""Sweep over loads and repeats, plain and speculative in turn; each run has samples, seconds and draft counts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT = httpx.Timeout(600.0, connect=30.0)
 
 @dataclass(frozen=True)
 class Mode:
-    """One of those compared: a server, and what requests to it say beyond the rest."""
+    """One mode: a server, and additional fields of its requests."""
 
     name: str
     url: str
@@ -34,24 +34,24 @@ class Mode:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What is asked for."""
+    """The requests."""
 
-    prompts: Sequence[str]  # taken in turn, each repeat beginning where the one before ended
+    prompts: Sequence[str]  # used in turn; each repeat continues where the last one ended
     requests_per_client: int = 4
-    num_requests: int = 32  # of a run with a rate
+    num_requests: int = 32  # requests per run with a rate
     max_tokens: int = 64
     temperature: float = 0.0
-    shared_prefix: str = ""  # that all prompts of a run begin with
+    shared_prefix: str = ""  # common prefix of all prompts of a run
     repeat: int = 3
     rest: float = 0.0  # seconds without requests before each run
     seed: int = 0
 
     def count(self, load: Load) -> int:
-        """Requests of one run."""
+        """Return the number of requests of one run."""
         return self.num_requests if load.concurrency is None else load.concurrency * self.requests_per_client
 
     def texts(self, load: Load, run: str, repeat: int = 0) -> list[str]:
-        """The prompts of one run. What they begin with is found in no server's cache, but for what they share by intent."""
+        """Return the prompts of one run with unique beginnings, so that no prefix cache applies except to the shared prefix."""
         count = self.count(load)
         texts = islice(cycle(self.prompts), repeat * count, (repeat + 1) * count)
         if self.shared_prefix:
@@ -59,7 +59,7 @@ class Traffic:
         return [f"{_mark(f'{run}, {index}')}{text}" for index, text in enumerate(texts)]
 
     def body(self, model: str) -> dict[str, Any]:
-        """What all requests say: so many tokens, whatever the text, so that every mode generates as much."""
+        """Return the common fields of all requests: a fixed number of tokens, so that every mode generates the same amount."""
         return {
             "model": model,
             "max_tokens": self.max_tokens,
@@ -72,16 +72,16 @@ class Traffic:
 
 @dataclass
 class Run:
-    """One load in one mode, once."""
+    """One run of a load in one mode."""
 
     samples: list[Sample]
     seconds: float  # from the first request to the last token
-    counted: Counters | None  # drafts meanwhile, where the server counts them
+    counted: Counters | None  # draft counts during the run, if available
 
 
 @dataclass
 class Group:
-    """The repeats of one load: each holds a run of every mode."""
+    """Repeats of one load, each with a run of every mode."""
 
     load: Load
     repeats: list[dict[str, Run]] = field(default_factory=list)
@@ -92,7 +92,7 @@ def _mark(what: str) -> str:
 
 
 class Sweep:
-    """Measures group by group; what is measured stays in ``groups`` whenever it is stopped."""
+    """Measures group by group; finished measurements stay in ``groups`` if it is stopped."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Sweep:
     ) -> None:
         self.modes, self.loads, self.traffic = modes, loads, traffic
         self.groups: list[Group] = []
-        self.servers: dict[str, dict[str, Any]] = {}  # mode -> what /v1/models says of it
+        self.servers: dict[str, dict[str, Any]] = {}  # mode -> entry of /v1/models
         self._headers, self._transport = dict(headers or {}), transport
 
     @property
@@ -112,7 +112,7 @@ class Sweep:
         return len(self.loads) * self.traffic.repeat * len(self.modes)
 
     async def run(self, report: Callable[[Progress], None] = lambda progress: None) -> None:
-        """Everything, each repeat's modes beginning with another one. Raises ``httpx.HTTPError`` where no server answers."""
+        """Run the sweep, each repeat starting with another mode. Raises ``httpx.HTTPError`` if a server does not answer."""
         clock = asyncio.get_running_loop().time
         async with AsyncExitStack() as stack:
             askers = {mode.name: await stack.enter_async_context(self._connected(mode)) for mode in self.modes}
@@ -141,7 +141,7 @@ class Sweep:
         return chain(self.modes[start:], self.modes[:start])
 
     def _progress(self, done: int, spent: float, what: str) -> Progress:
-        """The time left by requests, since runs of many clients take longer."""
+        """Estimate the remaining time by requests, because runs with many clients take longer."""
         traffic = self.traffic
         each = [traffic.count(load) for load in self.loads for _ in range(traffic.repeat * len(self.modes))]
         left = spent / sum(each[:done]) * sum(each[done:]) if done else None
@@ -155,7 +155,7 @@ class Sweep:
         )
 
     async def _body(self, http: httpx.AsyncClient, mode: Mode) -> dict[str, Any]:
-        """What requests of a mode say, with the counts in every chunk where the server gives them."""
+        """Return the request fields of a mode, with usage in every chunk if supported."""
         answer = await http.get("/v1/models")
         answer.raise_for_status()
         self.servers[mode.name] = about = dict(answer.json()["data"][0])

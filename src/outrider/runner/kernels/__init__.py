@@ -1,7 +1,6 @@
-"""Outrider's operators, first of all ``outrider::linear`` and ``outrider::attend``: a torch reference for every device, and
-C++ for the CPU.
+"""Outrider's operators, such as ``outrider::linear`` and ``outrider::attend``: a torch reference, and C++ for the CPU.
 
-The reference is what the C++ is tested against, and what runs on CUDA and on machines without a C++ compiler.
+The C++ is tested against the reference, which also runs on CUDA and on machines without a C++ compiler.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from outrider.runner import huge_pages
 logger = logging.getLogger(__name__)
 
 SOURCES = ("cpu.cpp", "recurrence.cpp")
-PANEL = 32  # outputs whose weights stand side by side in a packed weight
-DEEP, DEEP_BYTES = 32, 64  # inputs that are taken at once where they are multiplied in bfloat16 or in 8 bits
+PANEL = 32  # adjacent outputs in a packed weight
+DEEP, DEEP_BYTES = 32, 64  # inputs per step of bfloat16 and of 8-bit products
 
 _library = torch.library.Library("outrider", "DEF")
 _library.define("linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
@@ -41,8 +40,8 @@ _library.define("has_matrix_units() -> bool")
 _library.define("prefers_pairs() -> bool")
 _library.define("takes_fours() -> bool")
 
-SCALED = 128  # inputs of an output that share a scale, where weights are codes of 8 or 4 bits
-# What the codes of 4 bits stand for: quantiles of the normal distribution (NF4: Dettmers et al. 2023, appendix E).
+SCALED = 128  # inputs of an output that share a scale, for 8-bit and 4-bit codes
+# Values of the 4-bit codes: quantiles of the normal distribution (NF4: Dettmers et al. 2023, appendix E).
 CODES = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
     *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
@@ -51,35 +50,35 @@ CODES = (
 
 
 def has_matrix_units() -> bool:
-    """Whether this CPU has matrix units (AMX) and the system lets this process use them."""
+    """Return whether this CPU has matrix units (AMX) that this process may use."""
     return load_cpu_kernels() and bool(torch.ops.outrider.has_matrix_units())
 
 
 def prefers_pairs() -> bool:
-    """Whether this CPU multiplies bfloat16 faster than float32: matrix units or AVX-512 BF16."""
+    """Return whether this CPU multiplies bfloat16 faster than float32: AMX or AVX-512 BF16."""
     return load_cpu_kernels() and bool(torch.ops.outrider.prefers_pairs())
 
 
 def takes_fours() -> bool:
-    """Whether this CPU multiplies codes of 8 bits by fours: matrix units or AVX-512 VNNI."""
+    """Return whether this CPU has 8-bit dot products: AMX or AVX-512 VNNI."""
     return load_cpu_kernels() and bool(torch.ops.outrider.takes_fours())
 
 
 def suits_pairs(weight: Tensor) -> bool:
-    """Whether a layer of this weight [outputs, inputs] multiplies in bfloat16."""
+    """Return whether a layer with this weight [outputs, inputs] multiplies in bfloat16."""
     return weight.is_cpu and weight.dtype == torch.bfloat16 and weight.shape[1] % DEEP == 0 and prefers_pairs()
 
 
 def suits_bytes(packed: Tensor) -> bool:
-    """Whether a layer of this packed weight can multiply in 8 bits."""
+    """Return whether a layer with this packed weight can multiply in 8 bits."""
     inputs = packed_shape(packed)[1]
-    return packed.is_cpu and inputs % DEEP_BYTES == 0 and inputs < 1 << 16 and takes_fours()  # sums of more exceed 32 bits
+    return packed.is_cpu and inputs % DEEP_BYTES == 0 and inputs < 1 << 16 and takes_fours()  # larger sums exceed 32 bits
 
 
 def pack_weight(weight: Tensor, in_pairs: bool = False) -> Tensor:
-    """[outputs, inputs] -> [panels, inputs, 32]: for each input, the weights of 32 outputs side by side; zero-padded.
+    """Pack [outputs, inputs] to [panels, inputs, 32]: the weights of 32 outputs per input, zero-padded.
 
-    ``in_pairs``: [panels, inputs / 2, 32, 2], for each two inputs, as they are multiplied in bfloat16.
+    ``in_pairs``: [panels, inputs / 2, 32, 2], pairs of inputs for bfloat16 products.
     """
     outputs, inputs = weight.shape
     panels = -(-outputs // PANEL)
@@ -90,30 +89,30 @@ def pack_weight(weight: Tensor, in_pairs: bool = False) -> Tensor:
 
 
 def in_groups(packed: Tensor) -> bool:
-    """Whether a packed weight's inputs are multiplied by groups: bfloat16 in pairs, or 8 bits in fours."""
+    """Return whether a packed weight groups its inputs: pairs of bfloat16, or fours of 8 bits."""
     return packed.dim() == 4
 
 
 def packed_shape(packed: Tensor) -> tuple[int, int, int]:
-    """Panels, inputs and 32, of a packed weight, in groups or not."""
+    """Return panels, inputs and 32 of a packed weight, grouped or not."""
     panels, inputs, lanes = packed.shape[:3]
     return panels, inputs * packed.shape[3] if in_groups(packed) else inputs, lanes
 
 
 def one_by_one(packed: Tensor) -> Tensor:
-    """[panels, inputs, 32] of a packed weight, in groups or not."""
+    """Return a packed weight as [panels, inputs, 32], grouped or not."""
     return packed.transpose(2, 3).flatten(1, 2) if in_groups(packed) else packed
 
 
 def unpack_weight(packed: Tensor, outputs: int) -> Tensor:
-    """The inverse of ``pack_weight``: [panels, inputs, 32] or [panels, inputs / 2, 32, 2] -> [outputs, inputs]."""
+    """Unpack [panels, inputs, 32] or [panels, inputs / 2, 32, 2] to [outputs, inputs]."""
     return packed.transpose(1, 2).reshape(packed.shape[0] * PANEL, -1)[:outputs]
 
 
 def reference_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    """x [..., inputs], packed [panels, inputs, 32] -> [..., outputs]: float32 arithmetic, the result in x's type.
+    """Compute x [..., inputs] times packed [panels, inputs, 32] -> [..., outputs] in float32; the result has x's dtype.
 
-    For a weight in pairs x is rounded to bfloat16 first; sums are float32.
+    For a paired weight x is rounded to bfloat16 first; sums are float32.
     """
     rows = x.bfloat16().float() if in_groups(packed) else x.float()
     result = functional.linear(rows, unpack_weight(packed, outputs).float(), None if bias is None else bias.float())
@@ -121,9 +120,9 @@ def reference_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: in
 
 
 def unpack_codes(packed: Tensor, scales: Tensor) -> Tensor:
-    """int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], scales [groups, panels * 32] -> float32 [panels, inputs, 32].
+    """Decode int8 [panels, inputs, 32] or uint8 [panels, inputs, 16] with scales [groups, panels * 32] to float32.
 
-    In fours, int8 [panels, inputs / 4, 32, 4], there is one scale an output: [1, panels * 32].
+    In fours, int8 [panels, inputs / 4, 32, 4], there is one scale per output: [1, panels * 32].
     """
     if in_groups(packed):
         return one_by_one(packed).float() * scales.view(-1, 1, PANEL)
@@ -138,11 +137,11 @@ def unpack_codes(packed: Tensor, scales: Tensor) -> Tensor:
 
 
 def reference_linear_scaled(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    """``reference_linear`` for a weight of codes; where it is in fours, of rows that are codes too."""
+    """Compute ``reference_linear`` for a weight of codes; in fours, with rows of codes too."""
     if not in_groups(packed):
         return reference_linear(x, unpack_codes(packed, scales), bias, outputs)
     row_scales = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
-    codes, weights = (x.float() / row_scales).round().double(), unpack_weight(packed, outputs).double()  # sums are exact
+    codes, weights = (x.float() / row_scales).round().double(), unpack_weight(packed, outputs).double()  # exact sums
     result = functional.linear(codes, weights).float() * (scales[0, :outputs] * row_scales)
     return (result if bias is None else result + bias.float()).to(x.dtype)
 
@@ -154,7 +153,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def reference_linear_gated(x: Tensor, packed: Tensor, scales: Tensor | None, activation: str) -> Tensor:
-    """x [..., inputs], a packed weight of 2 N outputs -> [..., N]: activation(of the first N) * the others."""
+    """Compute activation(first N outputs) * remaining N outputs from x [..., inputs] and a packed weight of 2 N outputs."""
     outputs = packed.shape[0] * PANEL
     if scales is None:
         both = reference_linear(x, packed, None, outputs)
@@ -165,7 +164,7 @@ def reference_linear_gated(x: Tensor, packed: Tensor, scales: Tensor | None, act
 
 
 def reference_embed(token_ids: Tensor, packed: Tensor) -> Tensor:
-    """token_ids [...] -> [..., inputs] float32: rows of a packed weight, for an embedding that is tied to the output head."""
+    """Return rows [..., inputs] float32 of a packed weight for token_ids [...], for a tied embedding."""
     return packed[token_ids // PANEL, :, token_ids % PANEL].flatten(token_ids.dim()).float()
 
 
@@ -187,9 +186,9 @@ def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C+
     chunk: int = 0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Writes this pass's keys and values to the slots from ``base`` on of the cache, then attends to all that is visible.
+    """Write this pass's keys and values to the cache from slot ``base``, then attend to all visible slots.
 
-    The T tokens of a pass stand one behind the other, those of request b up to ``ends[b]``, at most W of each. query
+    The T tokens of a pass are concatenated, those of request b up to ``ends[b]``, at most W each. query
     [1, H, T, D]; key, value [1, Hkv, T, D]; keys, values [L, R, Hkv, S, D], changed in place; cache_rows, bases, ends [B];
     positions [1, T]; visible bool [B, W, M], M >= W: which of the last M slots, a text of W tokens at their end, each token
     sees; those before are seen by all. ``window``: only the last so many positions are seen; ``chunk``: only those of the
@@ -198,8 +197,8 @@ def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C+
     width, capacity = visible.shape[1], keys.shape[3]
     lens = ends.diff(prepend=ends.new_zeros(1))
     index = torch.arange(query.shape[2], device=ends.device)
-    row = torch.searchsorted(ends, index, right=True)  # [T]: whose token it is
-    place = index - (ends - lens)[row]  # among its own
+    row = torch.searchsorted(ends, index, right=True)  # [T]: request of each token
+    place = index - (ends - lens)[row]  # index within its request
     slots = bases[row] + place
     keys[layer][cache_rows[row], :, slots] = key[0].transpose(0, 1).to(keys.dtype)
     values[layer][cache_rows[row], :, slots] = value[0].transpose(0, 1).to(values.dtype)
@@ -210,7 +209,7 @@ def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C+
     spread[row, place] = positions[0]
     seen = _visible_slots(bases, spread, visible, capacity, window, chunk)  # [B, W, S]
     unwritten = (torch.arange(capacity, device=bases.device) >= (bases + lens)[:, None])[:, None, :, None]
-    # A masked slot is multiplied by zero, so what earlier requests or nobody left there must be a number.
+    # Masked slots are multiplied by zero, so stale or unwritten values must be finite.
     all_keys = keys[layer][cache_rows].to(query.dtype).masked_fill_(unwritten, 0)
     all_values = values[layer][cache_rows].to(query.dtype).masked_fill_(unwritten, 0)
     if softcap == 0 and sinks is None:
@@ -231,13 +230,13 @@ def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C+
 
 
 def _visible_slots(bases: Tensor, positions: Tensor, visible: Tensor, capacity: int, window: int, chunk: int = 0) -> Tensor:
-    """Which slots each query sees: bool [B, W, S]. Slot s < base holds position s; slot base + j holds positions[:, j]."""
+    """Return the visibility of slots, bool [B, W, S]. Slot s < base has position s; slot base + j has positions[:, j]."""
     width, reach = visible.shape[1:]
     slot = torch.arange(capacity, device=positions.device)
-    own = slot - bases[:, None]  # [B, S]: index within this pass, where 0 <= own < W
+    own = slot - bases[:, None]  # [B, S]: index within this pass, if 0 <= own < W
     in_pass = (own >= 0) & (own < width)
     index = own.clamp(0, width - 1)
-    told = own + reach - width  # index in visible, where 0 <= told < M
+    told = own + reach - width  # index in visible, if 0 <= told < M
     seen = torch.where(
         ((told >= 0) & (told < reach))[:, None],
         visible.gather(2, told.clamp(0, reach - 1)[:, None].expand(-1, width, -1)),
@@ -299,7 +298,7 @@ for _name, _fake in _FAKES.items():
 
 @cache
 def load_cpu_kernels() -> bool:
-    """Builds the C++ operators for this CPU (some 20 s, once a machine) and loads them. False where they cannot be built."""
+    """Build the C++ operators for this CPU (about 20 s, once per machine) and load them. Return False on failure."""
     try:
         compiler = cpp_library.find_compiler()
         if compiler is None:

@@ -1,1 +1,1 @@
-"""``outrider demo``: a page on which plain and speculative decoding race, and everything that stands behind it."""
+"""``outrider demo``: a page on which plain and speculative decoding race, and its server."""

@@ -1,6 +1,6 @@
-"""The demo over HTTP: the page, what it may ask for, and races as server-sent events, one at a time.
+"""HTTP interface of the demo: the page, its requests, and races as server-sent events, one at a time.
 
-Everything that touches the engine runs in one thread of its own; here nothing waits but coroutines.
+Everything that touches the engine runs in one separate thread; this module contains coroutines only.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 PAGE = Path(__file__).parent / "page"
-HEARTBEAT = 2.0  # seconds after which a visitor who waits is told again where
-UNREAD = 10.0  # seconds that a message may wait to be taken; who takes none gives up the place to those behind
+HEARTBEAT = 2.0  # seconds between queue position updates
+UNREAD = 10.0  # seconds until a visitor who reads no messages loses the place
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -44,16 +44,16 @@ HEADERS = {
 
 
 class Demo:
-    """The routes and what they share: the track, the one thread that may use it, and the line of visitors."""
+    """Routes and their shared state: the track, its thread, and the queue of visitors."""
 
     def __init__(self, track: Track, about: Mapping[str, Any]) -> None:
-        """``about``: what the page says of the models, beside what the track knows."""
+        """``about``: model description for the page."""
         self._track, self._about = track, dict(about)
         self.line = WaitingLine(track.limits.waiting)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="demo-engine")
 
     def app(self) -> ASGIApp:
-        """The whole application."""
+        """Return the application."""
         routes = [
             Route("/", self._index),
             Route("/api/about", self._tell),
@@ -73,9 +73,9 @@ class Demo:
         return JSONResponse(self._about | known)
 
     async def _race(self, request: Request) -> ASGIApp:
-        """A race as a stream of events. What cannot be run is refused before the visitor gets in line."""
+        """Stream a race as events. Invalid requests are refused before the visitor is queued."""
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            raise HTTPException(415, "send application/json")  # which other sites' pages cannot send
+            raise HTTPException(415, "send application/json")  # pages of other sites cannot send it
         wanted = RaceRequest.read(_parsed(await self._body(request)), self._track.limits)
         prompt = await self._in_thread(lambda: self._track.encode(wanted))
         return RaceStream(self, wanted, prompt)
@@ -89,7 +89,7 @@ class Demo:
         return body
 
     async def events(self, place: Place, wanted: RaceRequest, prompt: list[int]) -> AsyncGenerator[Event, None]:
-        """Where the visitor stands in line, then the race. Closed early, it ends the race within one slice."""
+        """Yield the visitor's queue position, then the race. Closing it ends the race within one slice."""
         while place.ahead:
             yield {"type": "waiting", "ahead": place.ahead}
             await place.wait(HEARTBEAT)
@@ -104,18 +104,18 @@ class Demo:
             logger.warning("a race failed: %s: %s", type(error).__name__, error, exc_info=logger.isEnabledFor(logging.DEBUG))
             yield {"type": "error", "message": "the race failed inside the engine; the server goes on"}
         finally:
-            self._thread.submit(racing.close)  # behind the slice under way, before anybody else's
+            self._thread.submit(racing.close)  # after the running slice, before the next visitor's
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def close(self) -> None:
-        """Ends the engine's thread once its work is done."""
+        """Stop the engine's thread after its current work."""
         self._thread.shutdown()
 
 
 class RaceStream:
-    """The response that a race is: the visitor is in line for exactly as long as the connection lasts."""
+    """Response of a race: the visitor is queued for as long as the connection lasts."""
 
     def __init__(self, demo: Demo, wanted: RaceRequest, prompt: list[int]) -> None:
         self._demo, self._wanted, self._prompt = demo, wanted, prompt
@@ -157,23 +157,23 @@ def refusal(message: str, status: int, headers: Mapping[str, str] | None = None)
 
 
 async def refused(request: Request, error: Exception) -> Response:
-    """An error of the visitor's, as one line."""
+    """Return a client error as one line."""
     assert isinstance(error, HTTPException)
     return refusal(error.detail, error.status_code, error.headers)
 
 
 async def mistaken(request: Request, error: Exception) -> Response:
-    """What cannot be run, as one line."""
+    """Return an invalid request's error as one line."""
     return refusal(str(error), 400)
 
 
 async def failed(request: Request, error: Exception) -> Response:
-    """An error of ours."""
+    """Return a server error."""
     return refusal("the server failed", 500)
 
 
 def with_headers(app: ASGIApp) -> ASGIApp:
-    """Nothing from elsewhere is loaded, nothing is kept, and no other page may show this one in a frame."""
+    """Add headers: no external resources, no caching, no framing."""
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
         async def start(message: Message) -> None:

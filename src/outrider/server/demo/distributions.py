@@ -1,4 +1,4 @@
-"""Why a token is what it is: the draft's and the target's distribution in its place, and the residual of the two.
+"""Distributions behind each token: the draft's, the target's, and their residual.
 
 Reads the ``RoundResult`` of a batch of one, by the verifier's own formulas; knows no method and no page.
 """
@@ -14,35 +14,35 @@ from torch import Tensor
 from outrider.engine import RoundResult
 from outrider.verifiers.base import accept_prob, residual
 
-TOP = 5  # tokens shown of each distribution
+TOP = 5  # tokens shown per distribution
 MAX_ROWS = 9
 
 
 @dataclass(frozen=True)
 class Guess:
-    """A draft that was tried in a place, in the order in which they were tried."""
+    """A draft tried at a position, in the order of trial."""
 
     token_id: int
-    chance: float  # of being accepted, when it was tried
+    chance: float  # acceptance probability when it was tried
     is_accepted: bool
 
 
 @dataclass(frozen=True)
 class Place:
-    """One emitted token and the distributions over the likeliest tokens there; each list has an entry a token."""
+    """One emitted token and the distributions over the likeliest tokens at its position, one entry per token."""
 
     guesses: list[Guess]
     token_ids: list[int]
     target: list[float]
-    draft: list[float] | None  # of the first guess; None where nothing was drafted
-    residual: list[float] | None  # what a token is drawn from where the guess is rejected; None: nothing is left of the target
-    odds: list[float] | None  # of a greedy target before it takes the likeliest; None where it draws
+    draft: list[float] | None  # of the first draft; None without drafts
+    residual: list[float] | None  # sampled after a rejection; None: the residual is empty
+    odds: list[float] | None  # a greedy target's probabilities before the argmax; None when sampling
     is_point_mass: bool  # the draft has no distribution of its own
 
 
 @torch.no_grad()
 def places(seen: RoundResult, token_ids: Sequence[int]) -> list[Place]:
-    """The places of a round's emitted tokens: those on the accepted path, then the one after it."""
+    """Return one entry per emitted token of a round: the accepted path, then the next token."""
     proposal, sampler, logits = seen.proposal, seen.context.sampler, seen.scores.logits
     target = sampler.probs(logits, proposal.token_ids, proposal.parents, lens=proposal.lens)[0]  # [N + 1, V]
     is_greedy = seen.context.requests[0].params.is_greedy
@@ -58,7 +58,7 @@ def places(seen: RoundResult, token_ids: Sequence[int]) -> list[Place]:
 
 
 def _tried(seen: RoundResult, parent: int, accepted: int | None) -> list[int]:
-    """Nodes behind ``parent``, up to the accepted one."""
+    """Return the children of ``parent``, up to the accepted one."""
     proposal = seen.proposal
     count = int(proposal.lens[0])
     if proposal.parents is None:
@@ -84,7 +84,7 @@ def _place(
         guesses.append(Guess(token, float(accept_prob(left[token], draft[token])), node == accepted))
         excess = (left - draft).clamp_min(0.0)
         left = residual(left, draft) if float(excess.sum()) > 0 else torch.zeros_like(left)
-    # With coupled noise the target takes its own token whatever was drafted: there is no residual to draw from.
+    # With coupled noise the target selects its own token whatever was drafted, so there is no residual.
     rest = left if tried and float(left.sum()) > 0 and not seen.context.sampler.coupled else None
     shown = _shown([target if odds is None else odds, first, rest], [emitted, *[guess.token_id for guess in guesses]])
     return Place(
@@ -99,7 +99,7 @@ def _place(
 
 
 def _shown(distributions: Sequence[Tensor | None], always: Sequence[int]) -> list[int]:
-    """The token said, the guesses, then the likeliest of each distribution in turn; in the order of the first one."""
+    """Return the emitted token, the drafts, then the likeliest tokens of each distribution."""
     chosen = dict.fromkeys(always)
     tops = [torch.topk(each, min(TOP, len(each))).indices.tolist() for each in distributions if each is not None]
     for rank in range(TOP):

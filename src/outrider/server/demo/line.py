@@ -1,4 +1,4 @@
-"""Visitors in line: one races, the others wait in the order in which they came."""
+"""Queue of visitors: one races, the others wait in order of arrival."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from types import TracebackType
 
 
 class LineFull(Exception):
-    """Nobody else can wait."""
+    """The queue is full."""
 
 
 class WaitingLine:
-    """At most ``longest`` places, the first of which races. For one event loop."""
+    """Queue of at most ``longest`` places, the first of which races. For one event loop."""
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
@@ -21,7 +21,7 @@ class WaitingLine:
         return len(self._places)
 
     def join(self) -> Place:
-        """The last place, to be used in a ``with`` that gives it back. Raises ``LineFull``."""
+        """Return the last place, as a context manager that frees it. Raises ``LineFull``."""
         if len(self._places) >= self.longest:
             raise LineFull
         place = Place(self)
@@ -32,14 +32,14 @@ class WaitingLine:
         return self._places.index(place)
 
     def leave(self, place: Place) -> None:
-        """Frees a place, wherever it is; those behind it move up."""
+        """Free a place; later visitors move up."""
         self._places.remove(place)
         for other in self._places:
             other.moved.set()
 
 
 class Place:
-    """One visitor's place, until its ``with`` ends."""
+    """One visitor's place, a context manager."""
 
     def __init__(self, line: WaitingLine) -> None:
         self._line = line
@@ -47,11 +47,11 @@ class Place:
 
     @property
     def ahead(self) -> int:
-        """Visitors before this one; 0: it is this one's turn."""
+        """Number of visitors before this one; 0 means its turn."""
         return self._line.ahead_of(self)
 
     async def wait(self, seconds: float) -> None:
-        """Until the place has moved up, or for so long."""
+        """Wait until the place has moved up, at most ``seconds``."""
         try:
             await asyncio.wait_for(self.moved.wait(), seconds)
         except asyncio.TimeoutError:

@@ -12,12 +12,12 @@ from outrider.server.demo.race_request import Event
 from outrider.server.demo.token_texts import TokenTexts
 from outrider.types import SamplingParams
 
-SLICE = 0.05  # seconds of rounds between two looks at whether the visitor is still there
+SLICE = 0.05  # seconds of rounds between two checks that the visitor is connected
 PLAIN, SPECULATIVE = "plain", "speculative"
 
 
 def figures(stats: GenerationStats, plain: GenerationStats) -> dict[str, float | None]:
-    """Rates of a lane, and what the formula makes of them with the plain lane's passes as the price of one; None: unknown."""
+    """Rates of a lane and the formula's expected speedup, with the plain lane's pass time as the unit; None: unknown."""
     stats.pass_seconds, stats.num_timed_rounds = plain.times.score, plain.num_steps
     return {
         "tok_s": stats.tok_s or None,
@@ -31,7 +31,7 @@ def figures(stats: GenerationStats, plain: GenerationStats) -> dict[str, float |
 
 
 class ShownRace:
-    """Both lanes, from the same prompt with the same settings and the same seed."""
+    """Both lanes, with the same prompt, settings and seed."""
 
     def __init__(self, lanes: Mapping[str, Engine], prompt: Sequence[int], params: SamplingParams, texts: TokenTexts) -> None:
         """``lanes``: the engine of each, plain first."""
@@ -40,9 +40,9 @@ class ShownRace:
         self._texts = texts
 
     def run(self, seconds: float) -> Generator[list[Event], None, None]:
-        """The race's events, in slices. Closing the iterator ends it; so does its time, both lanes together.
+        """Yield the race's events in slices. It ends when the iterator is closed or its time is over.
 
-        Raises ``OutriderError`` for a prompt that leaves no room, and where the target fails.
+        Raises ``OutriderError`` for a prompt that does not fit, or if the target fails.
         """
         started, pending = perf_counter(), [self._started()]
         last = started
@@ -64,7 +64,7 @@ class ShownRace:
         return {"type": "started", "num_prompt_tokens": self.lanes[0].request.num_prompt_tokens}
 
     def _round(self, step: Step) -> Event:
-        """One round as the page draws it: its tokens, where each came from, and what was drafted in vain."""
+        """Return one round for the page: its tokens, their origins, and the rejected drafts."""
         lane, emission, seen = step.lane, step.emission, step.seen
         tokens: list[Event] = []
         shown = places(seen.result, emission.token_ids)
@@ -87,7 +87,7 @@ class ShownRace:
         }
 
     def _dropped(self, seen: Observation) -> list[str]:
-        """Drafts of a chain behind the rejected one: nobody looked at them."""
+        """Return the drafts of a chain after the rejected one, which were never reached."""
         proposal = seen.result.proposal
         if proposal.parents is not None:
             return []
@@ -95,7 +95,7 @@ class ShownRace:
         return [self._texts.name(token) for token in proposal.token_ids[0, first : int(proposal.lens[0])].tolist()]
 
     def _place(self, place: Place, token_id: int) -> Event:
-        """A place as the page draws it: names of tokens, and indices into them, for two tokens may share a name."""
+        """Return a position for the page: token names, and indices into them, because two tokens may share a name."""
         name, row_of = self._texts.name, place.token_ids.index
         return {
             "guesses": [

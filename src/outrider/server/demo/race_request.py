@@ -1,6 +1,6 @@
-"""What a visitor asks for, checked before it costs anything, and what comes back.
+"""Requests of visitors, validated before a race, and the events sent back.
 
-Knows numbers and text; no engine and no HTTP.
+Independent of engine and HTTP.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Limits:
-    """What one visitor can take from the others."""
+    """Limits per visitor."""
 
     prompt_chars: int = 4000
     max_tokens: int = 256
     body_bytes: int = 32_768
-    waiting: int = 32  # visitors in line, the one who races included
+    waiting: int = 32  # visitors in the queue, the racing one included
     seconds: float = 120.0  # of a race, both lanes together
 
 
 @dataclass(frozen=True)
 class RaceRequest:
-    """One race as a visitor asks for it."""
+    """The request of one race."""
 
     prompt: str
     method: str
-    k: int | str = 4  # drafts a round, or "auto"
+    k: int | str = 4  # drafts per round, or "auto"
     temperature: float = 0.0
-    accuracy: float = 1.0  # part of the drafts that are left as they are
+    accuracy: float = 1.0  # share of the drafts left unchanged
     max_tokens: int = 128
     seed: int = 0
 
     @classmethod
     def read(cls, data: object, limits: Limits) -> RaceRequest:
-        """From a JSON body. Raises ``OutriderError`` with one line saying what is wrong with it."""
+        """Parse a JSON body. Raises ``OutriderError`` with one line that names the problem."""
         if not isinstance(data, Mapping):
             raise OutriderError("the body must be a JSON object")
         known = {each.name for each in fields(cls)}

@@ -10,7 +10,7 @@ from outrider.runner.tokenizers import BROKEN
 
 
 class TokenTexts:
-    """Tokens as text, one by one: within a lane, where a character may need several, and by name."""
+    """Decodes tokens one by one: within a lane, where a character may span several tokens, and by name."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self._tokenizer, self._prompt = tokenizer, list(prompt)
@@ -19,13 +19,13 @@ class TokenTexts:
         self._names: dict[int, str] = {}
 
     def next(self, lane: str, token_id: int) -> tuple[str, str]:
-        """What the token adds to the lane's text (nothing while a character is incomplete), and its name."""
+        """Return the text that the token adds to the lane (empty while a character is incomplete), and its name."""
         if lane not in self._lanes:
             self._lanes[lane] = self._factory(self._prompt)
         return self._lanes[lane].feed([token_id]), self.name(token_id)
 
     def name(self, token_id: int) -> str:
-        """The token on its own: its text, or what the vocabulary calls it where that is none or half a character."""
+        """Return the token's own text, or its vocabulary entry if the text is empty or an incomplete character."""
         if token_id not in self._names:
             alone = self._factory(self._prompt)
             text = alone.feed([token_id]) + alone.flush()

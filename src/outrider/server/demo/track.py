@@ -1,6 +1,6 @@
-"""What the demo runs on: one target, the methods that can draft for it, and a lane for plain decoding beside each.
+"""Engines of the demo: one target with a lane for plain decoding and one for each method.
 
-Not thread-safe: one thread owns it, as it does an engine.
+Not thread-safe: used by one thread, like an engine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WARMUP_TOKENS = 12
 
 
 class Track:
-    """Engines over one loaded target: plain decoding, and one for each method offered."""
+    """Engines over one loaded target: plain decoding, and one per offered method."""
 
     def __init__(
         self,
@@ -41,9 +41,9 @@ class Track:
         limits: Limits | None = None,
         must_fit: bool = False,
     ) -> None:
-        """``llm`` with room for two requests; ``draft`` for the methods that take one and have none of their own.
+        """``llm`` must have room for two requests; ``draft`` is for methods that take one and have none of their own.
 
-        Raises ``OutriderError`` where there is no tokenizer, where no method fits, and with ``must_fit`` where one does not.
+        Raises ``OutriderError`` without a tokenizer, if no method fits, and with ``must_fit`` if any does not fit.
         """
         if llm.tokenizer is None:
             raise OutriderError("the demo shows text, and this target has no tokenizer")
@@ -61,7 +61,7 @@ class Track:
 
     @property
     def methods(self) -> dict[str, int]:
-        """The methods offered, and the longest path that each can draft, at most what the page can ask for."""
+        """Return the offered methods with their longest path, limited to the page's maximum."""
         return {name: min(engine.proposer.max_drafts, MAX_DRAFTS) for name, engine in self._engines.items()}
 
     @property
@@ -69,7 +69,7 @@ class Track:
         return all(verifier.lossless for verifier in build_verifiers(self.llm.speculation))
 
     def warm_up(self) -> float:
-        """Runs a few tokens of every method, so that nobody's race pays for compiling. Returns plain tokens a second."""
+        """Run a few tokens of every method, so that no race includes compiling. Return plain tokens per second."""
         speed = 0.0
         for method in self._engines:
             for temperature in (0.0, 1.0):
@@ -80,7 +80,7 @@ class Track:
         return speed
 
     def encode(self, wanted: RaceRequest) -> list[int]:
-        """The prompt's token ids. Raises ``OutriderError`` for what cannot be run."""
+        """Return the prompt's token ids. Raises ``OutriderError`` for an invalid request."""
         if wanted.method not in self._engines:
             raise OutriderError(f"no method {wanted.method[:40]!r} here; there is {', '.join(self._engines)}")
         tokenizer: Any = self.llm.tokenizer
@@ -91,13 +91,13 @@ class Track:
         return prompt
 
     def race(self, wanted: RaceRequest, prompt: Sequence[int]) -> Generator[list[Event], None, None]:
-        """Runs a race. Close the iterator to end it early."""
+        """Run a race. Close the iterator to end it early."""
         engine = self._engines[wanted.method]
         worn = engine.proposer
         assert isinstance(worn, Degraded)
         worn.accuracy = wanted.accuracy
         speculation = replace(self.llm.speculation, num_draft_tokens=wanted.k)
-        engine.policy = build_policy(speculation, self.llm.runner, worn)  # each race begins without what others taught
+        engine.policy = build_policy(speculation, self.llm.runner, worn)  # each race starts with an untrained policy
         params = SamplingParams(max_tokens=wanted.max_tokens, temperature=wanted.temperature, seed=wanted.seed, ignore_eos=True)
         lanes = {PLAIN: self._plain, SPECULATIVE: engine}
         faults = engine.stats.faults
@@ -108,5 +108,5 @@ class Track:
             yield events
 
     def _engine(self, proposer: Proposer) -> Engine:
-        """An engine of its own for a method, over the target that all share."""
+        """Return an engine for a method over the shared target."""
         return engine_for(self.llm, Degraded(proposer) if proposer.max_drafts else proposer, FixedLength(0))
