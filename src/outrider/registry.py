@@ -23,7 +23,7 @@ class Registry:
     def register(self, name: str, entry: Any) -> None:
         """Add a name: ``"package.module:attribute"`` or the object itself. Raises ``OutriderError`` where it is taken."""
         if name in self._entries:
-            raise OutriderError(f"{self.kind} {name!r} is registered already")
+            raise OutriderError(f"{self.kind} {name!r} is already registered")
         self._entries[name] = entry
 
     def __contains__(self, name: object) -> bool:

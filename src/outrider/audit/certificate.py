@@ -13,9 +13,9 @@ from outrider.audit.sampling import AS_IS, STRESSED, Question, SamplingResult, S
 
 Verdict = Literal["certified", "not certified", "void", "lossy"]
 VERDICTS: dict[Verdict, str] = {
-    "certified": "not to be told from plain decoding, and every wrong verifier was",
-    "not certified": "the text is not that of plain decoding",
-    "void": "nothing follows: the audit could not have shown a difference",
+    "certified": "statistically indistinguishable from plain decoding; every wrong verifier was caught",
+    "not certified": "the output differs from plain decoding",
+    "void": "no conclusion: the audit could not have detected a difference",
     "lossy": "the verifier is lossy by design and cannot be certified",
 }
 
@@ -36,12 +36,12 @@ class Certificate:
         """Return the evidence against equality with plain decoding."""
         found = []
         if self.greedy.num_defects:
-            found.append(f"greedy text differs on {self.greedy.num_defects} prompt(s), and not by a tie")
+            found.append(f"greedy output differs on {self.greedy.num_defects} prompt(s) beyond ties")
         if self.sampling is None:
             return found
         outcome, alpha = self.sampling.outcome, self.question.alpha
         if outcome.impossible and self.greedy.rounding == 0:
-            found.append(f"{outcome.impossible} sampled token(s) that the sampler settings rule out")
+            found.append(f"{outcome.impossible} sampled token(s) with probability zero under the sampler settings")
         for part, tests in outcome.tests.items():
             for test, value in zip(tests, outcome.adjusted[part], strict=True):
                 if value <= alpha:
@@ -54,8 +54,8 @@ class Certificate:
         doubts = [] if self.sampling is None else self.sampling.reasons_void()
         if not self.greedy.is_rounding:
             doubts.append(
-                f"log-probabilities after equal texts are up to {self.greedy.rounding:.2g} apart with and without drafts: more"
-                " than rounding explains"
+                f"log-probabilities after equal prefixes differ by up to {self.greedy.rounding:.2g} with and without drafts:"
+                " more than rounding explains"
             )
         return doubts
 

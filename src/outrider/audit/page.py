@@ -25,15 +25,15 @@ CLASSES = {"certified": "good", "not certified": "bad", "lossy": "bad", "void": 
 # Column headings by key of the document.
 GREEDY = {
     "prompts": "prompts", "tokens": "tokens", "ties": "ties", "defects": "defects",
-    "rounding": "rounding (log-probability)", "threshold": "gap that is a tie",
+    "rounding": "rounding (log-probability)", "threshold": "largest gap of a tie",
 }  # fmt: skip
 DIFFERENCE = {
     "prompt": "prompt", "place": "equal tokens before", "plain_token": "plain token", "speculative_token": "speculative token",
     "plain_logprobs": "plain's scores", "speculative_logprobs": "in the drafts' pass", "gap": "gap", "is_tie": "tie",
 }  # fmt: skip
 CONTROL = {
-    "name": "control", "text": "what is wrong with it", "caught": "caught", "by": "by", "p_value": "p", "samples": "samples",
-    "planned_samples": "samples planned", "planned_part": "in the drafts", "planned_power": "power of the plan",
+    "name": "control", "text": "defect", "caught": "caught", "by": "by", "p_value": "p", "samples": "samples",
+    "planned_samples": "samples planned", "planned_part": "part", "planned_power": "power of the plan",
 }  # fmt: skip
 TEST = {
     "name": "test", "token": "token", "statistic": "statistic", "degrees_of_freedom": "degrees of freedom", "tokens": "tokens",
@@ -44,17 +44,17 @@ CELL = {
     "differing": "differing", "cost": "cost (seconds with / without)", "faults": "faults",
 }  # fmt: skip
 
-READING = """Greedy: every token is compared with plain decoding's. A difference counts as a <em>tie</em> where plain
-decoding's score of its own token is ahead by no more than twice what rounding moved a log-probability between the two runs
-(or one step of the arithmetic's type, whichever is more), and as a <em>defect</em> beyond that. Sampled text: every tested
-token is held against the target's exact law after the text before it, which plain decoding gives. <em>G</em> compares
-counts token by token after equal texts, rare tokens in one cell; <em>calibration</em> counts how often tokens came that the
-target finds this or that likely, over all texts; the <em>likelihood ratio</em> asks whether the text leans from the
-target's law towards the draft's. All p-values of a method are corrected together (Holm), so that a right system is refused
-with the chance alpha at most. <em>Smallest TV</em> is the least total variation distance from the target's law, as seen
-through the cells of that test, that it would have caught at the stated power. In the second part half of the drafts are
-replaced by tokens drawn evenly from the vocabulary, and declared as such: a right verifier must not care, and one that is
-too kind to drafts shows quickly. The controls are verifiers that are wrong on purpose."""
+READING = """Greedy: every token is compared with plain decoding's. A difference is a <em>tie</em> if plain decoding's score of
+its own token leads by at most twice the rounding of a log-probability between the two runs (or one floating-point step,
+whichever is larger), otherwise a <em>defect</em>. Sampled: every tested token is compared with the target's exact distribution
+given its prefix, computed by plain decoding. <em>G</em> compares counts token by token after equal prefixes, with rare tokens
+in one cell; <em>calibration</em> compares how often tokens of a given target probability occurred, over all prefixes; the
+<em>likelihood ratio</em> tests for a bias from the target's distribution towards the draft's. All p-values of a method are
+corrected together (Holm), so that a correct system is rejected with probability at most alpha. <em>Smallest TV</em> is the
+smallest total variation distance from the target's distribution, as seen through the cells of that test, that it would have
+detected at the stated power. In the second part half of the drafts are replaced by uniformly sampled tokens and declared as
+such: a correct verifier is unaffected, and one that accepts too much is detected quickly. The controls are deliberately wrong
+verifiers."""
 
 
 def page(document: Mapping[str, Any]) -> str:
@@ -91,7 +91,7 @@ def _shown(value: object) -> str:
 
 def _certificates(document: Mapping[str, Any]) -> Iterator[str]:
     settings = ", ".join(f"{name} {value}" for name, value in document["settings"].items())
-    yield f"<p>Can the running system be told from plain decoding? Sampler: {escape(settings)}.</p>"
+    yield f"<p>Is the running system statistically distinguishable from plain decoding? Sampler: {escape(settings)}.</p>"
     rows = [
         {"method": each["method"], "verdict": each["verdict"], "meaning": VERDICTS[each["verdict"]]}
         for each in document["methods"]
@@ -110,7 +110,7 @@ def _method(found: Mapping[str, Any]) -> Iterator[str]:
     yield f'<h2>{escape(found["method"])}, K = {found["k"]}: <span class="{CLASSES[verdict]}">{verdict}</span></h2>'
     for said in [*found["findings"], *found["doubts"], *found["remarks"]]:
         yield f"<p>{escape(said)}</p>"
-    yield table("Greedy text against plain decoding's", GREEDY, [found["greedy"]])
+    yield table("Greedy output compared with plain decoding's", GREEDY, [found["greedy"]])
     if found["greedy"]["differences"]:
         yield table("First differences", DIFFERENCE, found["greedy"]["differences"])
     if found["sampling"] is not None:
@@ -121,9 +121,9 @@ def _sampling(found: Mapping[str, Any]) -> Iterator[str]:
     yield table("Wrong verifiers, which must be caught", CONTROL, found["controls"])
     leak = found["smallest_leak_as_it_is"]
     yield (
-        f"<p>Total variation distance of draft and target where a round begins: {found['draft_distance']:.3g}; with half of"
-        f" the drafts replaced {found['draft_distance_stressed']:.3g}. In the drafts as they are the least share of rejected"
-        f" drafts whose passing would have shown at {found['power']:.0%} power is"
+        f"<p>Total variation distance of draft and target at the start of a round: {found['draft_distance']:.3g}; with half of"
+        f" the drafts replaced {found['draft_distance_stressed']:.3g}. With the drafts as they are, the smallest share of"
+        f" rejected drafts whose acceptance would have been detected at {found['power']:.0%} power is"
         f" {'more than all' if leak is None else format(leak, '.2g')}.</p>"
     )
     for name, part in found["parts"].items():
@@ -145,4 +145,4 @@ def _grid(document: Mapping[str, Any]) -> Iterator[str]:
 def _provenance(document: Mapping[str, Any]) -> Iterator[str]:
     keys = ("command", "date", "version", "commit", "device", "dtype", "threads", "seconds")
     rows = [{"what": key, "value": str(document[key])} for key in keys]
-    yield table("Where it comes from", {"what": "what", "value": "value"}, rows)
+    yield table("Provenance", {"what": "what", "value": "value"}, rows)

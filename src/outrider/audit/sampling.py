@@ -139,14 +139,14 @@ class SamplingResult:
         if few:
             reasons.append(f"fewer than {LEAST} {' and '.join(few)} tokens: the method hardly drafts on these prompts")
         if self.outcome.faults:
-            reasons.append(f"the proposer failed {self.outcome.faults} time(s), and plain decoding went on")
+            reasons.append(f"the proposer failed {self.outcome.faults} time(s), and plain decoding continued")
         return reasons
 
     @property
     def remarks(self) -> list[str]:
         """Return remarks about origins that were too rare to test, and too rare to matter."""
         return [
-            f"fewer than {LEAST} {origin} tokens: nothing is said of the token after a round accepted whole"
+            f"fewer than {LEAST} {origin} tokens: the token after a fully accepted round was not tested"
             for origin in self._few("bonus")
         ]
 
@@ -178,7 +178,7 @@ def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> Plan:
             waves = rig.sample(way_watched, prompt, question.params, PILOT, question.length, seed)
             num_rounds += sum(len(sample.draft_probs) for wave in waves for sample in wave)
         if not gauge.num_rounds or not num_rounds:
-            raise OutriderError("the method drafts nothing on these prompts: give others with --prompts, or another --method")
+            raise OutriderError("the method drafts nothing on these prompts: use other --prompts or another method")
         per_sample[part] = num_rounds / (PILOT * len(question.prompts))
     needed_as_is = samples_for_tv(rig, question)
     reach = {}
@@ -195,10 +195,7 @@ def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> Plan:
     for part, needed in samples.items():
         if needed > question.max_samples:
             told = f"more than {question.max_samples:,}" if math.isinf(needed) else f"{needed:,.0f}"
-            raise OutriderError(
-                f"what is asked would take {told} samples ({part}): ask for less --power, a larger --tv, or allow more with"
-                " --max-samples"
-            )
+            raise OutriderError(f"the audit needs {told} samples ({part}): lower --power, raise --tv, or raise --max-samples")
     return Plan(
         {part: _whole(needed, len(question.prompts)) for part, needed in samples.items()},
         reach,

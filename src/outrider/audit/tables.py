@@ -63,5 +63,5 @@ def grid_verdict(result: Mapping[str, Any]) -> str:
         return "yes, everywhere"
     said = [f"{result['differing']:,} texts differ, {len(result['cells'])} cells done"]
     if result["faults"]:
-        said.append(f"in {result['faults']} rounds the proposer failed, so that these texts were plain decoding's anyway")
+        said.append(f"the proposer failed in {result['faults']} rounds, so these outputs were plain decoding's")
     return "; ".join(said)

@@ -70,9 +70,9 @@ class Control:
 
 
 CONTROLS = (
-    Control("no residual", "after a rejection it draws from the target instead of the residual"),
-    Control("untempered draft", "it takes drafts for drawn from a flatter distribution than they were"),
-    Control("leaky", "it lets 1% of the rejected drafts through"),
+    Control("no residual", "samples from the target instead of the residual after a rejection"),
+    Control("untempered draft", "assumes a flatter draft distribution"),
+    Control("leaky", "accepts 1% of the rejected drafts"),
 )
 
 

@@ -13,12 +13,12 @@ from outrider.engine.stats import expected_speedup
 
 PARTS = ("acceptance", "draft", "score", "verify", "host", "other")
 MEANING = {
-    "acceptance": "drafts survive otherwise than independently with one probability",
-    "draft": "drafting takes more, or less, than K typical steps",
+    "acceptance": "drafts are not accepted independently with one probability",
+    "draft": "drafting takes more or less than K typical steps",
     "score": "scoring the drafts takes longer than a plain pass",
-    "verify": "the verifier takes time; plain decoding's does too",
-    "host": "the rest of a round takes time; plain decoding's does too",
-    "other": "rounds that differ: ends of texts, requests of a batch that end before the others",
+    "verify": "time of the verifier, compared with plain decoding's",
+    "host": "time of the rest of a round, compared with plain decoding's",
+    "other": "rounds that differ: ends of sequences, requests of a batch that end before the others",
 }
 
 

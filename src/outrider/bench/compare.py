@@ -49,12 +49,12 @@ class CellChange:
     def verdict(self) -> str:
         """In words."""
         if self.tok_s is None or self.speedup is None:
-            words = "too few repeats to tell"
+            words = "too few repeats"
         elif is_plain(self.after):
             words = {0: NO_CHANGE, 1: "faster", -1: "slower"}[self.tok_s.direction]
         else:
             words = VERDICTS[self.tok_s.direction, self.speedup.direction]
-        return words + ("; FEWER TEXTS ARE PLAIN DECODING'S" if self.texts_differ_more else "")
+        return words + ("; FEWER OUTPUTS EQUAL PLAIN DECODING'S" if self.texts_differ_more else "")
 
     @property
     def texts_differ_more(self) -> bool:
@@ -86,7 +86,7 @@ class Comparison:
     def verdict(self) -> str:
         """Return a one-line summary."""
         if not self.changes:
-            return "nothing to compare: the documents have no cell in common"
+            return "nothing to compare: the documents have no common cell"
         moved = [each for each in self.changes if not each.verdict.startswith((NO_CHANGE, "too few"))]
         lost = sum(each.is_loss for each in self.changes)
         return f"{len(self.changes)} cells compared, {len(moved)} changed beyond noise, {lost} for the worse"
@@ -181,7 +181,7 @@ def notes(comparison: Comparison) -> Sequence[str]:
     """Return notes below the table."""
     lines = [f"{name} differs: {before} > {after}" for name, (before, after) in comparison.settings.items()]
     if any(name in comparison.settings for name in MACHINE):
-        lines.append("another machine: speedups are judged, tokens per second are not")
+        lines.append("different machines: compared by speedup, not by tokens per second")
     lines += [f"only in the first: {name}" for name in comparison.only_before]
     lines += [f"only in the second: {name}" for name in comparison.only_after]
     return lines

@@ -64,16 +64,16 @@ def read(path: Path, for_report: bool = False) -> dict[str, Any]:
     except OSError as error:
         raise OutriderError(f"cannot read {path}: {error.strerror}") from None
     except ValueError:
-        raise OutriderError(f"{path} is not JSON: give a file that `outrider bench --out` wrote") from None
+        raise OutriderError(f"{path} is not valid JSON: expected a file of `outrider bench --out`") from None
     cells = document.get("cells") if isinstance(document, dict) else None
     if isinstance(document, dict) and document.get("kind") == "serve":
-        raise OutriderError(f"{path} is of `outrider bench serve`: give files that `outrider bench --out` wrote")
+        raise OutriderError(f"{path} was written by `outrider bench serve`: expected a file of `outrider bench --out`")
     if not isinstance(cells, list) or not all(isinstance(cell, dict) and _is_cell(cell) for cell in cells):
-        raise OutriderError(f"{path} is no benchmark document: give a file that `outrider bench --out` wrote")
+        raise OutriderError(f"{path} is not a benchmark document: expected a file of `outrider bench --out`")
     if not cells:
-        raise OutriderError(f"{path} holds no measurement")
+        raise OutriderError(f"{path} contains no measurements")
     if for_report and not all(cell.keys() >= REPORTED for cell in cells):
-        raise OutriderError(f"{path} was written by a version without reports: measure again with --html")
+        raise OutriderError(f"{path} was written by a version without reports: run the benchmark again with --html")
     return dict(document)
 
 

@@ -69,17 +69,17 @@ def _heading(temperature: float, cells: Sequence[Cell]) -> str:
 def _notes(result: Mapping[str, Any]) -> list[str]:
     found = []
     if result.get("interrupted"):
-        found.append("The benchmark was interrupted: this is what was measured until then.")
+        found.append("The benchmark was interrupted; it contains the measurements until then.")
     inflated = result.get("inflated")
     if inflated:
         found.append(f"The target computes the function of a small model at the cost of a {inflated['size']} one.")
     found += [f"{warning}." for warning in loop_warnings(result["cells"])]
     differing = [cell for cell in result["cells"] if (cell["same_text"] or 1.0) < 1 or cell["same_text"] == 0]
     if differing:
-        found.append(f"In {len(differing)} cells some texts are not plain decoding's: see the last table.")
+        found.append(f"In {len(differing)} cells some outputs differ from plain decoding's: see the last table.")
     faults = sum(cell["faults"] for cell in result["cells"])
     if faults:
-        found.append(f"Proposers failed {faults} times; those requests went on without drafts.")
+        found.append(f"Proposers failed {faults} times; those requests continued without drafts.")
     return found
 
 
@@ -95,7 +95,7 @@ def _reasons(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
         rows.append([condition(cell), label(cell), *figures, *(f"{parts[name]:+.2f}" for name in PARTS)])
     note = (
         "Speedup after the first token. The parts, in units of speedup, add up to measured minus formula; the largest is named "
-        "where the two differ by more than a tenth."
+        "if the two differ by more than a tenth."
     )
     return "Expected and measured speedup", note, columns, rows
 
@@ -113,8 +113,8 @@ def _predictions(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
         for cell in cells
         if cell["prediction_error_percent"] is not None
     ]
-    note = "What a request's summary says plain decoding would have done, beside what it did in the same repeat."
-    return "How good the prediction of plain decoding is", note, columns, rows
+    note = "Prediction of plain decoding in a request's summary, compared with its measurement in the same repeat."
+    return "Accuracy of the predicted plain speed", note, columns, rows
 
 
 def _latencies(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
@@ -125,8 +125,8 @@ def _latencies(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
         times = [number((cell[key] or {}).get(at), 2) for key in kinds for at in ("p50", "p95")]
         rows.append([condition(cell), label(cell), *times, number(cell["peak_memory_mb"], 0)])
     note = (
-        "Between tokens: the pause before tokens, divided by how many came together. Memory: on a CPU the process's, with "
-        "every model that was loaded by then."
+        "Between tokens: the pause before tokens, divided by the number that arrived together. Memory: on a CPU the process's, "
+        "with every model loaded at that time."
     )
     return "Latency and memory", note, columns, rows
 
@@ -167,5 +167,5 @@ def _all(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
         ]
         for cell in cells
     ]
-    note = "Prompts included. Intervals: bootstrap over repeats and prompts, both contenders' measurements drawn together."
+    note = "Prompts included. Intervals: bootstrap over repeats and prompts, with paired measurements."
     return "All cells", note, columns, rows

@@ -41,14 +41,14 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # same tensor names, same 
 def _read_source(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config_file = source / "config.json"
     if not config_file.is_file():
-        raise OutriderError(f"{source} is not a model folder: it has no config.json")
+        raise OutriderError(f"{source} is not a model folder: config.json is missing")
     try:
         config = json.loads(config_file.read_text())
     except ValueError as error:
-        raise OutriderError(f"{config_file} is no JSON: {error}") from None
+        raise OutriderError(f"{config_file} is not valid JSON: {error}") from None
     if config.get("model_type") not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
-        raise OutriderError(f"cannot inflate a {config.get('model_type')} model; Llama-shaped ones only: {known}")
+        raise OutriderError(f"cannot inflate a {config.get('model_type')} model: expected a Llama-shaped one ({known})")
     files = sorted(source.glob("*.safetensors"))
     if not files:
         raise OutriderError(f"{source} has no .safetensors file")
@@ -58,7 +58,7 @@ def _read_source(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             with safe_open(file, framework="pt") as opened:
                 weights.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
         except SafetensorError as error:
-            raise OutriderError(f"{file} cannot be read: {error}") from None
+            raise OutriderError(f"cannot read {file}: {error}") from None
     if config.get("tie_word_embeddings"):
         weights.pop("lm_head.weight", None)
     return config, weights
@@ -74,7 +74,7 @@ def inflate(
     """
     source, out = Path(source), Path(out)
     if out.exists():
-        raise OutriderError(f"{out} exists already: delete it or give another folder")
+        raise OutriderError(f"{out} already exists: delete it or give another folder")
     config, weights = _read_source(source)
     params = num_params(size) if isinstance(size, str) else size
     large = params if isinstance(params, Shape) else shape_for(config, params)
@@ -85,7 +85,9 @@ def inflate(
         total = count_params(config, large)
         free = shutil.disk_usage(part).free
         if free < total * dtype.itemsize * 1.02:
-            raise OutriderError(f"{out}: needs {total * dtype.itemsize / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free")
+            raise OutriderError(
+                f"not enough disk space for {out}: {total * dtype.itemsize / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free"
+            )
         _copy_tokenizer(source, part)
         written = _write_shards(inflater.tensors(weights), part, total if progress else 0)
         _write_config(part, config, inflater, written, seed)
@@ -180,7 +182,7 @@ def inflated(source: str | Path, size: str = "1b", *, progress: bool = True) -> 
     digest = hashlib.sha256(f"{FORMAT}/{size.lower()}".encode())
     for file in [source / "config.json", *sorted(source.glob("*.safetensors")), *sorted(source.glob("token*"))]:
         if not file.is_file():
-            raise OutriderError(f"{source} is not a model folder: it has no {file.name}")
+            raise OutriderError(f"{source} is not a model folder: {file.name} is missing")
         digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
     folder = lasting_dir("inflated") / f"{source.resolve().name}-{size.lower()}-{digest.hexdigest()[:12]}"
     return folder if folder.is_dir() else inflate(source, folder, size, progress=progress)
@@ -194,7 +196,7 @@ def _main() -> int:
     parser.add_argument("source", help="a Llama-shaped Hugging Face folder")
     parser.add_argument("out", nargs="?", help="the new folder (default: the cache folder)")
     parser.add_argument("--size", default="1b", help="350m, 1b, 8b, ... (default 1b)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights (with OUT only)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (with OUT only)")
     args = parser.parse_args()
     try:
         built = inflate(args.source, args.out, args.size, seed=args.seed) if args.out else inflated(args.source, args.size)

@@ -50,7 +50,7 @@ class InflatedTarget:
         config = json.loads((folder / "config.json").read_text())
         note = config.get("outrider_inflated")
         if note is None:
-            raise OutriderError(f"{folder} is not an inflated model: its heads cannot be inflated with it")
+            raise OutriderError(f"{folder} is not an inflated model: heads can only be inflated for one")
         dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
         layers, copies = tuple(note["real_layers"]), int(note["feature_copies"])
         large, dim = source_shape(config), head_dim(config)
@@ -112,12 +112,12 @@ class _WideEagle:
         self.head, self.shape, self.target = head, head.shape, target
         llama, large, small = head.shape.llama, target.large, target.small
         if llama.hidden_size != small.hidden or head.shape.target_hidden_size != small.hidden:
-            raise OutriderError(f"a head of width {llama.hidden_size} on a target of width {small.hidden} cannot be inflated")
+            raise OutriderError(f"cannot inflate a head of width {llama.hidden_size} on a target of width {small.hidden}")
         reads_last = small.layers in head.shape.hidden_states
         norms_features = head.shape.norm_before_fc or head.shape.fc_norm
         lends_normed = head.shape.norm_output and not head.shape.own_output
         if target.copies > 1 and ((norms_features and reads_last) or lends_normed):
-            raise OutriderError("this head cannot be inflated to this size: choose one of 4 or 16 times its target's width")
+            raise OutriderError("this head cannot be inflated to this size: choose a width of 4 or 16 times its target's")
         noise = Noise(target.dtype, SEED)
         self.read = _Reader(target, noise)
         copies = 1 if head.shape.generation == 1 else target.copies
@@ -181,7 +181,9 @@ def inflate_head(source: str | Path, target: Path, out: Path) -> Path:
         if kind_of(folder) == MEDUSA:
             heads, accuracies = medusa.load(folder, facts.vocab_size)
             if heads.shape.hidden_size != facts.small.hidden:
-                raise OutriderError(f"{source} was made for hidden size {heads.shape.hidden_size}, not {facts.small.hidden}")
+                raise OutriderError(
+                    f"{source} expects hidden size {heads.shape.hidden_size}, but the target has {facts.small.hidden}"
+                )
             medusa.export(wide_medusa(heads, facts), part, facts.vocab_size, accuracies)
         else:
             head = eagle_formats.load(folder, facts.small.layers, facts.vocab_size, facts.small.hidden)

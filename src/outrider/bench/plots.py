@@ -79,7 +79,7 @@ def speedup_by_k(found: Sequence[Pool]) -> Plot:
             mine = [pool for pool in found if pool.method == method and not pool.is_plain]
             _draw_method(axes, colour, method, mine, rows)
         axes.axhline(1, color=INK, linewidth=0.8)
-        axes.set(xlabel="K, drafts asked for in a round", ylabel="speedup after the first token (x)")
+        axes.set(xlabel="K, drafts requested per round", ylabel="speedup after the first token (x)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(bottom=0)
         legend(axes)
@@ -113,7 +113,7 @@ def _draw_method(axes: Axes, colour: str, method: str, mine: Sequence[Pool], row
 
 def tokens_per_pass(found: Sequence[Pool]) -> Plot:
     """Plot how often a target pass yielded 1, 2, ... tokens."""
-    title = "Tokens gained by a pass of the target"
+    title = "Tokens per target pass"
     shown = _shown(found)
     most = max((max(pool.histogram(), default=1) for pool in shown), default=1)
 
@@ -123,7 +123,7 @@ def tokens_per_pass(found: Sequence[Pool]) -> Plot:
             shares = [100 * pool.histogram().get(tokens, 0.0) for tokens in range(1, most + 1)]
             places = [tokens + (index - (len(shown) - 1) / 2) * width for tokens in range(1, most + 1)]
             axes.bar(places, shares, width, color=colour, label=pool.label)
-        axes.set(xlabel="tokens of a pass", ylabel="passes (%)")
+        axes.set(xlabel="tokens per pass", ylabel="passes (%)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         legend(axes)
 
@@ -156,7 +156,7 @@ def acceptance_by_position(found: Sequence[Pool]) -> Plot:
         for name, base in (("conditional_acceptance", "drafts reached"), ("acceptance_by_position", "all rounds"))
     ]
     padded = tuple(row + ("",) * (longest + 2 - len(row)) for row in rows)
-    note = "Solid: of the drafts reached there, all before them accepted; dotted: of all rounds. " + _note_of(found, shown)
+    note = "Solid: share of reached drafts; dotted: share of all rounds. " + _note_of(found, shown)
     return Plot(title, svg_of(title, draw), note, ("method", "share", *map(str, range(1, longest + 1))), padded)
 
 
@@ -175,7 +175,7 @@ def speedup_by_batch(cells: Sequence[Cell]) -> Plot:
             speeds = [pool.speedup("speedup") or 0.0 for pool in found]
             axes.errorbar(there, speeds, _bars(found, speeds, "speedup"), color=colour, marker="o", capsize=2, label=name)
         axes.axhline(1, color=INK, linewidth=0.8)
-        axes.set(xlabel="prompts at a time", ylabel="speedup, prompts included (x)", xticks=batches)
+        axes.set(xlabel="batch size", ylabel="speedup, prompts included (x)", xticks=batches)
         axes.set_ylim(bottom=0)
         legend(axes)
 
@@ -219,7 +219,7 @@ def speedup_by_workload(cells: Sequence[Cell]) -> Plot:
 
 def time_breakdown(found: Sequence[Pool]) -> Plot:
     """Plot the time per token by phase, plain decoding included."""
-    title = "Time of a token by phase"
+    title = "Time per token by phase"
     names = [pool.label for pool in found]
     times = [pool.ms_per_token() for pool in found]
 
@@ -238,7 +238,7 @@ def time_breakdown(found: Sequence[Pool]) -> Plot:
         (name, *(f"{each[phase]:.3g}" for phase in PHASES), f"{sum(each.values()):.3g}")
         for name, each in zip(names, times, strict=True)
     )
-    note = "A round's time over the tokens it brings; host is everything outside drafting, the target's pass and verifying."
+    note = "Time of a round divided by its tokens; host is everything outside drafting, the target's pass and verification."
     return Plot(
         title, svg_of(title, draw, len(found)), note, ("method", *(f"{phase}, ms" for phase in PHASES), "sum, ms"), rows
     )

@@ -21,7 +21,7 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
 
 
 def _speeds(result: Mapping[str, Any]) -> Table:
-    title = f"{result['target']} on {result['device']}, {result['dtype']}; ms of a round: draft + score + other"
+    title = f"{result['target']} on {result['device']}, {result['dtype']}; ms per round: draft + score + other"
     view = _table(title, "tok/s", "speedup", "95%", "tok/pass", "alpha", "ms", "same")
     _fill(view, [headline(cell) for cell in result["cells"]], _speed_row)
     return view
@@ -57,7 +57,7 @@ def _speed_row(cell: Cell) -> list[str]:
 
 def _reasons(result: Mapping[str, Any]) -> Table:
     title = (
-        "speedup after the first token: formula, measured, what differs most;\n"
+        "speedup after the first token: formula, measured, largest difference;\n"
         "ms to the first token, between tokens (p50/p95); error of predicted plain"
     )
     view = _table(title, "c", "formula", "measured", "mostly", "first", "between", "plain")

@@ -47,7 +47,9 @@ class Inflater:
         small, dim = source_shape(config), head_dim(config)
         ratio = large.hidden / small.hidden
         if ratio < 1 or not math.log2(ratio).is_integer():
-            raise OutriderError(f"hidden size {large.hidden} is not the source's {small.hidden} times a power of two")
+            raise OutriderError(
+                f"invalid hidden size {large.hidden}: expected the source's {small.hidden} times a power of two"
+            )
         self.copies = copies or (1 if math.log2(ratio) % 2 == 0 else 2)
         self.norm_scale = math.sqrt(self.copies * small.hidden / large.hidden)  # a power of two, unless ``copies`` is given
         self.small, self.large, self.dim, self.noise, self.dtype = small, large, dim, noise, dtype
@@ -127,7 +129,7 @@ class Inflater:
             "down_proj": (large.ffn, ffn_rows),
         }
         if module not in sizes:
-            raise OutriderError(f"cannot inflate {name}: not a tensor of a Llama-shaped model")
+            raise OutriderError(f"unknown tensor {name}: not in a Llama-shaped model")
         total, places = sizes[module]
         if module in ("k_proj", "v_proj"):
             weight = weight[self.key_source]

@@ -20,12 +20,12 @@ from outrider.types import OutriderError
 SEPARATOR = "\n%%\n"
 WORKLOADS = {
     "code": "complete a Python function from its signature",
-    "edit": "write a text again with a small change: repeats its prompt",
-    "json": "go on with records of one form: repeats its prompt",
-    "summary": "sum up a paragraph",
+    "edit": "rewrite a text with a small change: repeats its prompt",
+    "json": "continue records of one format: repeats its prompt",
+    "summary": "summarise a paragraph",
     "math": "solve an arithmetic word problem",
     "chat": "answer a question",
-    "story": "go on with a story",
+    "story": "continue a story",
 }
 CHAT = "chat"
 SPEC_BENCH_TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # in addition to MT-bench's questions
@@ -91,7 +91,7 @@ def entries(
             except Refused as refused:
                 raise OutriderError(f"{path}, line {number}: {refused}") from None
     if not found:
-        raise OutriderError(f"{path} holds no prompts")
+        raise OutriderError(f"{path} contains no prompts")
     return found
 
 
@@ -112,9 +112,9 @@ def _object(line: str) -> dict[str, Any]:
     try:
         item = json.loads(line)
     except json.JSONDecodeError as error:
-        raise Refused(f"not JSON: {error.msg} at character {error.pos + 1}") from None
+        raise Refused(f"invalid JSON: {error.msg} at character {error.pos + 1}") from None
     except (ValueError, RecursionError):
-        raise Refused("not JSON that can be read: a number too long, or too many brackets in each other") from None
+        raise Refused("unreadable JSON: a number is too long or nesting too deep") from None
     if not isinstance(item, dict):
         raise Refused("not a JSON object")
     return item
@@ -125,15 +125,15 @@ def _prompt(item: Mapping[str, Any], file_name: str) -> Prompt:
         if needed <= item.keys():
             workload = item.get("workload", workload_of(item) or file_name)
             if not isinstance(workload, str):
-                raise Refused('"workload" is not a text')
+                raise Refused('"workload" must be a string')
             return read(item, workload)
     fields = ", ".join(map(json.dumps, item)) or "nothing"
-    raise Refused(f'no "prompt", "turns", "messages" or "question" in it, but {fields}')
+    raise Refused(f'expected "prompt", "turns", "messages" or "question", got {fields}')
 
 
 def _text(value: object, name: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise Refused(f"{name} is not a text, or empty")
+        raise Refused(f"{name} must be a non-empty string")
     return value
 
 
@@ -148,16 +148,16 @@ def _asked(item: Mapping[str, Any], workload: str) -> Prompt:
 def _first_turn(item: Mapping[str, Any], workload: str) -> Prompt:
     turns = item["turns"]
     if not isinstance(turns, list) or not turns:
-        raise Refused('"turns" is not a list of texts, or empty')
+        raise Refused('"turns" must be a non-empty list of strings')
     return Prompt(workload, messages=({"role": "user", "content": _text(turns[0], 'the first of "turns"')},))
 
 
 def _conversation(item: Mapping[str, Any], workload: str) -> Prompt:
     messages = item["messages"]
     if not isinstance(messages, list) or not messages:
-        raise Refused('"messages" is not a list of messages, or empty')
+        raise Refused('"messages" must be a non-empty list of messages')
     if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages):
-        raise Refused('each of "messages" needs "role" and "content"')
+        raise Refused('every message needs "role" and "content"')
     return Prompt(
         workload,
         messages=tuple(
@@ -191,7 +191,7 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
     Raises ``OutriderError`` without a tokenizer, and if its template rejects the conversation.
     """
     if tokenizer is None:
-        raise OutriderError("there is no tokenizer with the target: it can read no prompt")
+        raise OutriderError("the target has no tokenizer: prompts cannot be encoded")
     if not prompt.is_chat:
         return list(tokenizer(prompt.text)["input_ids"])
     if getattr(tokenizer, "chat_template", None):
@@ -200,7 +200,7 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # templates raise any exception
             roles = ", ".join(message["role"] for message in messages)
-            raise OutriderError(f"the tokenizer's chat template refuses a conversation ({roles}): {error}") from error
+            raise OutriderError(f"the tokenizer's chat template rejected a conversation ({roles}): {error}") from error
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     return list(tokenizer(as_text(prompt))["input_ids"])
 

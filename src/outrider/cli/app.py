@@ -29,8 +29,8 @@ def build_app() -> typer.Typer:
     """Return the application with all commands. Importing command modules imports neither torch nor transformers."""
     app = typer.Typer(
         name="outrider",
-        help="Speculative decoding for any Hugging Face causal language model: the same text, faster.",
-        epilog="Each command explains itself: outrider generate --help",
+        help="Lossless speculative decoding for Hugging Face causal language models.",
+        epilog="Help for one command: outrider generate --help",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from outrider.types import SamplingParams
     from outrider.verifiers.base import Verifier
 
-WHAT, OUTPUT = "What is audited", "Output"
+WHAT, OUTPUT = "Audit", "Output"
 EXAMPLES = """Examples:
 
 outrider audit
@@ -50,41 +50,41 @@ class AuditOptions:
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Methods, separated by commas; name:draft=folder for one with a draft or heads of its own; all for every other"
+            help="Methods, separated by commas; name:draft=folder gives a method its own draft; all adds every other method"
             " (default: draft if there is one, else ngram).",
             rich_help_panel=WHAT,
         ),
     ] = None
     k: Annotated[
-        str | None, typer.Option("--k", help="Drafts a round (default: 4; --same-text: 1,3,5,8).", rich_help_panel=WHAT)
+        str | None, typer.Option("--k", help="Drafts per round (default: 4; with --same-text: 1,3,5,8).", rich_help_panel=WHAT)
     ] = None
     batch: Annotated[
         str | None,
         typer.Option(
-            help="Texts at a time (default: as many as a GiB holds, 256 at most; --same-text: 1,4).", rich_help_panel=WHAT
+            help="Batch size (default: what fits into 1 GiB, at most 256; with --same-text: 1,4).", rich_help_panel=WHAT
         ),
     ] = None
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
-            help="A JSONL file (or .gz) of prompts instead of the built-in ones; may be given several times.",
+            help="JSONL file (or .gz) of prompts instead of the built-in ones; repeatable.",
             rich_help_panel=WHAT,
         ),
     ] = None
     num_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Prompts, of each file (default: 6; --same-text: all).", rich_help_panel=WHAT)
+        int | None, typer.Option(min=1, help="Prompts per file (default: 6; with --same-text: all).", rich_help_panel=WHAT)
     ] = None
     power: Annotated[
-        float, typer.Option(min=0.5, max=0.9999, help="Chance to catch what is to be caught.", rich_help_panel=WHAT)
+        float, typer.Option(min=0.5, max=0.9999, help="Probability of detecting a deviation of --tv.", rich_help_panel=WHAT)
     ] = 0.99
-    tv: Annotated[
-        float, typer.Option(min=0.002, max=0.5, help="Total variation distance to be caught.", rich_help_panel=WHAT)
-    ] = 0.05
+    tv: Annotated[float, typer.Option(min=0.002, max=0.5, help="Total variation distance to detect.", rich_help_panel=WHAT)] = (
+        0.05
+    )
     alpha: Annotated[
-        float, typer.Option(min=1e-9, max=0.2, help="Chance of any false alarm in the audit.", rich_help_panel=WHAT)
+        float, typer.Option(min=1e-9, max=0.2, help="Probability of any false alarm in the audit.", rich_help_panel=WHAT)
     ] = 0.01
     max_samples: Annotated[
-        int, typer.Option(min=1, help="Refuse what would take more samples a method.", rich_help_panel=WHAT)
+        int, typer.Option(min=1, help="Refuse audits that need more samples per method.", rich_help_panel=WHAT)
     ] = 100_000
 
 
@@ -93,9 +93,9 @@ class OutputOptions:
     """Output files."""
 
     out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file.", rich_help_panel=OUTPUT)] = None
-    html: Annotated[Path | None, typer.Option(help="Write a page that opens offline.", rich_help_panel=OUTPUT)] = None
+    html: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.", rich_help_panel=OUTPUT)] = None
     resume: Annotated[
-        bool, typer.Option("--resume", help="With --same-text: go on where --out ends.", rich_help_panel=OUTPUT)
+        bool, typer.Option("--resume", help="With --same-text: continue the run stored in --out.", rich_help_panel=OUTPUT)
     ] = False
 
 
@@ -117,9 +117,9 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     lengths = parse_list("--k", asked.k or ("1,3,5,8" if models.same_text else "4"), _parse_length)
     batches = parse_list("--batch", asked.batch or ("1,4" if models.same_text else str(MOST_TEXTS)), int)
     if min(batches) < 1:
-        raise OutriderError("--batch must be at least 1")
+        raise OutriderError("invalid --batch: expected numbers of at least 1")
     if not models.same_text and (len(lengths) > 1 or len(batches) > 1 or output.resume):
-        raise OutriderError("several values of --k or --batch, and --resume, are for --same-text")
+        raise OutriderError("several values of --k or --batch, and --resume, need --same-text")
     params = sampling.params(
         max_tokens=64 if sampling.max_tokens is None else sampling.max_tokens,
         seed=sampling.seed or 0,
@@ -241,7 +241,7 @@ class Run:
         except KeyboardInterrupt:
             if self.output.out is not None and comparison.results:
                 told = f"{len(comparison.results)} of {total} comparisons are in {self.output.out}"
-                err.print(f"{told}; the same command with --resume goes on there", markup=False, soft_wrap=True)
+                err.print(f"{told}; repeat the command with --resume to continue", markup=False, soft_wrap=True)
             raise
         finally:
             if comparison.results:
@@ -255,17 +255,16 @@ class Run:
         if not self.output.resume:
             return {"cells": [], "seconds": 0.0}
         if self.output.out is None or not self.output.out.exists():
-            raise OutriderError("--resume goes on with the file that --out names, and there is none")
+            raise OutriderError("--resume needs the existing file of an interrupted run: give it with --out")
         try:
             earlier = json.loads(self.output.out.read_text(encoding="utf-8"))
             differing = [name for name, value in json.loads(json.dumps(plan)).items() if earlier["grid"].get(name) != value]
             found = {"cells": list(earlier["cells"]), "seconds": float(earlier["seconds"])}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise OutriderError(f"{self.output.out} is no document of outrider audit --same-text") from None
+            raise OutriderError(f"{self.output.out} is not a document of outrider audit --same-text") from None
         if differing:
             raise OutriderError(
-                f"{self.output.out} is of another comparison, with other {', '.join(differing)}: give the same options, or"
-                " another --out"
+                f"{self.output.out} was made with other {', '.join(differing)}: give the same options, or another --out"
             )
         return found
 
@@ -311,13 +310,13 @@ def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: i
     from outrider.types import OutriderError
 
     if llm.tokenizer is None:
-        raise OutriderError("there is no tokenizer with the target, so no prompt can be read")
+        raise OutriderError("the target has no tokenizer: prompts cannot be encoded")
     found = [encode(llm.tokenizer, prompt) for prompt in prompts]
     more = max(max_tokens, 2 * longest + 4)
     for number, prompt in enumerate(found, start=1):
         if not prompt or len(prompt) + more > llm.runner.max_len:
             raise OutriderError(
-                f"prompt {number} has {len(prompt)} tokens; with the {more} that --max-tokens and --k ask for it must fit the"
+                f"prompt {number} has {len(prompt)} tokens; with the {more} tokens of --max-tokens and --k it exceeds the"
                 f" context of {llm.runner.max_len}"
             )
     return found
@@ -374,5 +373,5 @@ def _parse_length(text: str) -> int:
 
     k = parse_k(text)
     if not isinstance(k, int) or k < 1:
-        raise OutriderError(f"--k {text}: an audit needs a fixed number of drafts, 1 or more")
+        raise OutriderError(f"invalid --k {text}: an audit needs a fixed number of drafts, at least 1")
     return k

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from outrider.bench.grid import Group, Plan
     from outrider.engine import LLM
 
-GRID, OUTPUT = "What is measured", "Output"
+GRID, OUTPUT = "Measurement", "Output"
 EXAMPLES = """Examples:
 
 outrider bench
@@ -48,9 +48,9 @@ class GridOptions:
     methods: Annotated[
         str | None, typer.Option(help="Methods (default: draft if there is one, and ngram).", rich_help_panel=GRID)
     ] = None
-    k: Annotated[str, typer.Option("--k", help="Drafts a round: numbers, auto.", rich_help_panel=GRID)] = "4,auto"
+    k: Annotated[str, typer.Option("--k", help="Drafts per round: numbers, auto.", rich_help_panel=GRID)] = "4,auto"
     temperature: Annotated[str, typer.Option(help="Temperatures; 0 is greedy.", rich_help_panel=GRID)] = "0"
-    batch: Annotated[str, typer.Option(help="Prompts at a time.", rich_help_panel=GRID)] = "1"
+    batch: Annotated[str, typer.Option(help="Batch sizes.", rich_help_panel=GRID)] = "1"
     workloads: Annotated[
         str | None,
         typer.Option(help="Built-in prompts: code,edit,json,summary,math,chat,story (default: all).", rich_help_panel=GRID),
@@ -59,10 +59,10 @@ class GridOptions:
         Path | None,
         typer.Option(help="HumanEval, GSM8K, MT-bench, Spec-Bench or your own, as JSONL (.gz).", rich_help_panel=GRID),
     ] = None
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.", rich_help_panel=GRID)] = 4
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens for each prompt.", rich_help_panel=GRID)] = 64
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts per workload.", rich_help_panel=GRID)] = 4
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per prompt.", rich_help_panel=GRID)] = 64
     repeat: Annotated[int, typer.Option(min=1, help="Repeats; medians are shown.", rich_help_panel=GRID)] = 3
-    seed: Annotated[int, typer.Option(help="Of sampling; repeat r uses seed + r.", rich_help_panel=GRID)] = 0
+    seed: Annotated[int, typer.Option(help="Sampling seed; repeat r uses seed + r.", rich_help_panel=GRID)] = 0
     inflate: Annotated[
         str | None,
         typer.Option(help="Measure the same function at the cost of a larger model: 350m, 1b, 8b.", rich_help_panel=GRID),
@@ -73,8 +73,10 @@ class GridOptions:
 class OutputOptions:
     """Output files."""
 
-    out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file too.", rich_help_panel=OUTPUT)] = None
-    html: Annotated[Path | None, typer.Option(help="Write a report with plots, one HTML file.", rich_help_panel=OUTPUT)] = None
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON document to this file.", rich_help_panel=OUTPUT)] = None
+    html: Annotated[Path | None, typer.Option(help="Write a report with plots as one HTML file.", rich_help_panel=OUTPUT)] = (
+        None
+    )
 
     def check(self) -> None:
         """Check output files before minutes of measuring."""
@@ -229,8 +231,8 @@ def check_plan(plan: Plan, llm: LLM) -> None:
         for number, prompt in enumerate(prompts, start=1):
             if len(prompt) + plan.max_tokens > llm.runner.max_len:
                 raise OutriderError(
-                    f"prompt {number} of {name!r} has {len(prompt)} tokens; with --max-tokens {plan.max_tokens} that is more "
-                    f"than the context of {llm.runner.max_len}"
+                    f"prompt {number} of {name!r} has {len(prompt)} tokens; with --max-tokens {plan.max_tokens} it exceeds "
+                    f"the context of {llm.runner.max_len}"
                 )
 
 

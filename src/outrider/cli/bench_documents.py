@@ -14,7 +14,7 @@ EXIT_LOSS = 3
 
 def compare(
     before: Annotated[Path, typer.Argument(help="A document that `outrider bench --out` wrote.")],
-    after: Annotated[Path, typer.Argument(help="The one to compare with it.")],
+    after: Annotated[Path, typer.Argument(help="The document to compare with it.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
 ) -> int:
     """Report changes beyond noise between two documents; exit code 3 if anything became worse, else 0."""
@@ -36,7 +36,7 @@ def compare(
 
 def report(
     document: Annotated[Path, typer.Argument(help="A document that `outrider bench --out` wrote.")],
-    html: Annotated[Path, typer.Option(help="The page to write.")],
+    html: Annotated[Path, typer.Option(help="HTML file to write.")],
 ) -> None:
     """Write the HTML report of an existing document."""
     from outrider.bench import documents
@@ -69,7 +69,7 @@ def check_outputs(paths: Mapping[str, Path | None]) -> None:
     for option, path in paths.items():
         check_writable(option, path)
         if path is not None and (other := seen.setdefault(path.resolve(), option)) != option:
-            raise OutriderError(f"{other} and {option} are both {path}: name two files")
+            raise OutriderError(f"{other} and {option} are both {path}: give two different files")
 
 
 def check_writable(option: str, path: Path | None) -> None:

@@ -26,25 +26,28 @@ LOAD, SERVER, OUTPUT = "Load", "Server", "Output"
 class LoadOptions:
     """The load; values are separated by commas."""
 
-    concurrency: Annotated[str, typer.Option(help="Clients at a time.", rich_help_panel=LOAD)] = "1,2,4,8,16,32,64"
-    rate: Annotated[str | None, typer.Option(help="Requests a second, arriving at random.", rich_help_panel=LOAD)] = None
-    requests: Annotated[int, typer.Option(min=1, help="Requests of each client.", rich_help_panel=LOAD)] = 4
-    arrivals: Annotated[int, typer.Option(min=1, help="Requests of a run with a rate.", rich_help_panel=LOAD)] = 32
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.", rich_help_panel=LOAD)] = 64
+    concurrency: Annotated[str, typer.Option(help="Numbers of concurrent clients.", rich_help_panel=LOAD)] = "1,2,4,8,16,32,64"
+    rate: Annotated[str | None, typer.Option(help="Requests per second, with random arrivals.", rich_help_panel=LOAD)] = None
+    requests: Annotated[int, typer.Option(min=1, help="Requests per client.", rich_help_panel=LOAD)] = 4
+    arrivals: Annotated[int, typer.Option(min=1, help="Requests per run with a rate.", rich_help_panel=LOAD)] = 32
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.", rich_help_panel=LOAD)] = 64
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.", rich_help_panel=LOAD)] = 0.0
     workloads: Annotated[
         str, typer.Option(help="Built-in prompts, mixed: code,edit,json,summary,math,chat,story.", rich_help_panel=LOAD)
     ] = "code,edit,json,summary,math,chat,story"
-    prompts: Annotated[Path | None, typer.Option(help="Prompts of your own, as JSONL (.gz).", rich_help_panel=LOAD)] = None
+    prompts: Annotated[Path | None, typer.Option(help="Your own prompts, as JSONL (.gz).", rich_help_panel=LOAD)] = None
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.", rich_help_panel=LOAD)] = 8
     shared_prefix: Annotated[
-        int, typer.Option(min=0, help="Characters that all prompts of a run begin with.", rich_help_panel=LOAD)
+        int, typer.Option(min=0, help="Characters of a common prefix of all prompts of a run.", rich_help_panel=LOAD)
     ] = 0
     repeat: Annotated[int, typer.Option(min=1, help="Repeats; medians are shown.", rich_help_panel=LOAD)] = 3
     rest: Annotated[
-        float, typer.Option(min=0, help="Seconds before each run: some servers spin on after a request.", rich_help_panel=LOAD)
+        float,
+        typer.Option(
+            min=0, help="Seconds of rest before each run, for servers that spin after a request.", rich_help_panel=LOAD
+        ),
     ] = 0.0
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and sampling.", rich_help_panel=LOAD)] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals and sampling.", rich_help_panel=LOAD)] = 0
 
 
 @dataclass(frozen=True)
@@ -52,17 +55,19 @@ class ServerOptions:
     """The server."""
 
     url: Annotated[
-        str | None, typer.Option(help="A running server (default: start one of these models).", rich_help_panel=SERVER)
+        str | None, typer.Option(help="A running server (default: start one with these models).", rich_help_panel=SERVER)
     ] = None
     plain_url: Annotated[
         str | None,
-        typer.Option(help="The same model without drafts, where it cannot be asked per request.", rich_help_panel=SERVER),
+        typer.Option(
+            help="A server of the same model without drafts, if drafts cannot be disabled per request.", rich_help_panel=SERVER
+        ),
     ] = None
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="For it.", rich_help_panel=SERVER)] = None
-    max_batch: Annotated[int | None, typer.Option(help="Of the server that is started.", rich_help_panel=SERVER)] = None
+    max_batch: Annotated[int | None, typer.Option(help="--max-batch of the started server.", rich_help_panel=SERVER)] = None
     inflate: Annotated[
         str | None,
-        typer.Option(help="Start it with the same function at a larger model's cost: 350m, 1b, 8b.", rich_help_panel=SERVER),
+        typer.Option(help="Inflate its target to a larger model's cost: 350m, 1b, 8b.", rich_help_panel=SERVER),
     ] = None
 
 
@@ -71,16 +76,18 @@ class ResultOptions:
     """Latency targets and output files."""
 
     slo_first_token: Annotated[
-        float, typer.Option(help="Milliseconds to the first token of a good answer.", rich_help_panel=OUTPUT)
+        float, typer.Option(help="Target for the first token, in milliseconds.", rich_help_panel=OUTPUT)
     ] = 2000.0
-    slo_token: Annotated[float, typer.Option(help="Mean milliseconds of its later tokens.", rich_help_panel=OUTPUT)] = 200.0
+    slo_token: Annotated[
+        float, typer.Option(help="Target for the mean time per later token, in milliseconds.", rich_help_panel=OUTPUT)
+    ] = 200.0
     out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file too.", rich_help_panel=OUTPUT)] = None
 
 
 @with_groups
 def command(
     *,
-    plan: Annotated[Path | None, typer.Argument(help="A plan for the server that is started.")] = None,
+    plan: Annotated[Path | None, typer.Argument(help="Plan for the started server.")] = None,
     load: LoadOptions,
     server: ServerOptions,
     result: ResultOptions,
@@ -161,11 +168,11 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
     if server.url is not None:
         own = (plan, server.inflate, server.max_batch)
         if own != (None, None, None) or models != ModelOptions() or methods != MethodOptions():
-            raise OutriderError("--url is a server that runs already: leave out models, methods, --max-batch and --inflate")
+            raise OutriderError("--url names a running server: leave out models, methods, --max-batch and --inflate")
         yield root(server.url)
         return
     if server.plain_url is not None:
-        raise OutriderError("--plain-url goes with --url: a server that is started is asked for both")
+        raise OutriderError("--plain-url needs --url: a started server serves both modes")
     known = joined(Plan() if plan is None else Plan.read(plan), models, methods, max_batch=server.max_batch)
     known = Plan({"compile": "always", **known.values})  # compile first, or the compiler is measured
     if server.inflate is not None:

@@ -22,7 +22,7 @@ outrider chat --system "Answer in one sentence." "Why is the sky blue?"
 
 echo "Why is the sky blue?" | outrider chat --target ./my-model
 
-Ctrl-C stops an answer, Ctrl-D or /exit ends the conversation, /new begins another one.
+Ctrl-C stops an answer, Ctrl-D or /exit ends the conversation, /new starts another one.
 
 Without --temperature it samples at 0.7 with --top-p 0.9.
 """
@@ -31,8 +31,8 @@ Without --temperature it samples at 0.7 with --top-p 0.9.
 @with_groups
 def command(
     *,
-    message: Annotated[str | None, typer.Argument(help="Ask this one thing and exit; - reads standard input.")] = None,
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    message: Annotated[str | None, typer.Argument(help="Send one message and exit; - reads standard input.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Colour each token: accepted draft, corrected, bonus.")] = False,
     models: ModelOptions,
     methods: MethodOptions,

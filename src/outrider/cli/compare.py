@@ -38,7 +38,7 @@ MEANING = "tok/s: after the first token; tok/pass: tokens per pass of the target
 @with_groups
 def command(
     *,
-    prompt: Annotated[str | None, typer.Argument(help="The text to continue; - reads standard input.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; - reads standard input.")] = None,
     models: ModelOptions,
     methods: MethodOptions,
     sampling: SamplingOptions,
@@ -169,7 +169,7 @@ def verdict(tokenizer: Any, plain: list[int], speculative: list[int], is_greedy:
         kind = "" if is_greedy else "sampled "
         return f"Same text: yes, all {len(plain)} {kind}tokens are equal."
     if not is_greedy and not same_text:
-        return "Same text: no, and not meant to be: both are samples of the same distribution (--same-text makes them equal)."
+        return "Same text: no, as expected: both are samples of the same distribution (--same-text makes them equal)."
     at = next(
         (i for i, (a, b) in enumerate(zip(plain, speculative, strict=False)) if a != b), min(len(plain), len(speculative))
     )
@@ -181,5 +181,5 @@ def verdict(tokenizer: Any, plain: list[int], speculative: list[int], is_greedy:
     if same_text:
         return line + " This should not happen with --same-text: please report it."
     return (
-        line + " Passes of different widths round differently, and here two tokens were almost equally likely; see --same-text."
+        line + " Passes of different widths round differently, and two tokens were almost equally likely here; see --same-text."
     )

@@ -145,7 +145,7 @@ def summary(stats: GenerationStats, seconds: float) -> Text:
         if plain is not None:
             lines[0] += f"; plain decoding: about {plain:.1f} tok/s (x{stats.tok_s / plain:.2f})"
         lines.append(
-            f"{stats.mean_acceptance_length:.2f} tokens per target pass; {stats.acceptance_rate:.0%} of the drafts looked at "
+            f"{stats.mean_acceptance_length:.2f} tokens per target pass; {stats.acceptance_rate:.0%} of the drafts reached "
             f"were accepted; {stats.num_rounds} rounds"
         )
     total = stats.times.total
@@ -157,5 +157,5 @@ def summary(stats: GenerationStats, seconds: float) -> Text:
             del shares["read"]
         lines.append("time: " + ", ".join(f"{name} {part:.2f} s ({part / total:.0%})" for name, part in shares.items()))
     if stats.faults:
-        lines.append(f"the proposer failed {stats.faults} time(s); plain decoding went on (--debug tells more)")
+        lines.append(f"the proposer failed {stats.faults} time(s); plain decoding continued (--debug shows details)")
     return Text("\n".join(lines), style="dim")

@@ -30,10 +30,12 @@ def command(
     *,
     methods: Annotated[
         str | None,
-        typer.Option(help="Methods offered (default: all that fit a small target; draft, if there is one, and ngram else)."),
+        typer.Option(
+            help="Methods to offer (default: all that fit a small target; otherwise draft, if there is one, and ngram)."
+        ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=SERVER)] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.", rich_help_panel=SERVER)] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 selects a free one.", rich_help_panel=SERVER)] = 8000,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.", rich_help_panel=SERVER)] = False,
     models: ModelOptions,
 ) -> None:
@@ -57,7 +59,7 @@ def command(
             speed = load_aside(track.warm_up)
         demo = Demo(track, {"target": models.target or "embedded", "draft": models.draft, "plain_tok_s": speed})
         url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/"
-        err.print(Text.assemble((url, "bold"), ("  (Ctrl-C ends it)", "dim")), soft_wrap=True)
+        err.print(Text.assemble((url, "bold"), ("  (Ctrl-C to stop)", "dim")), soft_wrap=True)
         if open_page:
             import webbrowser
 

@@ -77,7 +77,7 @@ def _show(checkup: Checkup, method: str) -> None:
     if found is not None:
         places = ", ".join(f"{rate:.0%}" for rate in found.by_position)
         tau, prompts = found.mean_acceptance_length, found.num_prompts
-        out.print(f"acceptance   of draft 1, 2, ... where it was reached: {places}; {tau:.2f} tokens a pass")
+        out.print(f"acceptance   of draft 1, 2, ... where reached: {places}; {tau:.2f} tokens per pass")
         out.print(
             f"speed        plain {found.plain_tok_s:.1f} tok/s, {method} {found.tok_s:.1f}, over {prompts} prompts",
             markup=False,

@@ -22,12 +22,12 @@ outrider export plan.toml --to vllm --own-code && ./outrider-vllm/run.sh --tenso
 @with_groups
 def command(
     *,
-    plan: Annotated[Path | None, typer.Argument(help="A TOML file with options; those given here go before it.")] = None,
+    plan: Annotated[Path | None, typer.Argument(help="TOML file with options; command-line options take precedence.")] = None,
     to: Annotated[str, typer.Option("--to", help="vllm, sglang or transformers.")],
     out: Annotated[Path | None, typer.Option(help="Folder to write (default: outrider-<engine>).")] = None,
     own_code: Annotated[
         bool,
-        typer.Option("--own-code", help="vLLM: draft with Outrider's proposer where vLLM has one of its own (n-grams)."),
+        typer.Option("--own-code", help="vLLM: use Outrider's proposer even where vLLM has its own (n-grams)."),
     ] = False,
     models: ModelOptions,
     methods: MethodOptions,
@@ -48,5 +48,9 @@ def command(
     for note in export.notes:
         err.print(note, style="dim", soft_wrap=True)
     if export.needs_outrider:
-        err.print("Outrider drafts there too: pip install --no-deps outrider into its environment", style="dim", soft_wrap=True)
+        err.print(
+            "vLLM will import Outrider's proposer: run pip install --no-deps outrider in its environment",
+            style="dim",
+            soft_wrap=True,
+        )
     print(folder / SCRIPT)

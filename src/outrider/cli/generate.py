@@ -32,7 +32,7 @@ cat notes.txt | outrider generate --target ./my-model --method ngram --max-token
 @with_groups
 def command(
     *,
-    prompt: Annotated[str | None, typer.Argument(help="The text to continue; - or nothing reads standard input.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; - or no argument reads standard input.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Colour each token: accepted draft, corrected, bonus.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the text.")] = False,
     models: ModelOptions,
@@ -80,7 +80,7 @@ def stream_to_screen(llm: LLM, prompt: str | list[int], params: SamplingParams, 
     if last is not None:
         err.print(summary(last.stats, perf_counter() - started))
         if llm.runner.passes.is_provisional:
-            err.print("[dim]passes were not compiled yet, nor are those plain decoding is priced by: see --compile always[/]")
+            err.print("[dim]passes were not compiled, nor were those used to predict plain decoding: see --compile always[/]")
     return text
 
 

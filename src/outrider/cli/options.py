@@ -27,13 +27,11 @@ class ModelOptions:
 
     target: Annotated[
         str | None,
-        typer.Option(
-            help="Folder or hub id of the model whose text is wanted (default: the embedded one).", rich_help_panel=MODEL
-        ),
+        typer.Option(help="Folder or hub id of the target (default: the embedded model).", rich_help_panel=MODEL),
     ] = None
     draft: Annotated[
         str | None,
-        typer.Option(help="Folder or hub id of what drafts: a small model, or heads.", rich_help_panel=MODEL),
+        typer.Option(help="Folder or hub id of a draft model or of heads.", rich_help_panel=MODEL),
     ] = None
     verifier: Annotated[
         str | None,
@@ -44,16 +42,20 @@ class ModelOptions:
     ] = None
     same_text: Annotated[
         bool,
-        typer.Option("--same-text", help="The same tokens with and without drafts, at a small cost.", rich_help_panel=MODEL),
+        typer.Option(
+            "--same-text", help="Emit the same tokens with and without drafts, at a small cost.", rich_help_panel=MODEL
+        ),
     ] = False
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16, float16 or auto (default: auto).", rich_help_panel=MODEL),
     ] = None
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 (default: a GPU if any).", rich_help_panel=MODEL)] = None
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1 (default: a GPU if there is one).", rich_help_panel=MODEL)
+    ] = None
     max_len: Annotated[
         int | None,
-        typer.Option(help="Longest context in tokens, prompt included; sets the memory of the cache.", rich_help_panel=MODEL),
+        typer.Option(help="Context length in tokens, prompt included; determines the cache size.", rich_help_panel=MODEL),
     ] = None
     compile: Annotated[
         str | None,
@@ -68,15 +70,15 @@ class MethodOptions:
     method: Annotated[
         str | None,
         typer.Option(
-            help="Where drafts come from: plain, draft, cross-tokenizer, ngram, suffix, early-exit, low-bit, medusa, eagle, or"
-            " two joined by a plus; :option=value behind a name where one is wanted (default: draft if there is one, else"
+            help="Drafting method: plain, draft, cross-tokenizer, ngram, suffix, early-exit, low-bit, medusa, eagle, or"
+            " two joined by a plus; append :option=value for options (default: draft if there is one, else"
             " ngram).",
             rich_help_panel=METHOD,
         ),
     ] = None
     k: Annotated[
         str | None,
-        typer.Option("--k", help="Drafts a round: a number, or auto (default: auto).", rich_help_panel=METHOD),
+        typer.Option("--k", help="Drafts per round: a number, or auto (default: auto).", rich_help_panel=METHOD),
     ] = None
 
 
@@ -85,22 +87,24 @@ class SamplingOptions:
     """Sampling settings."""
 
     max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens to generate (default: 256).", rich_help_panel=SAMPLING)
+        int | None, typer.Option(help="Maximum number of tokens to generate (default: 256).", rich_help_panel=SAMPLING)
     ] = None
     temperature: Annotated[
-        float | None, typer.Option("--temperature", "-t", help="0 is greedy (default: 0).", rich_help_panel=SAMPLING)
+        float | None,
+        typer.Option("--temperature", "-t", help="Temperature; 0 is greedy (default: 0).", rich_help_panel=SAMPLING),
     ] = None
     top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.", rich_help_panel=SAMPLING)] = (
         None
     )
     top_p: Annotated[
-        float | None, typer.Option(help="Keep the likeliest tokens up to this mass.", rich_help_panel=SAMPLING)
+        float | None, typer.Option(help="Keep the likeliest tokens up to this total probability.", rich_help_panel=SAMPLING)
     ] = None
     min_p: Annotated[
-        float | None, typer.Option(help="Drop tokens below this share of the likeliest.", rich_help_panel=SAMPLING)
+        float | None,
+        typer.Option(help="Drop tokens less likely than this fraction of the likeliest.", rich_help_panel=SAMPLING),
     ] = None
     repetition_penalty: Annotated[
-        float | None, typer.Option(help="Over prompt and output; 1 is off.", rich_help_panel=SAMPLING)
+        float | None, typer.Option(help="Penalty on tokens of prompt and output; 1 is off.", rich_help_panel=SAMPLING)
     ] = None
     presence_penalty: Annotated[
         float | None, typer.Option(help="Over the output, -2 to 2; 0 is off.", rich_help_panel=SAMPLING)
@@ -108,13 +112,11 @@ class SamplingOptions:
     frequency_penalty: Annotated[
         float | None, typer.Option(help="Over the output, -2 to 2; 0 is off.", rich_help_panel=SAMPLING)
     ] = None
-    stop: Annotated[
-        list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.", rich_help_panel=SAMPLING)
-    ] = None
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.", rich_help_panel=SAMPLING)] = None
     ignore_eos: Annotated[
-        bool | None, typer.Option("--ignore-eos", help="Go on past the end-of-text token.", rich_help_panel=SAMPLING)
+        bool | None, typer.Option("--ignore-eos", help="Continue after the end-of-text token.", rich_help_panel=SAMPLING)
     ] = None
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.", rich_help_panel=SAMPLING)] = None
+    seed: Annotated[int | None, typer.Option(help="Random seed.", rich_help_panel=SAMPLING)] = None
 
     def or_readable(self) -> SamplingOptions:
         """These options; without a temperature those at which a model's text reads best: greedy text of small ones loops."""
@@ -169,9 +171,9 @@ def parse_k(value: str | None) -> int | str:
     try:
         number = int(value)
     except ValueError:
-        raise OutriderError(f"--k {value!r}: give a number of drafts, or auto") from None
+        raise OutriderError(f"invalid --k {value!r}: expected a number of drafts, or auto") from None
     if number < 0:
-        raise OutriderError(f"--k {number}: the number of drafts cannot be negative; 0 is plain decoding")
+        raise OutriderError(f"invalid --k {number}: expected 0 (plain decoding) or more")
     return number
 
 
@@ -184,7 +186,7 @@ def parse_list(option: str, text: str, parse: Callable[[str], Result]) -> tuple[
         try:
             value = parse(item)
         except ValueError:
-            raise OutriderError(f"{option} {text!r}: {item!r} does not fit here") from None
+            raise OutriderError(f"invalid {option} {text!r}: cannot read {item!r}") from None
         if value not in items:
             items.append(value)
     return tuple(items)

@@ -34,25 +34,27 @@ MAX_BATCH = 32  # default limit of concurrent sequences; the cache grows with th
 class ListenOptions:
     """Address, keys and logging."""
 
-    host: Annotated[str | None, typer.Option(help="Default: 127.0.0.1, this machine only.", rich_help_panel=LISTEN)] = None
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on (default: 127.0.0.1, this machine only).", rich_help_panel=LISTEN)
+    ] = None
     port: Annotated[int | None, typer.Option(help="Default: 8000.", rich_help_panel=LISTEN)] = None
     name: Annotated[
-        str | None, typer.Option(help="Of the model, for clients (default: the target's folder or id).", rich_help_panel=LISTEN)
+        str | None, typer.Option(help="Model name for clients (default: the target's folder or id).", rich_help_panel=LISTEN)
     ] = None
     api_keys: Annotated[
         Path | None,
         typer.Option(
-            help="File of lines: key, then a name and a priority if wanted (default: OUTRIDER_API_KEYS, else no key is asked"
-            " for).",
+            help="File with one KEY [NAME [PRIORITY]] per line (default: OUTRIDER_API_KEYS; without either, no key is"
+            " required).",
             rich_help_panel=LISTEN,
         ),
     ] = None
     record: Annotated[
         Path | None,
-        typer.Option(help="Append what is asked to this file, text included: outrider tune reads it.", rich_help_panel=LISTEN),
+        typer.Option(help="Append requests, text included, to this file for outrider tune.", rich_help_panel=LISTEN),
     ] = None
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.", rich_help_panel=LISTEN)
+        bool, typer.Option("--trust-remote-code", help="Run Python code from the model repository.", rich_help_panel=LISTEN)
     ] = False
 
 
@@ -60,22 +62,24 @@ class ListenOptions:
 class LimitOptions:
     """Limits of the server."""
 
-    max_batch: Annotated[int | None, typer.Option(help="Sequences at once (default: 32).", rich_help_panel=LIMITS)] = None
+    max_batch: Annotated[int | None, typer.Option(help="Concurrent sequences (default: 32).", rich_help_panel=LIMITS)] = None
     max_queue: Annotated[
-        int | None, typer.Option(help="Sequences that may wait; then 429 (default: 256).", rich_help_panel=LIMITS)
+        int | None, typer.Option(help="Waiting sequences before 429 is returned (default: 256).", rich_help_panel=LIMITS)
     ] = None
     kv_memory: Annotated[
         float | None,
-        typer.Option(help="GiB that the target's cache may take (default: what comes).", rich_help_panel=LIMITS),
+        typer.Option(help="GiB limit of the target's KV cache (default: no limit).", rich_help_panel=LIMITS),
     ] = None
-    max_body: Annotated[int | None, typer.Option(help="Bytes of one call (default: 4 MiB).", rich_help_panel=LIMITS)] = None
+    max_body: Annotated[
+        int | None, typer.Option(help="Maximum bytes per request body (default: 4 MiB).", rich_help_panel=LIMITS)
+    ] = None
     request_timeout: Annotated[
         float | None,
         typer.Option(help="Seconds from a call's first byte to the end of its answer (default: 600).", rich_help_panel=LIMITS),
     ] = None
     stream_interval: Annotated[
         float | None,
-        typer.Option(help="Seconds between two chunks of a stream, at least (default: 0.02).", rich_help_panel=LIMITS),
+        typer.Option(help="Minimum seconds between two chunks of a stream (default: 0.02).", rich_help_panel=LIMITS),
     ] = None
     shutdown_grace: Annotated[
         float | None,
@@ -126,15 +130,16 @@ class EngineOptions:
     """Another engine instead of Outrider's."""
 
     engine: Annotated[
-        str | None, typer.Option(help="vllm: run the plan there, with its own options behind --.", rich_help_panel=ELSEWHERE)
+        str | None, typer.Option(help="vllm: run the plan on vLLM; its own options follow --.", rich_help_panel=ELSEWHERE)
     ] = None
     engine_python: Annotated[
-        str | None, typer.Option(help="Python of its environment (default: found on PATH).", rich_help_panel=ELSEWHERE)
+        str | None,
+        typer.Option(help="Python of that engine's environment (default: searched on PATH).", rich_help_panel=ELSEWHERE),
     ] = None
     own_code: Annotated[
         bool,
         typer.Option(
-            "--own-code", help="Draft with Outrider's proposer where it has one of its own.", rich_help_panel=ELSEWHERE
+            "--own-code", help="Use Outrider's proposer even where the engine has its own.", rich_help_panel=ELSEWHERE
         ),
     ] = False
 
@@ -142,9 +147,9 @@ class EngineOptions:
 @with_groups
 def command(
     *,
-    plan: Annotated[Path | None, typer.Argument(help="A TOML file with options; those given here go before it.")] = None,
+    plan: Annotated[Path | None, typer.Argument(help="TOML file with options; command-line options take precedence.")] = None,
     engine_options: Annotated[
-        list[str] | None, typer.Argument(help="With --engine, behind --: options of that engine.", show_default=False)
+        list[str] | None, typer.Argument(help="With --engine, after --: options of that engine.", show_default=False)
     ] = None,
     elsewhere: EngineOptions,
     listening: ListenOptions,
@@ -163,7 +168,7 @@ def command(
     if elsewhere.engine is not None:
         serve_elsewhere(plan, passed, elsewhere, listening, limits, (models, methods))
     if passed or elsewhere.engine_python is not None or elsewhere.own_code:
-        raise OutriderError("options of another engine need --engine: outrider serve --engine vllm plan.toml -- ...")
+        raise OutriderError("options after -- need --engine: outrider serve --engine vllm plan.toml -- ...")
     try:
         from outrider.server.bridge import load_aside
         from outrider.server.config import KeyRing, ServerConfig
@@ -227,7 +232,7 @@ def serve_elsewhere(
     for name, value in {**asdict(listening), **asdict(limits)}.items():
         if name not in shared and is_given(value):
             raise OutriderError(
-                f"--{name.replace('_', '-')} is of Outrider's own server: give the engine's own options behind --"
+                f"--{name.replace('_', '-')} is an option of Outrider's own server: give the engine's own options after --"
             )
     engine = ENGINES.get(elsewhere.engine or "")()
     known = joined(

@@ -92,14 +92,14 @@ def check_machine(models: ModelOptions) -> None:
     from outrider.types import OutriderError
 
     if models.max_len is not None and models.max_len < 2:
-        raise OutriderError(f"--max-len {models.max_len}: a context holds at least 2 tokens")
+        raise OutriderError(f"invalid --max-len {models.max_len}: expected at least 2 tokens")
     if models.device in (None, "auto"):
         return
     try:
         torch.empty(0, device=models.device)
     except (RuntimeError, AssertionError, NotImplementedError):
         there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-        raise OutriderError(f"there is no device {models.device!r} here; there is {', '.join(there)}") from None
+        raise OutriderError(f"unknown device {models.device!r}: available are {', '.join(there)}") from None
 
 
 def check_source(model: str | None) -> None:
@@ -111,19 +111,19 @@ def check_source(model: str | None) -> None:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise OutriderError(f"{model} is not a model folder: it has no config.json")
+            raise OutriderError(f"{model} is not a model folder: config.json is missing")
         return
     if path.exists():
-        raise OutriderError(f"{model} is a file; give the folder that holds config.json and the weights")
+        raise OutriderError(f"{model} is a file: give the folder with config.json and the weights")
     if not model or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise OutriderError(f"there is no model folder {model!r}; a model of the Hugging Face hub is written owner/name")
+        raise OutriderError(f"no model folder {model!r}: expected a folder, or a Hugging Face id owner/name")
     if not _hub_reachable():
         os.environ["HF_HUB_OFFLINE"] = "1"  # otherwise every file is requested six times, with pauses
         from huggingface_hub import try_to_load_from_cache
 
         if not isinstance(try_to_load_from_cache(model, "config.json"), str):
             raise OutriderError(
-                f"{model!r} is neither a local folder nor downloaded before, and the Hugging Face hub cannot be reached"
+                f"{model!r} is neither a local folder nor in the download cache, and the Hugging Face hub is unreachable"
             )
 
 

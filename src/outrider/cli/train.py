@@ -13,7 +13,7 @@ from outrider.cli.options import parse_list, with_groups
 if TYPE_CHECKING:
     from outrider.train.runs import Bench, HeadPlan
 
-HELP = "Train what drafts for a target. Interrupted? The same command goes on where it stopped."
+HELP = "Train drafts and heads for a target. Repeat the command to resume an interrupted run."
 EXAMPLES = """Examples:
 
 outrider train medusa --target ./my-model --text notes.jsonl --out heads/medusa
@@ -31,7 +31,7 @@ outrider train early-exit --target ./my-model --text notes.jsonl --minutes 60 --
 outrider generate --target ./my-model --method eagle --draft heads/eagle3 "Dear Sir,"
 """
 WHAT, TEXT, LONG = "What", "Text", "How long"
-Out = Annotated[Path, typer.Option(help="Folder for what was trained.", rich_help_panel=WHAT)]
+Out = Annotated[Path, typer.Option(help="Output folder.", rich_help_panel=WHAT)]
 MODEL_RATES = {"muon_lr": 0.002, "adam_lr": 0.0001}  # learning rates for already trained weights
 
 
@@ -44,26 +44,30 @@ class TextOptions:
     ] = None
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="Text file, or JSONL with text, prompt and completion, or messages; several.", rich_help_panel=TEXT),
+        typer.Option(
+            help="Text file, or JSONL with text, prompt and completion, or messages; repeatable.", rich_help_panel=TEXT
+        ),
     ] = None
     work: Annotated[
         Path | None,
-        typer.Option(help="Folder for features and checkpoints (default: OUT with -work at its end).", rich_help_panel=WHAT),
+        typer.Option(help="Folder for features and checkpoints (default: OUT-work).", rich_help_panel=WHAT),
     ] = None
-    seq_len: Annotated[int | None, typer.Option(help="Tokens of a row (default: 256).", rich_help_panel=TEXT)] = None
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per row (default: 256).", rich_help_panel=TEXT)] = None
     max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens of text that are used (default: 1000000).", rich_help_panel=TEXT)
+        int | None, typer.Option(help="Maximum number of text tokens to use (default: 1000000).", rich_help_panel=TEXT)
     ] = None
     regenerate: Annotated[
         bool | None,
-        typer.Option("--regenerate", help="The target writes the text anew after each row's beginning.", rich_help_panel=TEXT),
+        typer.Option(
+            "--regenerate", help="Replace each row by the target's continuation of its beginning.", rich_help_panel=TEXT
+        ),
     ] = None
     prompt_len: Annotated[
         int | None,
-        typer.Option(help="With --regenerate or --on-policy: tokens of that beginning (default: 64).", rich_help_panel=TEXT),
+        typer.Option(help="With --regenerate or --on-policy: tokens of the beginning (default: 64).", rich_help_panel=TEXT),
     ] = None
     temperature: Annotated[
-        float | None, typer.Option(help="With --regenerate: 0 is greedy (default: 0).", rich_help_panel=TEXT)
+        float | None, typer.Option(help="With --regenerate: temperature; 0 is greedy (default: 0).", rich_help_panel=TEXT)
     ] = None
 
 
@@ -72,31 +76,36 @@ class LengthOptions:
     """Length and learning rates."""
 
     minutes: Annotated[
-        float | None, typer.Option(help="End by then, the learning rate with it (default: by --epochs).", rich_help_panel=LONG)
+        float | None,
+        typer.Option(
+            help="Minutes of training; the learning rate decays to zero by then (default: by --epochs).", rich_help_panel=LONG
+        ),
     ] = None
-    epochs: Annotated[float | None, typer.Option(help="Times over the text, at most (default: 4).", rich_help_panel=LONG)] = (
+    epochs: Annotated[float | None, typer.Option(help="Maximum passes over the text (default: 4).", rich_help_panel=LONG)] = (
         None
     )
     batch_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of a step; less needs less memory (default: 4096).", rich_help_panel=LONG)
+        int | None, typer.Option(help="Tokens per step; fewer need less memory (default: 4096).", rich_help_panel=LONG)
     ] = None
     muon_lr: Annotated[
         float | None,
         typer.Option(
-            help="Learning rate of the layers' matrices (default: 0.01; 0.002 for a model that goes on from its weights).",
+            help="Learning rate of the layers' matrices (default: 0.01; 0.002 to continue an existing model).",
             rich_help_panel=LONG,
         ),
     ] = None
     adam_lr: Annotated[
         float | None,
         typer.Option(
-            help="Learning rate of all else (default: 0.001; 0.0001 for a model that goes on).",
+            help="Learning rate of other weights (default: 0.001; 0.0001 to continue an existing model).",
             rich_help_panel=LONG,
         ),
     ] = None
     compiled: Annotated[
         bool | None,
-        typer.Option("--compile", help="Compile what can be: a minute that pays on longer runs.", rich_help_panel=LONG),
+        typer.Option(
+            "--compile", help="Compile the training step; takes a minute and pays on longer runs.", rich_help_panel=LONG
+        ),
     ] = None
 
 
@@ -104,8 +113,8 @@ class LengthOptions:
 def medusa(
     *,
     out: Out,
-    heads: Annotated[int, typer.Option(help="Heads: the longest draft.", rich_help_panel=WHAT)] = 4,
-    layers: Annotated[int, typer.Option(help="Residual blocks of a head.", rich_help_panel=WHAT)] = 1,
+    heads: Annotated[int, typer.Option(help="Number of heads, the longest draft.", rich_help_panel=WHAT)] = 4,
+    layers: Annotated[int, typer.Option(help="Residual blocks per head.", rich_help_panel=WHAT)] = 1,
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
@@ -124,20 +133,21 @@ def eagle(  # noqa: PLR0913 - one parameter an option
         int, typer.Option(help="1 (EAGLE-1 and EAGLE-2, which share their weights) or 3.", rich_help_panel=WHAT)
     ] = 3,
     steps: Annotated[
-        int | None, typer.Option(help="Steps of depth trained at once (default: 5; EAGLE-1: 1).", rich_help_panel=WHAT)
+        int | None, typer.Option(help="Depths trained per step (default: 5; EAGLE-1: 1).", rich_help_panel=WHAT)
     ] = None,
     layers: Annotated[
         str | None,
         typer.Option(
-            help="Three hidden states of the target that EAGLE-3 reads, transformers' count (default: 2, n/2, n-3).",
+            help="Three hidden states for EAGLE-3, numbered as in transformers (default: 2, n/2, n-3).",
             rich_help_panel=WHAT,
         ),
     ] = None,
     draft_vocab: Annotated[
-        int | None, typer.Option(help="EAGLE-3: draft the most frequent so many tokens (default: all).", rich_help_panel=WHAT)
+        int | None,
+        typer.Option(help="EAGLE-3: draft only this many of the most frequent tokens (default: all).", rich_help_panel=WHAT),
     ] = None,
     formats: Annotated[
-        str, typer.Option("--format", help="native, speculators, or both with a comma.", rich_help_panel=WHAT)
+        str, typer.Option("--format", help="native, speculators, or both separated by a comma.", rich_help_panel=WHAT)
     ] = "native",
     text: TextOptions,
     length: LengthOptions,
@@ -149,10 +159,10 @@ def eagle(  # noqa: PLR0913 - one parameter an option
 
     check(steps=steps, draft_vocab=draft_vocab)
     if generation not in (1, 3):
-        raise OutriderError(f"--generation {generation}: 1 (EAGLE-1 and EAGLE-2) or 3")
+        raise OutriderError(f"invalid --generation {generation}: expected 1 (EAGLE-1 and EAGLE-2) or 3")
     kinds = parse_list("--format", formats, str)
     if not set(kinds) <= set(FORMATS):
-        raise OutriderError(f"--format {formats}: {', '.join(FORMATS)}")
+        raise OutriderError(f"invalid --format {formats}: expected {', '.join(FORMATS)}")
     states = parse_list("--layers", layers, int) if layers is not None else None
     run = EagleRun(generation, steps, states, draft_vocab, kinds)
     done(train_eagle(bench_of(text, out), out, plan_of(length), run), f"--method eagle --draft {out}")
@@ -164,24 +174,25 @@ def draft(  # noqa: PLR0913 - one parameter an option
     out: Out,
     layers: Annotated[
         int | None,
-        typer.Option(help="Layers of the draft (default: an eighth of the target's, two at least).", rich_help_panel=WHAT),
+        typer.Option(help="Layers of the draft (default: an eighth of the target's, at least two).", rich_help_panel=WHAT),
     ] = None,
     width: Annotated[
         int | None,
-        typer.Option(help="Its hidden size (default: the target's, whose layers it then begins as).", rich_help_panel=WHAT),
+        typer.Option(help="Hidden size of the draft (default: the target's).", rich_help_panel=WHAT),
     ] = None,
     from_layers: Annotated[
         str | None,
-        typer.Option(help="The target's layers, from 0, that it begins as (default: evenly spaced).", rich_help_panel=WHAT),
+        typer.Option(help="Target layers, counted from 0, that initialise it (default: evenly spaced).", rich_help_panel=WHAT),
     ] = None,
     start: Annotated[
-        str | None, typer.Option(help="Go on from this draft, a folder or hub id, in place of a new one.", rich_help_panel=WHAT)
+        str | None, typer.Option(help="Continue this draft, a folder or hub id, instead of a new one.", rich_help_panel=WHAT)
     ] = None,
     loss: Annotated[
-        str, typer.Option(help="kl (forward KL) or tv (total variation: what is rejected when sampling).", rich_help_panel=WHAT)
+        str,
+        typer.Option(help="kl (forward KL) or tv (total variation, the rejection rate when sampling).", rich_help_panel=WHAT),
     ] = "kl",
     on_policy: Annotated[
-        float, typer.Option(help="Share of a step's rows that the draft writes itself, as it is then.", rich_help_panel=TEXT)
+        float, typer.Option(help="Share of a step's rows that the current draft generates itself.", rich_help_panel=TEXT)
     ] = 0.0,
     text: TextOptions,
     length: LengthOptions,
@@ -196,7 +207,7 @@ def draft(  # noqa: PLR0913 - one parameter an option
     check(layers=layers, width=width)
     check_source(start)
     if start is not None and (layers, width, from_layers) != (None, None, None):
-        raise OutriderError("--start is a draft that has a size: leave out --layers, --width and --from-layers")
+        raise OutriderError("--start determines the draft's size: leave out --layers, --width and --from-layers")
     chosen = parse_list("--from-layers", from_layers, int) if from_layers is not None else None
     teaching = Distillation(loss=loss, on_policy=on_policy, **given(text, "prompt_len"))
     run = DraftRun(DraftShape(layers, width, chosen), start, teaching)
@@ -210,10 +221,10 @@ def early_exit(
     out: Out,
     max_drop: Annotated[float, typer.Option(help="Layer dropout of the last layer.", rich_help_panel=WHAT)] = 0.1,
     exit_scale: Annotated[
-        float, typer.Option(help="How much early exits weigh beside the last layer.", rich_help_panel=WHAT)
+        float, typer.Option(help="Weight of early exits relative to the last layer.", rich_help_panel=WHAT)
     ] = 1.0,
     rotation: Annotated[
-        int | None, typer.Option(help="A step trains every so-manyth exit, in turn (default: one exit).", rich_help_panel=WHAT)
+        int | None, typer.Option(help="A step trains every R-th exit, in turn (default: one exit).", rich_help_panel=WHAT)
     ] = None,
     text: TextOptions,
     length: LengthOptions,
@@ -225,7 +236,9 @@ def early_exit(
 
     check(rotation=rotation)
     if not 0 <= max_drop < 1 or exit_scale < 0:
-        raise OutriderError(f"--max-drop {max_drop} --exit-scale {exit_scale}: from 0 to below 1, and 0 or above")
+        raise OutriderError(
+            f"invalid --max-drop {max_drop} or --exit-scale {exit_scale}: expected 0 <= max-drop < 1 and exit-scale >= 0"
+        )
     skip = LayerSkip(max_drop=max_drop, exit_scale=exit_scale, rotation=rotation)
     done(train_early_exit(bench_of(text, out), out, plan_of(length, MODEL_RATES), skip), f"--target {out} --method early-exit")
 
@@ -239,7 +252,7 @@ def check(**numbers: int | None) -> None:
 
     for name, number in numbers.items():
         if number is not None and number < 1:
-            raise OutriderError(f"--{name.replace('_', '-')} {number}: at least 1")
+            raise OutriderError(f"invalid --{name.replace('_', '-')} {number}: expected at least 1")
 
 
 def given(options: Any, *names: str) -> dict[str, Any]:
@@ -255,7 +268,7 @@ def plan_of(length: LengthOptions, rates: dict[str, float] | None = None) -> Hea
     found = given(length, "minutes", "epochs", "batch_tokens", "muon_lr", "adam_lr", "compiled")
     for name, number in found.items():
         if number <= 0:
-            raise OutriderError(f"--{name.replace('_', '-')} {number}: above 0")
+            raise OutriderError(f"invalid --{name.replace('_', '-')} {number}: expected a number above 0")
     return HeadPlan(**((rates or {}) | found))
 
 
@@ -267,10 +280,10 @@ def bench_of(text: TextOptions, out: Path) -> Bench:
     from outrider.types import OutriderError
 
     if not text.text:
-        raise OutriderError("give text to train on: --text file.txt or --text file.jsonl")
+        raise OutriderError("no training text: give --text file.txt or --text file.jsonl")
     missing = next((path for path in text.text if not path.is_file()), None)
     if missing is not None:
-        raise OutriderError(f"no text file at {missing}")
+        raise OutriderError(f"text file {missing} does not exist")
     check(seq_len=text.seq_len, max_tokens=text.max_tokens, prompt_len=text.prompt_len)
     check_source(text.target)
     work = text.work or out.with_name(f"{out.name}-work")
@@ -278,7 +291,7 @@ def bench_of(text: TextOptions, out: Path) -> Bench:
         work.mkdir(parents=True, exist_ok=True)
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutriderError(f"cannot make the folder {error.filename}: {error.strerror}") from None
+        raise OutriderError(f"cannot create the folder {error.filename}: {error.strerror}") from None
     show_notices()
     names = ("seq_len", "max_tokens", "regenerate", "prompt_len", "temperature")
     source = Source(tuple(text.text), **given(text, *names))
@@ -296,6 +309,6 @@ def done(finished: bool, options: str) -> None:
     if not finished:
         from outrider.cli.app import EXIT_INTERRUPTED
 
-        typer.echo("everything so far is kept: run the same command to go on", err=True)
+        typer.echo("progress is saved: repeat the command to resume", err=True)
         raise typer.Exit(EXIT_INTERRUPTED)
-    typer.echo(f"done: {options} drafts with it; curve and measurements are beside it", err=True)
+    typer.echo(f"done: use it with {options}; curve and measurements are in the same folder", err=True)

@@ -42,7 +42,7 @@ class TrafficOptions:
     traffic: Annotated[
         Path | None,
         typer.Option(
-            help="JSONL (.gz) of prompts, or of the bodies of OpenAI requests with their own sampling settings.",
+            help="JSONL (.gz) of prompts, or of OpenAI request bodies with their sampling settings.",
             rich_help_panel=TRAFFIC,
         ),
     ] = None
@@ -51,7 +51,7 @@ class TrafficOptions:
         typer.Option(help="Built-in prompts instead: code,edit,json,summary,math,chat,story.", rich_help_panel=TRAFFIC),
     ] = None
     num_prompts: Annotated[
-        int, typer.Option(min=1, help="Prompts to measure with, spread over the traffic.", rich_help_panel=TRAFFIC)
+        int, typer.Option(min=1, help="Prompts to use, spread over the traffic.", rich_help_panel=TRAFFIC)
     ] = 16
 
 
@@ -62,7 +62,7 @@ class SearchOptions:
     methods: Annotated[
         str,
         typer.Option(
-            help="Methods, separated by commas; name:draft=folder for one with a draft of its own; all for every other.",
+            help="Methods, separated by commas; name:draft=folder gives a method its own draft; all adds every other method.",
             rich_help_panel=SEARCH,
         ),
     ] = "all"
@@ -70,7 +70,7 @@ class SearchOptions:
         str | None,
         typer.Option("--k", help="Drafts per round to try, in addition to auto (default: 1,2,4,8,15).", rich_help_panel=SEARCH),
     ] = None
-    batch: Annotated[str, typer.Option(help="Texts at a time that the plan is for.", rich_help_panel=SEARCH)] = "1"
+    batch: Annotated[str, typer.Option(help="Batch sizes that the plan is for.", rich_help_panel=SEARCH)] = "1"
     repeat: Annotated[
         int, typer.Option(min=1, help="Times that the finalists run on all prompts, at most.", rich_help_panel=SEARCH)
     ] = 3
@@ -80,15 +80,13 @@ class SearchOptions:
 class OutputOptions:
     """Output files."""
 
-    out: Annotated[Path | None, typer.Option(help=f"The plan (default: {PLAN}).", rich_help_panel=OUTPUT)] = None
-    report: Annotated[Path | None, typer.Option(help="Write a report, one HTML file.", rich_help_panel=OUTPUT)] = None
+    out: Annotated[Path | None, typer.Option(help=f"File for the plan (default: {PLAN}).", rich_help_panel=OUTPUT)] = None
+    report: Annotated[Path | None, typer.Option(help="Write a report as one HTML file.", rich_help_panel=OUTPUT)] = None
     json: Annotated[
         Path | None,
-        typer.Option(help="All that was found, kept as it is found (default: beside the plan, .json).", rich_help_panel=OUTPUT),
+        typer.Option(help="File for intermediate results (default: the plan's name with .json).", rich_help_panel=OUTPUT),
     ] = None
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on where an interrupted search ended.", rich_help_panel=OUTPUT)
-    ] = False
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted search.", rich_help_panel=OUTPUT)] = False
 
     @property
     def plan(self) -> Path:
@@ -103,9 +101,9 @@ class OutputOptions:
         from outrider.types import OutriderError
 
         if self.out is None and self.plan.exists():
-            raise OutriderError(f"{self.plan} is there already: give --out {self.plan} to replace it, or another name")
+            raise OutriderError(f"{self.plan} already exists: give --out {self.plan} to replace it, or another name")
         if self.report is not None and self.report.suffix.lower() not in (".html", ".htm"):
-            raise OutriderError(f"--report {self.report}: it is an HTML file, so name it .html")
+            raise OutriderError(f"invalid --report {self.report}: expected a name that ends in .html")
         check_outputs({"--out": self.plan, "--json": self.journal, "--report": self.report})
         if self.report is not None:
             from outrider.bench.html import check_installed
@@ -162,7 +160,7 @@ def command(
     except KeyboardInterrupt:
         from outrider.cli.console import err
 
-        err.print(f"what was found so far is in {output.journal}; the same command with --resume goes on from there")
+        err.print(f"intermediate results are in {output.journal}; repeat the command with --resume to continue")
         raise
     finish(search, chosen, models, output)
 
@@ -221,7 +219,7 @@ def read_question(asked: SearchOptions) -> Question:
     batches = parse_list("--batch", asked.batch, int)
     lengths = Question.lengths if asked.k is None else parse_list("--k", asked.k, int)
     if min(batches) < 1 or min(lengths) < 1:
-        raise OutriderError("--batch and --k hold numbers from 1 on; auto and plain decoding are always tried")
+        raise OutriderError("invalid --batch or --k: expected numbers of at least 1; auto and plain decoding are always tried")
     return Question(lengths, batches, asked.repeat)
 
 
@@ -232,9 +230,7 @@ def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[Ask
 
     defaults = sampling.params(max_tokens=MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens)
     if (traffic.traffic is None) == (traffic.workloads is None):
-        raise OutriderError(
-            "say what the plan is for: either --traffic FILE, or --workloads code,edit,... for built-in prompts"
-        )
+        raise OutriderError("no traffic: give either --traffic FILE, or --workloads code,edit,... for built-in prompts")
     if traffic.traffic is not None:
         return read_file(traffic.traffic, traffic.num_prompts, defaults)
     assert traffic.workloads is not None

@@ -76,7 +76,7 @@ class Checkup:
     def verdict(self) -> str:
         """One line."""
         if not self.fits:
-            return "does not fit: see what is marked wrong."
+            return "does not fit: see the lines marked wrong."
         assert self.acceptance is not None
         doubts = any(finding.level == "suspicious" for finding in self.findings)
         gain = f"{self.acceptance.speedup:.2f} times plain decoding's speed with {K} drafts a round"
@@ -108,13 +108,13 @@ def _stages(patient: Patient, checkup: Checkup, progress: Progress) -> Iterator[
     yield _cache_memory(llm.runner)
     foreign = patient.options.get("draft_tokenizer")
     setting = Setting(llm.runner, llm.tokenizer, draft, foreign, options=options, drafts=drafts)
-    progress(f"looking at {name}")
+    progress(f"checking {name}")
     yield from kind.examine(setting)
     contenders = Contenders(llm, draft)
     contenders.prepare(Contender(patient.method, K))
-    yield Finding("ok", "loading", "everything loads, and no weight is NaN or infinite")
+    yield Finding("ok", "loading", "all files load, and no weight is NaN or infinite")
     if llm.tokenizer is None:
-        yield Finding("wrong", "tokenizer", "there is none with the target, so no prompt can be tried")
+        yield Finding("wrong", "tokenizer", "the target has none, so no prompt can be tried")
         return
     prompts = [encode(llm.tokenizer, prompt) for workload in WORKLOADS for prompt in builtin(workload, 1)]
     prompts = [ids[-llm.runner.max_len // 2 :] for ids in prompts]
@@ -137,24 +137,24 @@ def _measured(
     plain, drafted = (runs[contender.label] for contender in pair)
     checkup.acceptance = found = _acceptance(plain, drafted, len(prompts))
     if drafted.faults:
-        yield Finding("wrong", "drafting", f"it failed in {drafted.faults} rounds, which then went on without drafts")
+        yield Finding("wrong", "drafting", f"it failed in {drafted.faults} rounds, which continued without drafts")
     first = found.by_position[0]
     if not drafted.num_drafts:
-        yield Finding("note", "acceptance", "nothing was drafted on these prompts, so nothing can be said of it")
+        yield Finding("note", "acceptance", "nothing was drafted on these prompts, so acceptance is unknown")
     elif first < DOUBTFUL and PROPOSERS.get(split_method(patient.method)[0]).reads_text_only:
         yield Finding("note", "acceptance", f"{first:.0%} of first drafts are accepted: these prompts hardly repeat themselves")
     elif first < HOPELESS:
-        yield Finding("wrong", "acceptance", f"{first:.0%} of first drafts are accepted: it was made for another target, or is"
+        yield Finding("wrong", "acceptance", f"{first:.0%} of first drafts are accepted: it was made for another target or is"
                       " not trained for this kind of text")  # fmt: skip
     elif first < DOUBTFUL:
         yield Finding("suspicious", "acceptance", f"only {first:.0%} of first drafts are accepted")
     if patient.params.is_greedy:
         same = sum(a == b for a, b in zip(plain.token_ids, drafted.token_ids, strict=True))
-        said = f"with and without drafts the same text for {same} of {len(prompts)} prompts"
+        said = f"same text with and without drafts for {same} of {len(prompts)} prompts"
         if same == len(prompts):
             yield Finding("ok", "text", said)
         else:
-            yield Finding("note", "text", said + ": where two tokens are almost equally likely, rounding decides")
+            yield Finding("note", "text", said + ": rounding decides where two tokens are almost equally likely")
     return drafted
 
 
@@ -191,11 +191,11 @@ def _tried(
     best = max(runs, key=lambda method: runs[method].mean_acceptance_length)
     found, tau = runs[best].mean_acceptance_length, drafted.mean_acceptance_length
     if found > BETTER * tau or _is_clear(runs[best], drafted):
-        yield Finding("suspicious", "options", f"{best} fits better: {found:.2f} tokens a pass instead of {tau:.2f}")
+        yield Finding("suspicious", "options", f"{best} fits better: {found:.2f} tokens per pass instead of {tau:.2f}")
         return
     said = ", ".join(f"{method} {run.mean_acceptance_length:.2f}" for method, run in runs.items())
-    verdict = "no better" if found <= tau else "too little better to tell from so short texts (--max-tokens makes them longer)"
-    yield Finding("ok" if found <= tau else "note", "options", f"tokens a pass instead of {tau:.2f}: {said}; {verdict}")
+    verdict = "no better" if found <= tau else "not significant at this length (raise --max-tokens)"
+    yield Finding("ok" if found <= tau else "note", "options", f"tokens per pass instead of {tau:.2f}: {said}; {verdict}")
 
 
 def _is_clear(better: Run, drafted: Run) -> bool:
@@ -214,7 +214,7 @@ def _memory_on_disk(sources: list[Any]) -> Iterator[Finding]:
     files = [file for source in sources if isinstance(source, (str, Path)) for file in _weights_in(Path(source))]
     needed, free = sum(file.stat().st_size for file in files), free_memory()
     if files and free is not None:
-        said = f"the weights take {size(needed)}, {size(free)} are free"
+        said = f"the weights take {size(needed)}; {size(free)} are free"
         yield Finding("ok" if needed < 0.9 * free else "wrong", "memory", said)
 
 
@@ -228,9 +228,9 @@ def _cache_memory(runner: ModelRunner) -> Finding:
     """Check the cache of a request that fills the context window."""
     needed = runner.cache.shape.floats_per_token * runner.max_len * runner.cache.dtype.itemsize
     free = free_memory()
-    said = f"a request that fills the window of {runner.max_len} tokens takes {size(needed)} of cache"
+    said = f"a request that fills the context of {runner.max_len} tokens takes {size(needed)} of cache"
     if free is not None and runner.device.type == "cpu" and needed > free:
-        return Finding("suspicious", "cache", f"{said}, {size(free)} are free: set --max-len")
+        return Finding("suspicious", "cache", f"{said}; {size(free)} are free: set --max-len")
     return Finding("ok", "cache", said)
 
 

@@ -110,7 +110,7 @@ def build_proposer(speculation: Speculation, runner: ModelRunner, tokenizer: Pre
         if speculation.method != AUTO:
             advice = f"choose a draft made for this target's tokenizer, or the method {DEFAULT_METHOD_WITH_FOREIGN_DRAFT!r}"
             raise OutriderError(f"{difference.what}; {advice}, which takes any") from difference
-        logger.info("%s: drafting across tokenizers", difference.what)
+        logger.info("%s: drafts are translated between the tokenizers", difference.what)
         proposer = PROPOSERS.get(DEFAULT_METHOD_WITH_FOREIGN_DRAFT).build(setting)
     return proposer
 
@@ -121,7 +121,7 @@ def build_verifiers(speculation: Speculation) -> tuple[Verifier, Verifier]:
     sampled: Verifier = VERIFIERS.get(verifier)() if isinstance(verifier, str) else verifier
     if not sampled.lossless:
         name = type(sampled).__name__
-        logger.warning("%s is lossy: faster, but the text does not follow the target's distribution", name)
+        logger.warning("%s is lossy: the output does not follow the target's distribution", name)
     deterministic: Verifier = VERIFIERS.get("exact")()
     # A lossy verifier also applies to greedy rounds; a lossless one would give the same result more slowly.
     return sampled, deterministic if sampled.lossless else sampled

@@ -265,7 +265,7 @@ class Engine:
         try:
             return self.runner.admit(entry.request.request_id, self.scheduler.slots(entry.request))
         except Exception as error:  # it would block the queue for ever: its prefill will show what memory there is
-            logger.warning("no memory could be set apart for request %s: %s", entry.request.request_id, error)
+            logger.warning("cannot reserve memory for request %s: %s", entry.request.request_id, error)
             return True
 
     def _retire(self, request_ids: Sequence[str]) -> None:

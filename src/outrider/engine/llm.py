@@ -168,7 +168,7 @@ class LLM:
         """
         conversation = as_messages(messages)
         if self.tokenizer is None or not self.tokenizer.chat_template:
-            raise OutriderError("this tokenizer has no chat template: use generate with a plain prompt")
+            raise OutriderError("the tokenizer has no chat template: use generate with a plain prompt")
         try:
             text = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template's own objection, in whatever form it raises it

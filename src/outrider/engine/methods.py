@@ -30,7 +30,7 @@ def chosen_methods(names: Sequence[str]) -> list[str]:
     named = [name for name in dict.fromkeys(names) if name != ALL]
     for name in named:
         if not getattr(PROPOSERS.get(split_method(name)[0]), "max_drafts", 1):
-            raise OutriderError("plain decoding is what the others are held against: name a method that drafts")
+            raise OutriderError("'plain' is the baseline and always included: name a method that drafts")
     if ALL in names:
         known = {split_method(name)[0] for name in named}
         named += [name for name in PROPOSERS if name not in known and PROPOSERS.get(name).max_drafts]
@@ -52,7 +52,7 @@ def fitting_proposers(
     reasons: dict[str, str] = {}
     for method in methods:
         if verifier is not None and not verifier.handles_trees and PROPOSERS.get(split_method(method)[0]).drafts_trees:
-            reasons[method] = f"it drafts trees, and {type(verifier).__name__} judges chains"
+            reasons[method] = f"it drafts trees, and {type(verifier).__name__} supports chains only"
             continue
         try:
             proposers[method] = build_proposer(replace(speculation, method=method, proposer=None), runner, tokenizer)

@@ -22,21 +22,21 @@ else:
 
 # key -> type, option of LLM (None: the same name), comment in the file
 KEYS: dict[str, tuple[type | tuple[type, ...], str | None, str]] = {
-    "target": (str, None, "folder or hub id; left out: the embedded model"),
-    "draft": (str, None, "folder or hub id of what drafts: a small model, or heads"),
-    "method": (str, None, "where drafts come from"),
-    "k": ((int, str), "num_draft_tokens", "drafts a round: a number, or auto"),
+    "target": (str, None, "folder or hub id; default: the embedded model"),
+    "draft": (str, None, "folder or hub id of a small model or of heads"),
+    "method": (str, None, "source of drafts"),
+    "k": ((int, str), "num_draft_tokens", "drafts per round: a number, or auto"),
     "verifier": (str, None, "acceptance rule"),
     "same_text": (bool, None, "the same tokens with and without drafts"),
-    "max_batch": (int, None, "sequences that run at once"),
+    "max_batch": (int, None, "sequences that run concurrently"),
     "max_len": (int, None, "longest context in tokens, prompt included"),
-    "kv_memory": ((int, float), None, "GiB that the target's cache may take"),
+    "kv_memory": ((int, float), None, "GiB limit of the target's KV cache"),
     "dtype": (str, None, "float32, bfloat16, float16 or auto"),
     "device": (str, None, "cpu, cuda, cuda:1"),
     "compile": (str, None, "auto, always or never"),
 }
 FOLDERS = frozenset(("target", "draft"))  # keys that may name a folder
-HEAD = "# A plan for outrider serve. Every line may be left out: then the default holds.\n"
+HEAD = "# A plan for outrider serve. Every line is optional.\n"
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Plan:
         try:
             values = tomllib.loads(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise OutriderError(f"the plan cannot be read: {error}") from error
+            raise OutriderError(f"cannot read the plan: {error}") from error
         except tomllib.TOMLDecodeError as error:
-            raise OutriderError(f"{file} is not TOML: {error}") from error
+            raise OutriderError(f"{file} is not valid TOML: {error}") from error
         for key, value in values.items():
             if key not in KEYS:
                 raise OutriderError(f"{file}: unknown key {key!r}; known: {', '.join(KEYS)}")

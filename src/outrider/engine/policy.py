@@ -35,7 +35,7 @@ class FixedLength:
 
     def __init__(self, k: int) -> None:
         if k < 0:
-            raise OutriderError(f"the number of draft tokens must be 0 or more, not {k}")
+            raise OutriderError(f"invalid number of draft tokens {k}: expected 0 or more")
         self.k = k
 
     def next_lengths(self, context: Context) -> list[int]:

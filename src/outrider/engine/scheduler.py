@@ -81,12 +81,12 @@ class Scheduler:
         """Raises ``OutriderError`` if the request can never run."""
         self.check_prompt_len(request.num_prompt_tokens)
         if request.params.stop and self._make_detokenizer is None:
-            raise OutriderError("stop strings need a tokenizer: pass one, or use stop_token_ids")
+            raise OutriderError("stop strings need a tokenizer: pass tokenizer=..., or use stop_token_ids")
 
     def check_prompt_len(self, num_tokens: int) -> None:
         """Raise ``OutriderError`` if no prompt of this length can run."""
         if num_tokens < 1:
-            raise OutriderError("the prompt is empty: give at least one token")
+            raise OutriderError("empty prompt: expected at least one token")
         if num_tokens >= self.max_len:
             raise OutriderError(
                 f"the prompt has {num_tokens} tokens, which leaves no room in the context of {self.max_len}: "

@@ -44,11 +44,11 @@ class Engine(ABC):
     def check(self, wanted: Wanted, own_code: bool) -> None:
         """Raise ``OutriderError`` for settings that the engine lacks, independent of the method."""
         if own_code and not self.takes_code:
-            raise OutriderError(f"{self.name} takes no proposers of others: leave out --own-code, or export to vLLM")
+            raise OutriderError(f"{self.name} does not support custom proposers: leave out --own-code, or export to vLLM")
         if wanted.same_text:
             raise OutriderError(f"{self.name} has no same-text mode: leave same_text out of the plan, or use `outrider serve`")
         if wanted.verifier not in self.rules:
-            raise OutriderError(f"{self.name} has no acceptance rule like {wanted.verifier!r}: use {', '.join(self.rules)}")
+            raise OutriderError(f"{self.name} does not support the verifier {wanted.verifier!r}: use {', '.join(self.rules)}")
 
     @abstractmethod
     def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
@@ -61,7 +61,7 @@ class Engine(ABC):
     def refuse(self, kind: Portable, wanted: Wanted) -> OutriderError:
         """Return the error for an unsupported method."""
         advice = self.instead.get(type(kind), "serve the plan with `outrider serve`")
-        return OutriderError(f"{self.name} cannot draft with {kind.what} (method {wanted.method!r}): {advice}")
+        return OutriderError(f"{self.name} does not support {kind.what} (method {wanted.method!r}): {advice}")
 
 
 def gpu_environment(device: str | None) -> dict[str, str]:
@@ -73,7 +73,7 @@ def gpu_environment(device: str | None) -> dict[str, str]:
 def write(engine: Engine, wanted: Wanted, folder: Path, own_code: bool = False) -> Export:
     """Write the engine's files and its start script into the folder. Raises ``OutriderError``."""
     if own_code and not wanted.reads_text_only:
-        raise OutriderError(f"method {wanted.method!r} needs more than the text, so its own code cannot be brought along")
+        raise OutriderError(f"method {wanted.method!r} is not text-based: --own-code does not apply")
     engine.check(wanted, own_code)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,10 +94,10 @@ def _comment(text: str) -> str:
 
 
 def _script(engine: Engine, wanted: Wanted, export: Export) -> str:
-    remarks = [f"{engine.name} for {wanted.name}: method {wanted.method}, {wanted.k} drafts a round."]
+    remarks = [f"{engine.name} for {wanted.name}: method {wanted.method}, {wanted.k} drafts per round."]
     remarks += ["Written by outrider export; arguments are added to the command.", *export.notes]
     lines = ["#!/bin/sh", *map(_comment, remarks), "set -e", 'cd "$(dirname "$0")"']
     lines += [f"export {name}={shlex.quote(value)}" for name, value in export.environment.items()]
     if export.needs_outrider:
-        lines.append("# What drafts is Outrider's: pip install --no-deps outrider, into the environment of this command.")
+        lines.append("# The proposer is Outrider's: run pip install --no-deps outrider in the environment of this command.")
     return "\n".join([*lines, f'exec {shlex.join([*export.command, *export.options])} "$@"']) + "\n"

@@ -39,16 +39,16 @@ def find_command(engine: Engine, python: str | None) -> list[str]:
     Raises ``OutriderError`` if it is not installed or has no server.
     """
     if engine.program is None:
-        raise OutriderError(f"{engine.name} is not run by `outrider serve`: write its command with outrider export")
+        raise OutriderError(f"`outrider serve` cannot run {engine.name}: use outrider export")
     if python is not None:
         found_there = _asked(python, engine.module)
         if found_there not in (0, NAMELESS):
-            raise OutriderError(f"{engine.name} is not installed for {python}: give the Python of the environment that has it")
+            raise OutriderError(f"{engine.name} is not installed for {python}: give the Python of its environment")
         return [os.path.abspath(python), "-m", *(engine.nameless_entry if found_there else engine.entry)]
     found = shutil.which(engine.program) or shutil.which(engine.program, path=str(Path(sys.executable).parent))
     if found is None:
         raise OutriderError(
-            f"{engine.name} is not installed here: install {engine.module} in an environment of its own, and name its Python "
+            f"{engine.name} is not installed here: install {engine.module} in its own environment and give its Python "
             "with --engine-python"
         )
     return [os.path.abspath(found), *engine.entry[1:]]

@@ -47,7 +47,7 @@ class Sglang(Engine):
     def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
         flags, notes = self._drafting(wanted, folder)
         if flags and not wanted.has_own_k:
-            notes = [f"{wanted.k} drafts a round is a usual number, measure yours.", *notes]
+            notes = [f"{wanted.k} drafts per round is a typical number: measure yours.", *notes]
         environment = gpu_environment(wanted.device)
         general = {
             "model-path": wanted.target,
@@ -81,11 +81,11 @@ class Sglang(Engine):
         if isinstance(kind, SmallModel):
             if kind.other_tokenizer:
                 raise OutriderError(
-                    "SGLang takes only drafts with the target's tokenizer: give the plan another, or export to transformers"
+                    "SGLang needs a draft with the target's tokenizer: give the plan another draft, or export to transformers"
                 )
             return {"speculative-algorithm": "STANDALONE", "speculative-draft-model-path": kind.source, **chain}, []
         if isinstance(kind, Lookup):
-            note = "SGLang looks n-grams up in a trie of all requests, whatever min_n and max_n are; it needs a CUDA GPU."
+            note = "SGLang uses a trie over all requests and ignores min_n and max_n; it needs a CUDA GPU."
             return {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": k + 1}, [note]
         if isinstance(kind, FeatureHead):
             source, generation = heads.feature_head(kind, wanted, folder)

@@ -65,7 +65,7 @@ class Transformers(Engine):
         device = "" if wanted.device is None else f".to({wanted.device!r})"
         dtype = repr(wanted.dtype or "auto")
         program = TEMPLATE.format(target=repr(wanted.target), dtype=dtype, device=device, **model)
-        notes = ["transformers drafts for one text at a time, and has no server that does."]
+        notes = ["transformers drafts for one sequence at a time and has no server that does."]
         files = {FILE: json.dumps(config, indent=2) + "\n", PROGRAM: program}
         return Export(("python", PROGRAM), files=files, notes=notes)
 

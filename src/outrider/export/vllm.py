@@ -55,12 +55,12 @@ class Vllm(Engine):
         speculative, notes = self._speculative(wanted, folder, own_code)
         settings = _settings(wanted)
         if "rejection_sample_method" in speculative:
-            notes = [*notes, "Block verification is a part of vLLM's newer model runner: on a CPU it verifies token by token."]
+            notes = [*notes, "Block verification needs vLLM's newer model runner; on a CPU it verifies token by token."]
         carried = speculative.get("model") == ADAPTER
         if speculative:
             settings["speculative-config"] = speculative
             if not wanted.has_own_k:
-                notes = [f"vLLM does not choose the number of drafts: {wanted.k} is a usual one, measure yours.", *notes]
+                notes = [f"vLLM does not adapt the number of drafts: {wanted.k} is a typical one, measure yours.", *notes]
         if carried:
             settings["additional-config"] = {ADAPTER_KEY: {"method": wanted.method}}
         environment = gpu_environment(wanted.device)
@@ -77,7 +77,7 @@ class Vllm(Engine):
             return {"method": "custom_class", "model": ADAPTER, **count, **judged}, []
         if isinstance(kind, Lookup):
             window = {"prompt_lookup_min": kind.min_n, "prompt_lookup_max": kind.max_n}
-            note = "vLLM continues the earliest match, Outrider the latest; --own-code brings Outrider's."
+            note = "vLLM continues the earliest match, Outrider the latest; --own-code uses Outrider's."
             return {"method": "ngram", **count, **window, **judged}, [note]
         if isinstance(kind, SmallModel):
             config: dict[str, Any] = {"method": "draft_model", "model": kind.source, **count, **rule}
@@ -88,13 +88,13 @@ class Vllm(Engine):
             source, num_heads = heads.parallel_heads(kind, wanted, folder)
             k = min(wanted.k, num_heads)
             config = {"method": "medusa", "model": _within(source), "num_speculative_tokens": k, **judged}
-            return config, ["vLLM takes each head's likeliest token, a chain; Outrider drafts a tree of several."]
+            return config, ["vLLM drafts a chain of each head's likeliest token; Outrider drafts a tree."]
         if isinstance(kind, FeatureHead):
             if kind.asks_for_tree:
-                raise OutriderError("vLLM drafts chains, no trees: set top_k=1 in the method's options, or leave the tree out")
+                raise OutriderError("vLLM does not support trees: set the method's option top_k=1, or remove its tree options")
             source, generation = heads.feature_head(kind, wanted, folder)
             method = "eagle3" if generation == 3 else "eagle"
-            notes = [] if kind.top_k == 1 else ["vLLM drafts a chain; Outrider a tree, which is accepted further."]
+            notes = [] if kind.top_k == 1 else ["vLLM drafts a chain; Outrider a tree, which accepts more."]
             return {"method": method, "model": _within(source), **count, **rule}, notes
         raise self.refuse(kind, wanted)
 

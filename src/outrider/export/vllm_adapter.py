@@ -49,7 +49,7 @@ class TextProposer:
         """Raise ``OutriderError`` if the config names no method, or one that is not text-based."""
         named = (vllm_config.additional_config or {}).get(KEY)
         if not isinstance(named, dict) or "method" not in named:
-            raise OutriderError('--additional-config must hold {"outrider": {"method": ...}}: see outrider export --to vllm')
+            raise OutriderError('--additional-config must contain {"outrider": {"method": ...}}: see outrider export --to vllm')
         self._method = str(named["method"])
         self._proposer = build(self._method)
         self._k = min(int(vllm_config.speculative_config.num_speculative_tokens), self._proposer.max_drafts)
@@ -81,7 +81,7 @@ class TextProposer:
                 drafts[row] = chain
         except Exception:  # an exception would stop vLLM's engine
             pause = FAULT_PAUSE << min(self._num_faults, MAX_DOUBLINGS)
-            logger.exception("the proposer failed: no drafts for %d steps, then every text is read again", pause)
+            logger.exception("the proposer failed: no drafts for %d steps, then all sequences are read again", pause)
             self._num_faults, self._resumes_at = self._num_faults + 1, self._num_steps + pause
             self._texts.clear()
             self._proposer = build(self._method)
@@ -141,6 +141,6 @@ def build(method: str) -> Proposer:
     name, options = split_method(method)
     factory = PROPOSERS.get(name)
     if not factory.reads_text_only:
-        raise OutriderError(f"method {name!r} needs more than the text: only proposers that read nothing else run inside vLLM")
+        raise OutriderError(f"method {name!r} is not text-based: only text-based proposers run inside vLLM")
     proposer: Proposer = factory.build(Setting.without_target(options=options))
     return proposer

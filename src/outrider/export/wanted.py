@@ -71,7 +71,7 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
         check(kind.source)
     if isinstance(kind, SmallModel) and not kind.other_tokenizer and _tokenizers_differ(target, kind.source):
         if plan.given("method") is not None:
-            raise OutriderError(f"{kind.source} has another tokenizer than the target: leave the method out of the plan")
+            raise OutriderError(f"{kind.source} has another tokenizer than the target: remove the method from the plan")
         method = DEFAULT_METHOD_WITH_FOREIGN_DRAFT
         kind = _kind(method, draft, drafts_there)
     k = plan.given("k")

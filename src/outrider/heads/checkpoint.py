@@ -46,19 +46,19 @@ def find_folder(source: str | Path) -> Path:
     if path.is_dir():
         return path
     if path.exists() or str(source).startswith((".", "/", "~")) or str(source).count("/") != 1:
-        raise OutriderError(f"no head at {source}: give the folder that holds its config.json and weights, or a hub id")
+        raise OutriderError(f"no head at {source}: expected a folder with config.json and weights, or a hub id")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(str(source), allow_patterns=["*.json", *FILES, "*.safetensors", "*.bin"]))
     except Exception as error:  # the hub client raises many kinds of exceptions
-        raise OutriderError(f"cannot get {source} from the hub: {first_line(error)}") from error
+        raise OutriderError(f"cannot download {source} from the hub: {first_line(error)}") from error
 
 
 def folder_of(source: object) -> Path:
     """Return ``find_folder`` of a user's value. Raises ``OutriderError`` if it is neither a folder nor a hub id."""
     if not isinstance(source, (str, Path)):
-        raise OutriderError(f"heads are a folder, a hub id or a loaded module of outrider.heads, not {type(source).__name__}")
+        raise OutriderError(f"invalid heads {type(source).__name__}: expected a folder, a hub id or a module of outrider.heads")
     return find_folder(source)
 
 
@@ -93,22 +93,22 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         config = json.loads((folder / "config.json").read_text())
     except OSError:
-        raise OutriderError(f"{folder} holds no config.json: not a head's folder") from None
+        raise OutriderError(f"{folder} is not a head's folder: config.json is missing") from None
     except ValueError as error:
-        raise OutriderError(f"{folder}/config.json is no JSON: {first_line(error)}") from error
+        raise OutriderError(f"{folder}/config.json is not valid JSON: {first_line(error)}") from error
     if not isinstance(config, dict):
-        raise OutriderError(f"{folder}/config.json is no config: it holds a {type(config).__name__}")
+        raise OutriderError(f"{folder}/config.json must be an object, got a {type(config).__name__}")
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(folder):
         try:
             tensors |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
         except Exception as error:  # truncated files raise many kinds of exceptions
-            raise OutriderError(f"{file} cannot be read, download or copy it again: {first_line(error)}") from error
+            raise OutriderError(f"cannot read {file}: {first_line(error)}; download or copy it again") from error
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise OutriderError(f"{folder}: {name} is no tensor but a {type(tensor).__name__}: not a head's weights alone")
+            raise OutriderError(f"{folder}: {name} must be a tensor, got a {type(tensor).__name__}")
         if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float32)):
-            raise OutriderError(f"{folder}: the weights of {name} hold NaN or infinity")
+            raise OutriderError(f"{folder}: the weights of {name} contain NaN or infinity")
     return config, tensors
 
 
@@ -119,14 +119,14 @@ def _weight_files(folder: Path) -> list[Path]:
             try:
                 names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise OutriderError(f"{index} names no files: {first_line(error)}") from error
+                raise OutriderError(f"{index} is not a weight index: {first_line(error)}") from error
             missing = [name for name in names if not (folder / name).exists()]
             if missing:
-                raise OutriderError(f"{folder} lacks {missing[0]}, which {index.name} names")
+                raise OutriderError(f"{folder} has no {missing[0]}, which {index.name} lists")
             return [folder / name for name in names]
     found = [folder / name for name in FILES if (folder / name).exists()]
     if not found:
-        raise OutriderError(f"{folder} holds no weights: looked for {', '.join(FILES)}")
+        raise OutriderError(f"{folder} has no weights: expected one of {', '.join(FILES)}")
     return found[:1]
 
 
@@ -146,13 +146,13 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: object, ignor
     wanted = module.state_dict()
     missing = [name for name in wanted if name not in tensors]
     if missing:
-        raise OutriderError(f"{source} lacks weights of the head: {len(missing)} tensors, the first {missing[0]}")
+        raise OutriderError(f"{source} lacks {len(missing)} tensors of the head, the first {missing[0]}")
     unknown = [name for name in tensors if name not in wanted and not any(re.search(pattern, name) for pattern in ignored)]
     if unknown:
-        raise OutriderError(
-            f"{source} holds {len(unknown)} tensors that this kind of head does not have, the first {unknown[0]}"
-        )
+        raise OutriderError(f"{source} has {len(unknown)} unknown tensors for this kind of head, the first {unknown[0]}")
     for name, there in wanted.items():
         if there.shape != tensors[name].shape:
-            raise OutriderError(f"{source}: {name} is {list(tensors[name].shape)}, by its config it is {list(there.shape)}")
+            raise OutriderError(
+                f"{source}: {name} has shape {list(tensors[name].shape)}, expected {list(there.shape)} from its config"
+            )
     module.load_state_dict({name: tensors[name].to(there.dtype) for name, there in wanted.items()})

@@ -204,21 +204,19 @@ def check_fit(head: EagleHead, target: ModelRunner) -> None:
     """Raise ``OutriderError`` for a head that was not made for a target like this."""
     shape, name = head.shape, target.name
     if shape.target_hidden_size != target.hidden_size:
-        raise OutriderError(f"the head was made for hidden size {shape.target_hidden_size}, {name} has {target.hidden_size}")
+        raise OutriderError(f"the head expects hidden size {shape.target_hidden_size}, but {name} has {target.hidden_size}")
     lends = not shape.own_embedding or head.uses_targets_output
     if lends and shape.llama.hidden_size != target.hidden_size:
-        raise OutriderError(
-            f"the head has hidden size {shape.llama.hidden_size} and no embedding or output head of its own size"
-        )
+        raise OutriderError(f"the head has hidden size {shape.llama.hidden_size} but no embedding or output head of that size")
     if not 0 <= min(shape.hidden_states) <= max(shape.hidden_states) <= target.num_layers:
-        raise OutriderError(f"the head reads hidden states {shape.hidden_states}, {name} has {target.num_layers} layers")
+        raise OutriderError(f"the head reads hidden states {shape.hidden_states}, but {name} has {target.num_layers} layers")
     if shape.own_embedding and shape.llama.vocab_size < target.vocab_size:
-        raise OutriderError(f"the head embeds {shape.llama.vocab_size} tokens, {name} has {target.vocab_size}")
+        raise OutriderError(f"the head has {shape.llama.vocab_size} embeddings, but {name} has {target.vocab_size} tokens")
     if head.draft_ids is not None:
         lowest, highest = int(head.draft_ids.min()), int(head.draft_ids.max())
         if lowest < 0 or highest >= target.vocab_size:
             odd = lowest if lowest < 0 else highest
-            raise OutriderError(f"the head's draft vocabulary names token {odd}, {name} has {target.vocab_size}")
+            raise OutriderError(f"the head's draft vocabulary contains token {odd}, but {name} has {target.vocab_size} tokens")
 
 
 def default_hidden_states(num_layers: int) -> tuple[int, int, int]:
@@ -227,5 +225,5 @@ def default_hidden_states(num_layers: int) -> tuple[int, int, int]:
     Raises ``OutriderError`` for a target without such layers.
     """
     if num_layers < 6:
-        raise OutriderError(f"a target of {num_layers} layers has no low, middle and high layer by default: name three of them")
+        raise OutriderError(f"no default hidden states for a target with {num_layers} layers: name three of them")
     return 2, num_layers // 2, num_layers - 3

@@ -53,16 +53,16 @@ def load(source: str | Path, num_layers: int, vocab_size: int, target_hidden_siz
     config, tensors = read_folder(folder)
     kind = config.get("speculators_model_type")
     if kind not in (None, "eagle3"):
-        raise OutriderError(f"{source} is a speculators head of the kind {kind!r}: of these, eagle3 can be loaded")
+        raise OutriderError(f"unsupported speculators head {kind!r} in {source}: expected eagle3")
     tensors = {_plain_name(name): tensor for name, tensor in tensors.items()}
     odd = [key for key in SECTIONS if not isinstance(config.get(key) or {}, dict)]
     if odd:
-        raise OutriderError(f"{source}: {odd[0]} in its config is no config but a {type(config[odd[0]]).__name__}")
+        raise OutriderError(f"{source}: {odd[0]} in config.json must be an object, got a {type(config[odd[0]]).__name__}")
     layer = config.get("transformer_layer_config") or config.get("model") or config
     if "fc.weight" not in tensors:
-        raise OutriderError(f"{source} has no fc.weight: not an EAGLE head")
+        raise OutriderError(f"{source} is not an EAGLE head: fc.weight is missing")
     if layer.get("model_type", "llama") not in LLAMA_LIKE:
-        raise OutriderError(f"{source} is built from {layer['model_type']} layers: only heads with Llama layers can be loaded")
+        raise OutriderError(f"unsupported layers {layer['model_type']} in {source}: only Llama layers can be loaded")
     check_sizes(f"{source}/config.json", layer)
     llama = _llama(layer, tensors, vocab_size)
     if "layers.0.hidden_norm.weight" in tensors:
@@ -74,14 +74,14 @@ def load(source: str | Path, num_layers: int, vocab_size: int, target_hidden_siz
     try:
         head = EagleHead(shape)
     except KeyError as error:  # from transformers' tables
-        raise OutriderError(f"{source}: its config names {error}, an activation or rotation that is not known") from error
+        raise OutriderError(f"{source}: unknown activation or rotary type {error} in config.json") from error
     except Exception as error:  # wrong values fail in more ways than can be listed
         raise OutriderError(f"{source}: no head can be made of its config: {first_line(error)}") from error
     offsets = tensors.pop("d2t", None)
     if offsets is not None:
         tensors["draft_ids"] = offsets.long() + torch.arange(len(offsets))
     elif shape.draft_vocab_size < vocab_size:
-        raise OutriderError(f"{source} drafts {shape.draft_vocab_size} of {vocab_size} tokens and holds no d2t to tell which")
+        raise OutriderError(f"{source} drafts {shape.draft_vocab_size} of {vocab_size} tokens, but the mapping d2t is missing")
     fill(head, tensors, source, IGNORED)
     return head.eval().requires_grad_(False)
 
@@ -100,7 +100,7 @@ def _llama(layer: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int) -
     try:
         config = LlamaConfig(**given, num_hidden_layers=max(numbers, default=0) + 1, attention_dropout=0.0)
     except Exception as error:  # transformers raises many kinds of exceptions
-        raise OutriderError(f"the head's config makes no Llama layer: {' '.join(str(error).split())}") from error
+        raise OutriderError(f"the head's config is not valid for Llama layers: {' '.join(str(error).split())}") from error
     embedding = tensors.get("embed_tokens.weight")
     config.vocab_size = vocab_size if embedding is None else embedding.shape[0]
     config._attn_implementation = "outrider"
@@ -128,13 +128,13 @@ def _shape_of_generation_3(
     width = int(config.get("target_hidden_size") or llama.hidden_size)
     num_features, rest = divmod(tensors["fc.weight"].shape[1], width)
     if rest or not num_features:
-        raise OutriderError(f"{source}: fc reads {tensors['fc.weight'].shape[1]} numbers, not a multiple of {width}")
+        raise OutriderError(f"{source}: the input width {tensors['fc.weight'].shape[1]} of fc is not a multiple of {width}")
     ids = layer_ids(config)
     if ids is None:
         ids = default_hidden_states(num_layers)
-        logger.warning("%s does not say which layers it reads: taken to be %s, which is a guess", source, ids)
+        logger.warning("%s does not name the hidden states it reads: assuming %s", source, ids)
     if len(ids) != num_features:
-        raise OutriderError(f"{source} reads {num_features} features, its config names the layers {ids}")
+        raise OutriderError(f"{source} reads {num_features} features, but its config names the layers {ids}")
     output = tensors.get("lm_head.weight")
     return EagleShape(
         3,
@@ -163,7 +163,7 @@ def layer_ids(config: dict[str, Any]) -> tuple[int, ...] | None:
             return tuple(int(index) for index in outer)
         return tuple(int(index) + 1 for index in inner) if inner else None
     except (TypeError, ValueError):
-        raise OutriderError(f"the head's config names no layers: {outer or inner!r} is no list of numbers") from None
+        raise OutriderError(f"invalid layer ids {outer or inner!r} in the head's config: expected a list of integers") from None
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------------
@@ -178,9 +178,9 @@ def export(
     """
     shape = head.shape
     if kind not in FORMATS:
-        raise OutriderError(f"unknown format {kind!r}; known: {', '.join(FORMATS)}")
+        raise OutriderError(f"unknown format {kind!r}: expected {', '.join(FORMATS)}")
     if shape.generation == 1 and kind == "speculators":
-        raise OutriderError("an EAGLE-1 head is written in its native format: speculators has none that others load")
+        raise OutriderError("EAGLE-1 heads support the native format only")
     tensors = {name: tensor for name, tensor in head.state_dict().items() if name != "draft_ids"}
     if shape.generation == 1 or kind == "speculators":  # other formats use the target's
         tensors.setdefault("embed_tokens.weight", head.embedding_table())
@@ -195,7 +195,7 @@ def export(
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(shape.llama.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     if not shape.own_output:
-        raise OutriderError("a head that uses the target's output head cannot be exported: train one with its own")
+        raise OutriderError("a head that uses the target's output head cannot be exported: train one with its own output head")
     norms = {name: getattr(shape, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
     common = {
         **norms,

@@ -39,7 +39,7 @@ def of_eagle(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterat
     yield from _dtype(tensors, target)
     if head.shape.own_embedding:
         yield from _embedding(head, target)
-    yield _size(head, target, "a level of its tree")
+    yield _size(head, target, "one tree level")
 
 
 def of_medusa(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterator[Finding]:
@@ -53,11 +53,11 @@ def of_medusa(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Itera
         yield _coverage(heads.token_map, target.vocab_size, sample)
     said, held = config.get("num_heads", config.get("medusa_num_heads")), heads.shape.num_heads
     if said is not None and said != held:
-        yield Finding("note", "heads", f"the config says {said} heads, the file holds {held}: these are used")
+        yield Finding("note", "heads", f"the config names {said} heads, the file has {held}; the file's are used")
     else:
         yield Finding("ok", "heads", f"{held} heads of {heads.shape.num_layers} blocks")
     if accuracies is None:
-        text = "their accuracies were never measured: the tree is shaped by usual ones; set accuracies where they are known"
+        text = "no measured accuracies: typical ones shape the tree; set the option accuracies if they are known"
         yield Finding("note", "tree", text)
     yield from _dtype(tensors, target)
     yield _size(heads, target, "a round")
@@ -65,43 +65,43 @@ def of_medusa(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Itera
 
 def _vocabulary(said: int | None, target: ModelRunner) -> Iterator[Finding]:
     if said is not None and said != target.vocab_size:
-        text = f"made for a vocabulary of {said:,} tokens, the target has {target.vocab_size:,}: its ids mean other tokens"
+        text = f"made for a vocabulary of {said:,} tokens, but the target has {target.vocab_size:,}"
         yield Finding("wrong", "vocabulary", text)
     else:
-        yield Finding("ok", "vocabulary", f"{target.vocab_size:,} tokens, as the target's")
+        yield Finding("ok", "vocabulary", f"{target.vocab_size:,} tokens, as in the target")
 
 
 def _coverage(ids: Tensor, vocab_size: int, sample: Sequence[int]) -> Finding:
     """Check the coverage of a reduced vocabulary."""
     known = set(ids.tolist())
-    said = f"it drafts {len(known):,} of {vocab_size:,} tokens"
+    said = f"covers {len(known):,} of {vocab_size:,} tokens"
     if not sample:
         return Finding("note", "draft vocabulary", said)
     share = sum(token in known for token in sample) / len(sample)
-    said += f", which are {share:.0%} of a sample text: no more of its drafts can be accepted"
+    said += f", {share:.0%} of a sample text, the upper bound of acceptance"
     return Finding("ok" if share >= ENOUGH else "note" if share >= FEW else "suspicious", "draft vocabulary", said)
 
 
 def _known_tokens(ids: Tensor, marked: Tensor | None) -> Iterator[Finding]:
     """Check that t2d and d2t agree."""
     if len(set(ids.tolist())) < len(ids):
-        yield Finding("suspicious", "draft vocabulary", "d2t names a token twice: a part of the output head is never used")
+        yield Finding("suspicious", "draft vocabulary", "d2t contains a token twice: a part of the output head is unused")
     if marked is not None and not torch.equal(marked.nonzero().flatten(), ids.unique()):
-        yield Finding("suspicious", "draft vocabulary", "t2d marks other tokens than d2t names; d2t is what counts")
+        yield Finding("suspicious", "draft vocabulary", "t2d and d2t disagree; d2t is used")
 
 
 def _layers(config: Mapping[str, Any], states: tuple[int, ...], num_layers: int) -> Iterator[Finding]:
     """Check which hidden states are read, and whether the config names them unambiguously."""
     outer = config.get("eagle_aux_hidden_state_layer_ids")
     inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    said = f"it reads the hidden states {', '.join(map(str, states))} of {num_layers}"
+    said = f"reads the hidden states {', '.join(map(str, states))} of {num_layers}"
     if not outer and not inner:
-        yield Finding("suspicious", "layers", f"{said}, which is a guess: its config does not say")
+        yield Finding("suspicious", "layers", f"{said}, assumed because its config does not name them")
     elif outer and inner and [index + 1 for index in inner] != list(outer):
-        text = f"{said}, as the top of its config says; eagle_config says {', '.join(str(index + 1) for index in inner)}"
+        text = f"{said} by its top-level config; eagle_config names {', '.join(str(index + 1) for index in inner)}"
         yield Finding("suspicious", "layers", text)
     elif list(states) != sorted(set(states)):
-        yield Finding("suspicious", "layers", f"{said}, which are not in order")
+        yield Finding("suspicious", "layers", f"{said}, which are not in ascending order")
     else:
         yield Finding("ok", "layers", said)
 
@@ -112,21 +112,21 @@ def _norms(head: EagleHead, target: ModelRunner) -> Iterator[Finding]:
         yield Finding("suspicious", "norms", f"the weights of {empty[0]} are all zero")
     own, other = float(head.shape.llama.rms_norm_eps), getattr(text_config(target.model), "rms_norm_eps", None)
     if other is not None and own != float(other):
-        yield Finding("note", "norms", f"their epsilon is {own:g}, the target's {float(other):g}; each uses its own")
+        yield Finding("note", "norms", f"epsilon {own:g}, the target's {float(other):g}; each uses its own")
     elif not empty:
-        yield Finding("ok", "norms", f"their epsilon is {own:g}")
+        yield Finding("ok", "norms", f"epsilon {own:g}")
 
 
 def _rope(head: EagleHead, target: ModelRunner) -> Iterator[Finding]:
     ropes = [dict(getattr(config, "rope_parameters", None) or {}) for config in (head.shape.llama, text_config(target.model))]
     own, other = [rope.get("rope_theta") for rope in ropes]
     if other is None:  # other position embeddings, or one theta per layer type
-        yield Finding("note", "RoPE", f"its theta is {own:g}, the target has no single one; each uses its own")
+        yield Finding("note", "RoPE", f"theta {own:g}, the target has no single theta; each uses its own")
     elif own != other:
-        yield Finding("note", "RoPE", f"its theta is {own:g}, the target's {other:g}; each uses its own")
+        yield Finding("note", "RoPE", f"theta {own:g}, the target's {other:g}; each uses its own")
     reach = int(head.shape.llama.max_position_embeddings or target.max_len)
     if reach < target.max_len:
-        said = f"it was made for texts of {reach} tokens, the target's window is {target.max_len}: beyond, it may draft worse"
+        said = f"made for {reach} tokens, the target's context is {target.max_len}: acceptance may drop beyond"
         yield Finding("suspicious", "context", said)
 
 
@@ -134,7 +134,7 @@ def _dtype(tensors: Mapping[str, Tensor], target: ModelRunner) -> Iterator[Findi
     kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values() if tensor.is_floating_point()}
     wanted = str(getattr(text_config(target.model), "dtype", None) or "").removeprefix("torch.")
     if wanted and kinds != {wanted}:
-        yield Finding("note", "dtype", f"its weights are {', '.join(sorted(kinds))}; they are run in the target's {wanted}")
+        yield Finding("note", "dtype", f"weights are {', '.join(sorted(kinds))}; they run in the target's {wanted}")
 
 
 def _embedding(head: EagleHead, target: ModelRunner) -> Iterator[Finding]:
@@ -146,10 +146,10 @@ def _embedding(head: EagleHead, target: ModelRunner) -> Iterator[Finding]:
     own, other = own[: len(ids)].float(), target.model.get_input_embeddings()(ids).float().cpu()
     distance = float((own - other).norm() / other.norm().clamp_min(1e-12))
     if distance > SAME:
-        said = f"its embedding is {distance:.0%} away from the target's: it was made for another target, or trained on"
+        said = f"differs from the target's by {distance:.0%}: made for another target, or trained further"
         yield Finding("suspicious", "embedding", said)
     else:
-        yield Finding("ok", "embedding", "it is the target's")
+        yield Finding("ok", "embedding", "the target's")
 
 
 def _size(head: nn.Module, target: ModelRunner, what: str) -> Finding:
@@ -159,4 +159,6 @@ def _size(head: nn.Module, target: ModelRunner, what: str) -> Finding:
         own += target.vocab_size * target.hidden_size
     whole = sum(tensor.numel() for tensor in {*target.model.parameters(), *target.model.buffers()})
     said = f"{what} reads {own / 1e6:.1f} M weights, {own / max(whole, 1):.0%} of the target's"
-    return Finding("suspicious", "size", f"{said}: it costs much") if own > LARGE * whole else Finding("ok", "size", said)
+    return (
+        Finding("suspicious", "size", f"{said}: drafting is expensive") if own > LARGE * whole else Finding("ok", "size", said)
+    )

@@ -96,7 +96,7 @@ def load(source: str | Path, vocab_size: int) -> tuple[MedusaHeads, Accuracies |
     if any(re.match(r"\d+\.\d+\.", name) for name in tensors):
         tensors = _from_original(tensors)
     if not any(name.startswith("blocks.0.") for name in tensors):
-        raise OutriderError(f"{source} holds no Medusa heads: neither '0.0.linear.weight' nor 'blocks.0.layers.0.weight'")
+        raise OutriderError(f"{source} has no Medusa heads: expected '0.0.linear.weight' or 'blocks.0.layers.0.weight'")
     # The number of heads is counted in the file, because configs are often wrong.
     heads = 1 + max(int(found[1]) for found in (re.match(r"blocks\.(\d+)\.", name) for name in tensors) if found)
     layers = 1 + max(int(found[1]) for found in (re.match(r"blocks\.0\.layers\.(\d+)\.", name) for name in tensors) if found)
@@ -105,15 +105,17 @@ def load(source: str | Path, vocab_size: int) -> tuple[MedusaHeads, Accuracies |
         tensors |= {f"lm_heads.{head}.weight": shared for head in range(heads) if f"lm_heads.{head}.weight" not in tensors}
     first = tensors.get("lm_heads.0.weight")
     if first is None:
-        raise OutriderError(f"{source} lacks lm_heads.0.weight")
+        raise OutriderError(f"{source} has no lm_heads.0.weight")
     mapped, size = "token_map" in tensors, first.shape[0]
     if not mapped and size != vocab_size:
-        raise OutriderError(f"{source} guesses among {size} tokens, the target has {vocab_size}: made for another target")
+        raise OutriderError(
+            f"{source} has a vocabulary of {size} tokens, but the target has {vocab_size}: made for another target"
+        )
     if mapped:
         lowest, highest = int(tensors["token_map"].min()), int(tensors["token_map"].max())
         if lowest < 0 or highest >= vocab_size:
             odd = lowest if lowest < 0 else highest
-            raise OutriderError(f"{source}: its token map names token {odd}, the target has {vocab_size}")
+            raise OutriderError(f"{source}: its token map contains token {odd}, but the target has {vocab_size} tokens")
     shape = MedusaShape(heads, layers, first.shape[1], size, "blocks.0.layers.0.bias" in tensors, mapped)
     made = MedusaHeads(shape)
     fill(made, tensors, source)
@@ -131,7 +133,7 @@ def _from_original(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         elif output:
             renamed[f"lm_heads.{output[1]}.weight"] = tensor
         else:
-            raise OutriderError(f"the tensor {name} belongs to no Medusa head")
+            raise OutriderError(f"unknown tensor {name} in Medusa heads")
     return renamed
 
 
@@ -165,6 +167,8 @@ def check_fit(heads: MedusaHeads, target: ModelRunner) -> None:
     """Raise ``OutriderError`` for heads that were not made for a target like this."""
     shape = heads.shape
     if shape.hidden_size != target.hidden_size:
-        raise OutriderError(f"the heads were made for hidden size {shape.hidden_size}, {target.name} has {target.hidden_size}")
+        raise OutriderError(f"the heads expect hidden size {shape.hidden_size}, but {target.name} has {target.hidden_size}")
     if heads.token_map is None and shape.vocab_size != target.vocab_size:
-        raise OutriderError(f"the heads guess among {shape.vocab_size} tokens, {target.name} has {target.vocab_size}")
+        raise OutriderError(
+            f"the heads have a vocabulary of {shape.vocab_size} tokens, but {target.name} has {target.vocab_size}"
+        )

@@ -80,5 +80,5 @@ def finish_of(model: PreTrainedModel) -> Finish | None:
     try:
         return None if torch.equal(finish(probe), probe) else finish
     except Exception:  # model code can fail in this reduced form
-        logger.debug("what %s does to its logits cannot be told", type(model).__name__, exc_info=True)
+        logger.debug("cannot determine the logit post-processing of %s", type(model).__name__, exc_info=True)
         return None

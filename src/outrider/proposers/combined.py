@@ -28,7 +28,7 @@ class CombinedConfig:
 
     def __post_init__(self) -> None:
         if self.min_first < 1:
-            raise OutriderError(f"min_first must be at least 1, not {self.min_first}")
+            raise OutriderError(f"invalid min_first {self.min_first}: expected at least 1")
 
 
 class _Part:
@@ -169,7 +169,9 @@ class CombinedProposer(Proposer):
         proposal = self._first.propose(view, rows, k)
         if proposal.probs is not None:
             name = self._first.proposer.name
-            raise OutriderError(f"the first of two methods must not draw its drafts, as {name!r} does here: name it second")
+            raise OutriderError(
+                f"invalid order: the first of two methods must not sample its drafts, as {name!r} does; name it second"
+            )
         return proposal
 
     def _verdict_for(self, part: _Part, asked: list[int], rows: list[int], verdict: Verdict) -> Verdict:

@@ -43,7 +43,7 @@ class CrossTokenizerProposer(DraftModelProposer):
         both = [(of_draft, of_target) for of_draft, of_target in pair.common if of_draft < draft.vocab_size]
         both = [(of_draft, of_target) for of_draft, of_target in both if of_target < vocab_size]
         if not both:
-            raise OutriderError("draft and target have no token in common: this draft cannot be used")
+            raise OutriderError("draft and target have no common token: this draft cannot be used")
         columns = torch.tensor(both, device=draft.device)
         self._draft_ids, self._target_ids = columns.unbind(1)  # [C]: the common tokens in both vocabularies
         self._common = frozenset(of_target for _, of_target in both)
@@ -169,13 +169,13 @@ class CrossTokenizerMethod(DraftModelMethod):
         """Check how much of the target's vocabulary the draft has."""
         tokenizer = draft_tokenizer(setting)
         if setting.tokenizer is None or tokenizer is None:
-            yield Finding("wrong", "vocabulary", "one of the two has no tokenizer, so nothing can be translated")
+            yield Finding("wrong", "vocabulary", "one of the two has no tokenizer, so drafts cannot be translated")
             return
         common = {of_target for _, of_target in TokenizerPair(setting.tokenizer, tokenizer).common}
         sample = setting.tokenizer.encode(TEXT)
         share = sum(token in common for token in sample) / max(len(sample), 1)
-        said = f"{len(common):,} of the target's {len(setting.tokenizer):,} tokens are the draft's too, {share:.0%} of a sample"
-        text = f"{said} text: sampled requests are drafted no others"
+        said = f"the draft has {len(common):,} of the target's {len(setting.tokenizer):,} tokens, {share:.0%} of a sample"
+        text = f"{said} text: sampled requests are drafted with these only"
         yield Finding("ok" if share >= FEW_SHARED else "suspicious", "vocabulary", text)
 
 

@@ -35,7 +35,7 @@ class Degraded(Around):
     @accuracy.setter
     def accuracy(self, value: float) -> None:
         if not 0 <= value <= 1:
-            raise OutriderError(f"the accuracy of a draft lies between 0 and 1, not at {value:g}")
+            raise OutriderError(f"invalid accuracy {value:g}: expected 0 to 1")
         self._accuracy = value
 
     def propose(self, context: Context, k: int) -> Proposal:

@@ -119,7 +119,9 @@ class DraftModelMethod(MethodSpec):
             check_same_vocabulary(setting.tokenizer, tokenizer)
         draft = ModelRunner.load(setting.draft, setting.target.config)  # type: ignore[arg-type]
         if tokenizer is None and draft.vocab_size != setting.target.vocab_size:
-            raise OutriderError(f"the target has {setting.target.vocab_size} token ids, the draft {draft.vocab_size}")
+            raise OutriderError(
+                f"vocabulary sizes differ: {setting.target.vocab_size} in the target, {draft.vocab_size} in the draft"
+            )
         return DraftModelProposer(draft, setting.target.vocab_size)
 
     def portable(self, setting: Setting) -> Portable:
@@ -149,7 +151,7 @@ class DraftModelMethod(MethodSpec):
                 yield Finding("ok", "vocabulary", f"the same {len(tokenizer):,} tokens, special ones included")
         if draft.vocab_size != setting.target.vocab_size:
             rows = f"{draft.vocab_size:,} rows in the draft's embedding, {setting.target.vocab_size:,} in the target's"
-            yield Finding("note", "embedding", f"{rows}: padding, which is cut")
+            yield Finding("note", "embedding", f"{rows}: the extra rows are padding and are cut")
 
 
 METHOD = DraftModelMethod()
@@ -159,7 +161,7 @@ def draft_tokenizer(setting: Setting) -> PreTrainedTokenizerBase | None:
     """Return the draft's tokenizer, if any. Raises ``OutriderError`` for what cannot be a draft."""
     draft = setting.draft
     if not isinstance(draft, (str, Path, PreTrainedModel)):
-        raise OutriderError(f"draft must be a folder, a hub id or a loaded model, not {type(draft).__name__}")
+        raise OutriderError(f"invalid draft {type(draft).__name__}: expected a folder, a hub id or a loaded model")
     return setting.draft_tokenizer or _tokenizer_of(draft, setting.target.config.trust_remote_code)
 
 
@@ -167,19 +169,19 @@ def _compared(target: PreTrainedConfig, draft: PreTrainedConfig, window: int) ->
     """Compare the two configs."""
     reach = int(getattr(draft, "max_position_embeddings", None) or window)
     if reach < window:
-        said = f"the draft's window of {reach} tokens is shorter than the target's {window}: beyond it nothing is drafted"
+        said = f"the draft's context of {reach} tokens is shorter than the target's {window}: nothing is drafted beyond it"
         yield Finding("note", "context", said)
     else:
-        yield Finding("ok", "context", f"the draft reaches over the target's window of {window} tokens")
+        yield Finding("ok", "context", f"the draft covers the target's context of {window} tokens")
     ropes = [getattr(config, "rope_parameters", None) for config in (target, draft)]
     if ropes[0] != ropes[1]:
         yield Finding("note", "RoPE", "the two have different rotary settings; each uses its own")
     if str(draft.dtype).endswith("float32") and not str(target.dtype).endswith("float32"):
-        yield Finding("note", "dtype", "the draft's weights are float32, the target's 16 bit: in 16 bit it would be faster")
+        yield Finding("note", "dtype", "the draft's weights are float32, the target's 16-bit: 16-bit weights would be faster")
     share = _num_weights(draft) / _num_weights(target)
     said = f"the draft is about {share:.0%} of the target's size"
     yield (
-        Finding("suspicious", "size", f"{said}: its drafts cost too much to win much")
+        Finding("suspicious", "size", f"{said}: its drafts cost too much to gain much")
         if share > 0.4
         else Finding("ok", "size", said)
     )

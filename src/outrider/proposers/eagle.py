@@ -113,10 +113,10 @@ class EagleProposer(Proposer):
         tokens = [context.requests[b].token_ids[self.head.cached_len(name) + 1 :] for b, name in zip(able, ids, strict=True)]
         features = [[context.hidden[index][b] for index in self.needs_hidden] for b in able]
         if any(len(text) != len(new[0]) for text, new in zip(tokens, features, strict=True)):
-            raise RuntimeError("the features do not go on where the last ones ended")
+            raise RuntimeError("the features do not continue where the last ones ended")
         out = self.head.extend(ids, tokens, features)
         if not bool(torch.isfinite(out).all()):
-            raise RuntimeError("the head puts out NaN or infinity")
+            raise RuntimeError("the head's output is NaN or infinite")
         return out
 
     def commit(self, context: Context, verdict: Verdict) -> None:

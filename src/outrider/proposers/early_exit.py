@@ -73,22 +73,22 @@ class EarlyExitMethod(MethodSpec):
         check_layers(setting.target, 1)
         found = measure_exits(setting.target, setting.tokenizer.encode(TEXT)[:NUM_TOKENS])
         best = max(found, key=lambda each: each.speedup)
-        said = f"the best exit is behind layer {best.layers}, which agrees with the end at {best.agreement:.0%} of places"
+        said = (
+            f"the best exit is after layer {best.layers}, which agrees with the last one at {best.agreement:.0%} of positions"
+        )
         yield (
             Finding("ok", "exits", said)
             if best.speedup > 1
-            else Finding("suspicious", "exits", f"{said}: none promises a gain")
+            else Finding("suspicious", "exits", f"{said}: no exit promises a gain")
         )
 
     def build(self, setting: Setting) -> EarlyExitProposer:
         """Raise ``OutriderError`` for an invalid number of layers, and if the target's layers cannot run in parts."""
         target, layers = setting.target, setting.config(EarlyExitConfig).layers
         if target.num_layers < 2:
-            raise OutriderError("early exit needs a target of two layers or more")
+            raise OutriderError("early exit needs a target with at least two layers")
         if layers is not None and not 0 < layers < target.num_layers:
-            raise OutriderError(
-                f"early exit behind {layers} layers: this target has {target.num_layers}, so give 1 to {target.num_layers - 1}"
-            )
+            raise OutriderError(f"invalid number of layers {layers} for early exit: expected 1 to {target.num_layers - 1}")
         check_layers(target, layers or 1)
         if layers is None:
             layers = pick_exit(target, setting.tokenizer)
@@ -103,9 +103,11 @@ def pick_exit(target: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) ->
     if tokenizer is None:
         return max(1, target.num_layers // 4)
     best = max(measure_exits(target, tokenizer.encode(TEXT)[:NUM_TOKENS]), key=lambda found: (found.speedup, -found.layers))
-    said = f"behind {best.layers} of {target.num_layers} layers, agreeing at {best.agreement:.0%} of places"
+    said = f"after {best.layers} of {target.num_layers} layers, agreement {best.agreement:.0%}"
     if best.speedup <= 1:
-        logger.warning("no early exit of %s promises a gain; the best is %s: it was not trained for it", target.name, said)
+        logger.warning(
+            "no early exit of %s promises a gain; the best is %s: the model was not trained for early exit", target.name, said
+        )
     else:
         logger.info("early exit of %s %s", target.name, said)
     return best.layers

@@ -31,7 +31,7 @@ class LowBitConfig:
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
-            raise OutriderError(f"low-bit weights have 4 or 8 bits, not {self.bits}")
+            raise OutriderError(f"invalid bits {self.bits}: expected 4 or 8")
 
 
 class LowBitProposer(DraftModelProposer):
@@ -52,21 +52,18 @@ class LowBitMethod(MethodSpec):
         if is_packed(setting.target.model):
             bits = setting.config(LowBitConfig).bits
             added = quantized_bytes(setting.target.model, bits) / 1e6
-            yield Finding(
-                "ok", "memory", f"the {bits}-bit weights that draft add {added:.0f} MB; they share the target's cache"
-            )
+            yield Finding("ok", "memory", f"the {bits}-bit weights add {added:.0f} MB; they share the target's cache")
 
     def build(self, setting: Setting) -> LowBitProposer:
         """Log the added memory, then quantise. Raises ``OutriderError`` if the target does not use the CPU kernels."""
         target, config = setting.target, setting.config(LowBitConfig)
         if not is_packed(target.model):
             raise OutriderError(
-                f"low-bit drafts need a target whose own weights run on Outrider's CPU kernels; {target.name} is on"
-                f" {target.device.type}"
-                + (", without a C++ compiler or quantised already" if target.device.type == "cpu" else "")
+                f"low-bit needs an unquantised target that runs on Outrider's CPU kernels; {target.name} is on"
+                f" {target.device.type}" + (", quantised or without a C++ compiler" if target.device.type == "cpu" else "")
             )
         added = quantized_bytes(target.model, config.bits)
-        logger.info("the %d-bit weights that draft add %.0f MB of memory", config.bits, added / 1e6)
+        logger.info("the %d-bit drafting weights add %.0f MB of memory", config.bits, added / 1e6)
         passes = PassRunner(quantized_copy(target.model, config.bits), target.cache, target.config.compile)
         return LowBitProposer(SelfDraft(target, passes), target.vocab_size)
 

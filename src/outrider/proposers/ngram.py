@@ -23,7 +23,7 @@ class NgramConfig:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_n <= self.max_n:
-            raise OutriderError(f"ngram needs 1 <= min_n <= max_n, not min_n={self.min_n}, max_n={self.max_n}")
+            raise OutriderError(f"invalid min_n={self.min_n}, max_n={self.max_n}: expected 1 <= min_n <= max_n")
 
 
 class NgramProposer(Proposer):
@@ -79,7 +79,7 @@ class NgramIndex:
         self._token_ids = token_ids
         self._sizes = range(config.min_n, config.max_n + 1)
         self._follows: list[dict[tuple[int, ...], int]] = [{} for _ in self._sizes]  # n-gram -> position after it
-        self._num_indexed = 0  # n-grams that end before this position are indexed
+        self._num_indexed = 0  # n-grams that end before this position are indexeddexed
 
     def catch_up(self) -> None:
         """Index the n-grams that have a successor; the last one would only match itself."""

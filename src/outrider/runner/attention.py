@@ -64,7 +64,7 @@ _active: PassLayout | None = None
 def given_hidden() -> Tensor:
     """Return the hidden states [1, T, H] that the running pass begins with, if not with tokens."""
     if _active is None or _active.hidden is None:
-        raise RuntimeError("a pass that begins behind the first layer needs hidden states")
+        raise RuntimeError("a pass that begins after the first layer needs hidden states")
     return _active.hidden
 
 
@@ -186,7 +186,7 @@ def check(module: nn.Module, attention_mask: Tensor | None, options: dict[str, A
     odd = next((name for name in ("position_bias", "sinks") if options.get(name) is not None), None)
     # Outrider passes a boolean mask; any other one is the model's own.
     if odd is None and attention_mask is not None and attention_mask.dtype != torch.bool:
-        odd = "a mask of its own"
+        odd = "its own mask"
     if odd is not None:
         raise OwnAttention(f"{kind} needs {odd} in attention, which Outrider's cache does not support")
 

@@ -102,7 +102,7 @@ def load(module: Pass, build: bool) -> Run | None:
         return _load(module, _build(module, key))
     except Exception as error:
         # Compilation can fail in many ways; the eager pass computes the same.
-        logger.warning("this model does not compile, its passes stay eager: %s", first_line(error))
+        logger.warning("compilation failed, passes stay eager: %s", first_line(error))
         logger.debug("compilation failed", exc_info=True)
         return None
 

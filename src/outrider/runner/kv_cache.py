@@ -154,7 +154,7 @@ class KVCache(PassThrough):
         if self._budget is not None:
             self.max_len = min(max_len, self._budget - SLACK - self._state_slots)
             if self.max_len < 2:
-                raise OutriderError("the memory for the cache does not hold a single text: raise kv_memory")
+                raise OutriderError("kv_memory is too small for a single sequence: raise it")
         self.num_looked_up = self.num_reused = 0  # prompt tokens, and those found in kept rows
         self._free: list[int] = []
         self.cached_lens: list[int] = []  # by row: number of cached tokens
@@ -266,7 +266,7 @@ class KVCache(PassThrough):
     def _evicted(self) -> int:
         """Return the least recently used row of a finished request. Raises ``OutriderError`` if there is none."""
         if not self._kept:
-            raise OutriderError(f"more than {self.max_rows} requests at once: raise max_batch")
+            raise OutriderError(f"more than {self.max_rows} concurrent requests: raise max_batch")
         row = next(iter(self._kept))
         del self._kept[row]
         return row

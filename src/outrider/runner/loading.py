@@ -57,7 +57,7 @@ def load_model(
         raise OutriderError(f"the weights in {source} are not its config's: {name} is {list(found)}, expected {list(wanted)}")
     missing = sorted(info["missing_keys"])
     if missing:
-        raise OutriderError(f"{source} lacks weights of the model: {len(missing)} tensors, the first {missing[0]}")
+        raise OutriderError(f"{source} lacks {len(missing)} tensors of the model, the first {missing[0]}")
     spare = layers_beyond(info["unexpected_keys"], text_config(config))
     if spare:
         count = num_layers(text_config(config))
@@ -80,7 +80,7 @@ def adopt(model: PreTrainedModel, by_request: bool = False) -> PreTrainedModel:
     refuse_encoders(model.config)
     refuse_shared_scales(model)
     if model.get_output_embeddings() is None:
-        raise OutriderError(f"{type(model).__name__} has no language-model head: load it with AutoModelForCausalLM")
+        raise OutriderError(f"{type(model).__name__} has no language model head: load it with AutoModelForCausalLM")
     if not by_request:
         set_attention(model, attention.NAME)
     drop_towers(model)
@@ -122,9 +122,11 @@ def refuse_encoders(config: PreTrainedConfig) -> None:
     """Raise ``OutriderError`` for bidirectional models, which transformers also lists as causal language models."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        raise OutriderError(f"{kind} is an encoder-decoder model: Outrider runs decoder-only language models")
+        raise OutriderError(f"unsupported model: {kind} is an encoder-decoder model; expected a decoder-only language model")
     if getattr(config, "is_decoder", True) is False and not kind.startswith("gpt_neox"):  # whose flag has no meaning
-        raise OutriderError(f"{kind} with is_decoder=False reads both ways: Outrider runs decoder-only language models")
+        raise OutriderError(
+            f"unsupported model: {kind} with is_decoder=False is bidirectional; expected a decoder-only language model"
+        )
 
 
 def refuse_shared_scales(model: PreTrainedModel) -> None:
@@ -142,15 +144,15 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
     path = Path(source)
     looks_local = path.exists() or str(source).startswith((".", "/", "~"))
     if looks_local and not path.is_dir():
-        raise OutriderError(f"no model folder at {source}")
+        raise OutriderError(f"model folder {source} does not exist")
     if looks_local and not (path / "config.json").exists():
-        raise OutriderError(f"{source} holds no config.json: not a Hugging Face model folder")
+        raise OutriderError(f"{source} is not a Hugging Face model folder: config.json is missing")
     if looks_local:
         check_file(path / "config.json")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:  # a config may be wrong in more ways than can be listed
-        hint = "" if looks_local else " (neither a local folder nor a hub id that can be reached)"
+        hint = "" if looks_local else " (neither a local folder nor a reachable hub id)"
         raise OutriderError(f"cannot read the config of {source}{hint}: {reason(error)}") from error
     if not trust_remote_code and model_class(config) is None:
         raise OutriderError(f"{source} is a {config.model_type} model, not a causal language model")
@@ -245,7 +247,7 @@ def check_weights(model: PreTrainedModel, name: str) -> None:
     """Raise ``OutriderError`` for the first tensor with NaN or infinity."""
     for key, tensor in model.named_parameters():
         if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float32)):
-            raise OutriderError(f"{name}: the weights of {key} hold NaN or infinity")
+            raise OutriderError(f"{name}: the weights of {key} contain NaN or infinity")
 
 
 def num_layers(config: PreTrainedConfig) -> int:

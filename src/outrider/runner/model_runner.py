@@ -78,10 +78,12 @@ class ModelRunner:
         if isinstance(model, PreTrainedModel):
             return cls._from_object(model, config)
         if not isinstance(model, (str, Path)):
-            raise OutriderError(f"a model is a folder, a hub id or a transformers PreTrainedModel, not {type(model).__name__}")
+            raise OutriderError(
+                f"invalid model {type(model).__name__}: expected a folder, a hub id or a transformers PreTrainedModel"
+            )
         device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         if device.type == "cuda" and not torch.cuda.is_available():
-            raise OutriderError("device cuda was asked for, but torch sees no CUDA device")
+            raise OutriderError("device cuda is not available: torch finds no CUDA device")
         wanted = loading.load_config(model, config.trust_remote_code)
         kind = loading.model_class(wanted)
         shape = None if kind is None else survey_without_weights(wanted, kind)  # check before reading gigabytes
@@ -337,7 +339,7 @@ class ModelRunner:
         """Prefill long uncached sequences in chunks, except for what the following pass can take."""
         longest = max(len(text) for text in texts)
         if longest > self.max_len:
-            raise OutriderError(f"a text of {longest} tokens does not fit the context window of {self.max_len}")
+            raise OutriderError(f"a sequence of {longest} tokens exceeds the context of {self.max_len}")
         self.cache.reserve(longest + spare + 1)
         most = 0 if self.layouts.is_padded else self.config.prefill_chunk
         while True:

@@ -79,7 +79,7 @@ def quantize(packed: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def check_head_bits(bits: int | None) -> None:
     """Raise ``OutriderError`` for unsupported bits of a head."""
     if bits not in (None, 8):
-        raise OutriderError(f"a head's weights are as they are or in 8 bits, not {bits}")
+        raise OutriderError(f"invalid bits {bits} for a head: expected 8 or none")
 
 
 def place_head(head: nn.Module, model: PreTrainedModel, bits: int | None = None) -> torch.dtype:
@@ -100,7 +100,7 @@ def make_8_bits(head: nn.Module) -> None:
     """Convert the packed layers of a head to 8 bits, in place. Raises ``OutriderError`` if there are none."""
     layers = packed_layers(head)
     if not layers:
-        raise OutriderError("heads run in 8 bits on a CPU with Outrider's kernels only: leave out bits=8")
+        raise OutriderError("8-bit heads need a CPU with Outrider's kernels: leave out bits=8")
     for layer in layers:
         in_fours = kernels.suits_bytes(layer.packed)
         layer.packed, layer.scales = quantize_in_fours(layer.packed) if in_fours else quantize(layer.packed, 8)

@@ -151,4 +151,6 @@ def check_layers(runner: ModelRunner, depth: int) -> None:
     finally:
         runner.cache.release([name])
     if not is_same:
-        raise OutriderError(f"{kind} does not run its layers one after another on one hidden state: no part of them can draft")
+        raise OutriderError(
+            f"unsupported model for partial passes: {kind} does not run its layers one after another on one hidden state"
+        )

@@ -48,7 +48,7 @@ class Penalties:
     def apply_(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: Sequence[int]) -> None:
         """Apply penalties to the first ``counts[b]`` rows of contiguous logits [B, M, V], in place."""
         if start + logits.shape[1] - 1 > (0 if drafts is None else drafts.shape[1]):
-            raise ValueError("penalties need the drafts that come before a row of logits")
+            raise ValueError("penalties need the drafts before each row of logits")
         for one in self._counted:
             self._count(one)
             rows = logits[one.row, : counts[one.row]]

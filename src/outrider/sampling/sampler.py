@@ -29,7 +29,7 @@ class InvalidLogits(OutriderError):
     def __init__(self, rows: Sequence[int], request_ids: Sequence[str]) -> None:
         self.rows, self.request_ids = tuple(rows), tuple(request_ids)
         named = ", ".join(map(repr, self.request_ids))
-        super().__init__(f"the model gave NaN, infinite or all-masked logits for request {named}; check its weights and dtype")
+        super().__init__(f"NaN, infinite or fully masked logits for request {named}: check the model's weights and dtype")
 
 
 class Sampler:
@@ -259,5 +259,5 @@ def _bias_of(requests: Sequence[Request], vocab_size: int, device: torch.device)
             row[token_id] += value
         row[list(params.banned_token_ids)] = -math.inf
         if not bool((row > -math.inf).any()):
-            raise OutriderError("the allowed and banned token ids leave no token to choose")
+            raise OutriderError("allowed_token_ids and banned_token_ids leave no allowed token")
     return bias.to(device)

@@ -44,9 +44,9 @@ def choose(finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], p
     others: dict[str, str] = {}
     for each in finalists:
         if each not in winners:
-            others[each.label] = f"{_said(speedups[each])} plain decoding's speed, which is within noise or slower"
+            others[each.label] = f"{_said(speedups[each])} plain decoding's speed: not faster beyond noise"
     if not winners:
-        reason = "no candidate is faster than plain decoding by more than the noise: do not speculate"
+        reason = "no candidate is faster than plain decoding beyond noise: do not speculate"
         return Choice(PLAIN_CONTENDER, None, reason, others)
     winners.sort(key=lambda each: -speedups[each].value)
     leaders = {each.method: each for each in reversed(winners)}  # fastest length of each method
@@ -63,7 +63,7 @@ def choose(finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], p
     reason = f"{_said(speedups[chosen])} the speed of plain decoding"
     if chosen != best:
         lead = against[chosen]
-        reason += f"; {best.label} measured {lead.value:.2f} times as fast, which is within noise, and this is simpler"
+        reason += f"; {best.label} measured {lead.value:.2f} times as fast, within noise, and this is simpler"
     return Choice(chosen, speedups[chosen], reason, others)
 
 

@@ -52,7 +52,7 @@ class Journal:
 
     def _earlier(self, question: dict[str, Any]) -> dict[str, Any]:
         if self.path is None:
-            raise OutriderError("there is no file to go on from")
+            raise OutriderError("--resume needs the file of an interrupted search, and there is none")
         try:
             document = json.loads(self.path.read_text(encoding="utf-8"))
             if document["schema"] != SCHEMA:
@@ -62,9 +62,9 @@ class Journal:
         except OSError as error:
             raise OutriderError(f"--resume: cannot read {self.path}: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise OutriderError(f"--resume: {self.path} is no document of outrider tune") from None
+            raise OutriderError(f"--resume: {self.path} is not a document of outrider tune") from None
         if differing:
             raise OutriderError(
-                f"--resume: {self.path} is of a search with another {', '.join(differing)}: ask the same, or leave --resume out"
+                f"--resume: {self.path} was made with another {', '.join(differing)}: use the same, or leave --resume out"
             )
         return dict(document)

@@ -124,11 +124,11 @@ def notes(found: Mapping[str, Any]) -> list[str]:
     traffic, batches = found["traffic"], ", ".join(map(str, found["batches"]))
     lines = [
         f"Found by outrider tune {found['version']} on {found['date'][:10]}, {found['device']},",
-        f"from {traffic['prompts']} prompts with {traffic['tokens']} tokens of answers, {batches} at a time.",
+        f"from {traffic['prompts']} prompts with {traffic['tokens']} answer tokens, batch size {batches}.",
         f"{found['chosen']['label']}: {found['reason']}.",
     ]
     lines += [f"Not chosen: {said}." for said in not_chosen(found)]
-    return [*lines, "Measured on one machine with one traffic: on another, tune again."]
+    return [*lines, "Valid for this machine and traffic: tune again for others."]
 
 
 def page(found: Mapping[str, Any]) -> str:
@@ -139,11 +139,11 @@ def page(found: Mapping[str, Any]) -> str:
     tables: list[tuple[str, str, list[str], list[list[str]]]] = [
         ("Candidates", "Each measured in turn with plain decoding on that many prompts.", [*COLUMNS], rows(found)),
         ("Rungs", "Contenders that ran on a share of the traffic, and the fastest of them.", [*RUNG], _rungs(found)),
-        ("Where the time went", "Seconds of each stage.", ["stage", "seconds"], stages),
+        ("Time by stage", "Seconds of each stage.", ["stage", "seconds"], stages),
     ]
     if found["not_possible"]:
         impossible = [[method, why] for method, why in found["not_possible"].items()]
-        tables.append(("Not possible here", "Methods that this target cannot have, and why.", ["method", "why"], impossible))
+        tables.append(("Not possible here", "Methods that do not fit this target, and why.", ["method", "why"], impossible))
     return render(
         title=f"Outrider plan: {found['target']}",
         facts=[(name, found[name]) for name in FACTS if found.get(name) is not None],
@@ -175,7 +175,7 @@ def _picture(found: Mapping[str, Any]) -> Plot:
             lengths, speedups = [row["k"] for row in mine], [row["speedup"] for row in mine]
             axes.plot(lengths, speedups, "o-", color=COLOURS[index % len(COLOURS)], label=method)
         axes.axhline(1, color=INK, linewidth=0.8)
-        axes.set(xlabel="K, drafts asked for in a round", ylabel="times plain decoding's speed")
+        axes.set(xlabel="K, drafts requested per round", ylabel="speedup over plain decoding")
         axes.set_ylim(bottom=0)
         legend(axes)
 

@@ -126,7 +126,7 @@ class Search:
                 outputs = self.journal.once("recorded", str(start), lambda group=group: self._answers(group))  # type: ignore[misc]
                 texts += [replace(text, output=output) for text, output in zip(group, outputs, strict=True)]
         if not any(len(text.output) > 1 for text in texts):
-            raise OutriderError("the target ends every answer of this traffic at once: there is nothing to draft")
+            raise OutriderError("every answer to this traffic is empty: there is nothing to draft")
         random.Random(0).shuffle(texts)  # rungs run on the first of them, whatever order the file has
         return texts
 

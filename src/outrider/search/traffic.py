@@ -79,7 +79,7 @@ def encoded(tokenizer: PreTrainedTokenizerBase | None, asked: Sequence[Asked], m
             )
         token_ids = encode(tokenizer, each.prompt)[-room:]
         if not token_ids:
-            raise OutriderError(f"prompt {number} of the traffic comes to no tokens")
+            raise OutriderError(f"prompt {number} of the traffic is empty after tokenization")
         texts.append(Text(token_ids, each.params, []))
     return texts
 
@@ -105,16 +105,16 @@ def _setting(name: str, value: Any) -> Any:
     if name == "stop":
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise OutriderError(f"{name} = {value!r}: it is a text or a list of texts")
+            raise OutriderError(f"invalid {name} {value!r}: expected a string or a list of strings")
         return tuple(texts)
     if name == "ignore_eos":
         if not isinstance(value, bool):
-            raise OutriderError(f"{name} = {value!r}: it is true or false")
+            raise OutriderError(f"invalid {name} {value!r}: expected true or false")
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not -MOST <= value <= MOST:
-        raise OutriderError(f"{name} = {value!r}: it is a number")
+        raise OutriderError(f"invalid {name} {value!r}: expected a number")
     if name in WHOLE and value != int(value):
-        raise OutriderError(f"{name} = {value!r}: it is a whole number")
+        raise OutriderError(f"invalid {name} {value!r}: expected an integer")
     return int(value) if name in WHOLE else value
 
 
@@ -122,11 +122,9 @@ def _body(line: dict[str, Any]) -> dict[str, Any]:
     """Return the request in a line of a log. Raises ``Refused`` for a log line without the request's text."""
     found = line.get("body", line)
     if not isinstance(found, dict):
-        raise Refused('"body" is not a JSON object')
+        raise Refused('"body" must be a JSON object')
     if {"event", "request_id"} <= found.keys():
-        raise Refused(
-            "a log of outrider serve, in which no text stands: give the bodies of the requests as clients sent them, one a line"
-        )
+        raise Refused("a log of outrider serve, which contains no text: expected request bodies, one per line (see --record)")
     body: dict[str, Any] = dict(found)
     if "body" in line or "model" in line:
         body = {"temperature": OPENAI_TEMPERATURE} | body

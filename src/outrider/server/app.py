@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {}}}
     for status, text in {
-        400: "What was asked cannot be done; the message says why.",
-        401: "No key that this server knows.",
-        404: "Another model was asked for.",
+        400: "The request is invalid; the message says why.",
+        401: "The API key is missing or unknown.",
+        404: "The model is not served here.",
         408: "The body did not arrive in time.",
         413: "The body is too large.",
         429: "The queue is full; Retry-After says when to try again.",

@@ -179,7 +179,7 @@ class EngineBridge:
         self._check_health()
         most = self.llm.engine.scheduler.max_batch + self.max_queue
         if count > most:
-            raise OutriderError(f"this server takes at most {most} sequences at once, not {count}")
+            raise OutriderError(f"too many sequences in one call: {count}; the limit is {most}")
         lacking = count - (most - self.num_open)
         if lacking > 0:
             raise Busy(self._retry_after(lacking))
@@ -204,7 +204,7 @@ class EngineBridge:
 
     def _check_health(self) -> None:
         if not self.is_healthy:
-            raise Stopping("the engine has broken down")
+            raise Stopping("the engine has failed")
 
     def cancel(self, request_ids: set[str]) -> None:
         """Abort requests; they emit nothing more."""
@@ -255,7 +255,7 @@ class EngineBridge:
                 emissions = engine.step()
             except BaseException as error:  # not one request's fault, or a library's panic: caches were dropped and are rebuilt
                 self.num_failures += 1
-                logger.exception("a round failed; its requests end")
+                logger.exception("a round failed; its requests were ended")
                 emissions = self._failed(error)
             self._send(emissions)
         self._obey(wait=False)
@@ -288,7 +288,7 @@ class EngineBridge:
                     self.llm.engine.add(request, group[0].request_id if i else None, client.name, client.priority)
                     self._inside.add(request.request_id)
                 except Exception as error:
-                    logger.exception("request %s was not taken", request.request_id)
+                    logger.exception("request %s was not accepted", request.request_id)
                     refused.append(lost(request.request_id, error))
         self._send(refused)
 
@@ -298,7 +298,7 @@ class EngineBridge:
             try:
                 self.llm.engine.abort(request_id)
             except Exception:
-                logger.exception("request %s did not end as it should", request_id)
+                logger.exception("request %s was not ended cleanly", request_id)
 
     def _send(self, emissions: Sequence[Emission]) -> None:
         if emissions:

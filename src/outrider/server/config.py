@@ -50,9 +50,9 @@ class ServerConfig:
             if each.type == "float" and each.name != "stream_interval" and not 0 < value < math.inf:
                 raise OutriderError(f"invalid {each.name} {value}: expected a number above 0")
         if not 0 <= self.stream_interval < float("inf"):
-            raise OutriderError("stream_interval is in seconds: 0 or more")
+            raise OutriderError(f"invalid stream_interval {self.stream_interval}: expected 0 seconds or more")
         if not 0 <= self.port < 1 << 16:
-            raise OutriderError(f"there is no port {self.port}")
+            raise OutriderError(f"invalid port {self.port}: expected 0 to 65535")
 
 
 @dataclass(frozen=True)
@@ -98,19 +98,19 @@ class KeyRing:
         try:
             lines = file.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise OutriderError(f"the API keys cannot be read: {error}") from error
+            raise OutriderError(f"cannot read the API keys: {error}") from error
         numbered = [
             (number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.lstrip().startswith("#")
         ]
         if not numbered:
-            raise OutriderError(f"{file} holds no API key: write one a line")
+            raise OutriderError(f"{file} contains no API key: expected one KEY [NAME [PRIORITY]] per line")
         return cls([_entry(line, number, str(file)) for number, line in numbered])
 
 
 def _entry(line: str, number: int, source: str) -> tuple[str, Client]:
     found = re.fullmatch(r"(\S+)(?:\s+(\S+)(?:\s+([+-]?\d+))?)?", line.strip())
     if found is None:
-        raise OutriderError(f"{source}: an entry is a key, then a name and a whole number as priority if wanted")
+        raise OutriderError(f"invalid entry in {source}: expected KEY [NAME [PRIORITY]] with an integer priority")
     key, name, priority = found.groups()
     return key, Client(name or f"client-{number}", int(priority or 0))
 

@@ -95,7 +95,7 @@ class Gate:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             client = self._keys.client(key.strip() if scheme.lower() == "bearer" else None)
             if client is None:
-                message = "give an API key that this server knows: Authorization: Bearer <key>"
+                message = "missing or unknown API key: send Authorization: Bearer <key>"
                 return 401, error_body(message, "invalid_request_error", "invalid_api_key")
             call.client = client
         length = headers.get("content-length", "0")

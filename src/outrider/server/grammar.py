@@ -84,7 +84,7 @@ class GrammarCompiler:
     def checked(self) -> Mapping[str, Any]:
         """The tools. Raises ``OutriderError`` where there are none to make a grammar with."""
         if self._tools is None or not self._tools["eos_token_ids"]:
-            raise OutriderError("answers of a given form need a fast tokenizer with an end-of-text token")
+            raise OutriderError("structured output needs a fast tokenizer with an end-of-text token")
         return self._tools
 
 

@@ -27,7 +27,7 @@ class Metrics:
             return Histogram(name, text, labels, buckets=buckets, registry=self.registry).labels(**here)
 
         self.first_token = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", SECONDS)
-        self.between_tokens = histogram("vllm:inter_token_latency_seconds", "Seconds a later token.", TOKEN_SECONDS)
+        self.between_tokens = histogram("vllm:inter_token_latency_seconds", "Seconds per later token.", TOKEN_SECONDS)
         self.whole = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", SECONDS)
         self._prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens.", labels, registry=self.registry).labels(**here)
         self._ended = Counter(
@@ -64,7 +64,7 @@ class _EngineCounts:
         stats, scheduler = engine.stats, engine.scheduler
         histogram, cache = dict(stats.acceptance_histogram), engine.runner.cache
         yield self._gauge("vllm:num_requests_running", "Sequences in the batch.", len(scheduler.running))
-        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait for a place.", len(scheduler.waiting))
+        yield self._gauge("vllm:num_requests_waiting", "Waiting sequences.", len(scheduler.waiting))
         yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", cache.num_looked_up)
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", cache.num_reused)
         yield self._counter("vllm:generation_tokens", "Generated tokens.", stats.num_tokens)

@@ -22,13 +22,13 @@ def _unicode(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("the text is not valid Unicode") from None
+        raise ValueError("invalid Unicode: unpaired surrogate") from None
     return text
 
 
 def _few(biases: Any) -> Any:
     if isinstance(biases, dict) and len(biases) > MAX_BIASES:
-        raise ValueError(f"at most {MAX_BIASES} tokens can be biased")
+        raise ValueError(f"too many logit biases: the limit is {MAX_BIASES}")
     return biases
 
 
@@ -60,7 +60,7 @@ class Body(BaseModel):
         if not isinstance(body, dict):
             return body
         if len(body) > MAX_FIELDS:
-            raise ValueError(f"an object of more than {MAX_FIELDS} fields")
+            raise ValueError(f"too many fields in an object: the limit is {MAX_FIELDS}")
         return {name: value for name, value in body.items() if value is not None}
 
 
@@ -76,7 +76,7 @@ class Speculative(Body):
     """Drafting options of this request. They do not change the answer's distribution."""
 
     method: Text | None = Field(None, description="The served method, or plain for no drafts.")
-    k: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = Field("auto", description="Drafts a round; 0 is none.")
+    k: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = Field("auto", description="Drafts per round; 0 disables drafts.")
 
 
 class TextFormat(Body):
@@ -185,7 +185,7 @@ class SamplingFields(Body):
         if wanted is None:
             return None
         if wanted.method not in (None, served, PLAIN):
-            raise OutriderError(f"this server drafts with {served!r}: ask for that method, or for {PLAIN!r}")
+            raise OutriderError(f"method {wanted.method!r} is not served: expected {served!r} or {PLAIN!r}")
         if wanted.method == PLAIN:
             return 0
         return wanted.k if isinstance(wanted.k, int) else None

@@ -27,7 +27,7 @@ class Record:
         try:
             self._file = open(file, "a", encoding="utf-8", opener=_private)  # noqa: SIM115 - open for the server's lifetime
         except OSError as error:
-            raise OutriderError(f"--record {file} cannot be written: {error.strerror}") from error
+            raise OutriderError(f"cannot write --record {file}: {error.strerror}") from error
 
     def add(self, body: SamplingFields) -> None:
         """Write a request immediately. If writing fails, the line is lost with a warning; the answer is not affected."""

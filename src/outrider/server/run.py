@@ -130,7 +130,7 @@ def serve(llm: LLM, config: ServerConfig, keys: KeyRing, listener: socket.socket
     app = create_app(llm, config, keys)
     host, port = listener.getsockname()[:2]
     if not ip_address(host).is_loopback and not len(keys):
-        logger.warning("everyone who reaches this machine can use the server: give it API keys")
+        logger.warning("the server is reachable from other machines without an API key: set --api-keys")
     name = f"[{host}]" if ":" in host else host
     facts = {"url": f"http://{name}:{port}", "model": config.name, "method": llm.proposer.name, "max_len": llm.runner.max_len}
     GracefulServer(connections(app, config), app.state.service.bridge, facts, config.shutdown_grace).run(sockets=[listener])

@@ -89,9 +89,11 @@ class Service:
     def _check(self, body: SamplingFields, num_sequences: int) -> None:
         """Raises ``OutriderError`` for what can be refused without looking at the prompts."""
         if body.model not in (None, self.config.name):
-            raise UnknownModel(f"there is no model {body.model!r} here, but {self.config.name!r}")
+            raise UnknownModel(f"unknown model {body.model!r}: this server has {self.config.name!r}")
         if not 1 <= num_sequences <= self.config.max_choices:
-            raise OutriderError(f"give 1 to {self.config.max_choices} prompts times samples, not {num_sequences}")
+            raise OutriderError(
+                f"invalid number of sequences {num_sequences} (prompts x n): expected 1 to {self.config.max_choices}"
+            )
 
     def unready(self) -> str | None:
         """Why requests should be sent elsewhere, in one line; None where they should come."""
@@ -313,7 +315,7 @@ def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     if isinstance(error, Stopping):
         return 503, error_body(str(error), "server_error", "stopping"), {"retry-after": "5"}
     if isinstance(error, asyncio.TimeoutError):
-        return 504, error_body("the answer took longer than this server allows", "server_error", "timeout"), {}
+        return 504, error_body("the answer exceeded the server's time limit", "server_error", "timeout"), {}
     if isinstance(error, TargetFailed):
         return 500, error_body(str(error), "server_error"), {}
     return 400, error_body(str(error), "invalid_request_error"), {}

@@ -63,9 +63,9 @@ def _name(number: int) -> str:
 def check_captured(runner: ModelRunner, layers: Sequence[int], seq_len: int) -> None:
     """Raise ``OutriderError`` for invalid hidden states, or rows longer than the context."""
     if min(layers) < 0 or max(layers) > runner.num_layers:
-        raise OutriderError(f"{runner.name} has the hidden states 0 to {runner.num_layers}, not all of {tuple(layers)}")
+        raise OutriderError(f"invalid hidden states {tuple(layers)}: {runner.name} has 0 to {runner.num_layers}")
     if seq_len > runner.max_len:
-        raise OutriderError(f"rows of {seq_len} tokens do not fit the target's context of {runner.max_len}")
+        raise OutriderError(f"rows of {seq_len} tokens exceed the target's context of {runner.max_len}")
 
 
 def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Path, report: Report) -> FeatureCache:
@@ -85,7 +85,7 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
     path = folder / "features.json"
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else about
     if {**known, "layers": 0} != {**about, "layers": 0} or not set(layers) <= set(known["layers"]):
-        raise OutriderError(f"{folder} holds features of another target, text or layers: name another folder or delete it")
+        raise OutriderError(f"{folder} contains features of another target, text or layers: give another folder or delete it")
     path.write_text(json.dumps(known))
     left = [start for start in range(0, len(rows), SHARD_ROWS) if not (folder / _name(start // SHARD_ROWS)).exists()]
     _check_room(folder, len(left) * SHARD_ROWS * rows.shape[1] * len(known["layers"]) * runner.hidden_size * 2)
@@ -102,7 +102,7 @@ def _check_room(folder: Path, needed: int) -> None:
     """Raise ``OutriderError`` if the free disk space is insufficient, before hours of capturing."""
     free = shutil.disk_usage(folder).free
     if needed > free:
-        said = f"the features take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free in {folder}"
+        said = f"not enough disk space in {folder}: {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free"
         raise OutriderError(f"{said}: use less text (--max-tokens) or another folder (--work)")
 
 

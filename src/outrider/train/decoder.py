@@ -67,11 +67,13 @@ class Decoder:
             is_same = is_same and torch.allclose(left[1], states[-1][1], rtol=TOLERANCE, atol=TOLERANCE)
         except (RuntimeError, TypeError, IndexError, AttributeError) as failure:  # model code can fail with unexpected inputs
             said = (str(failure).splitlines() or [type(failure).__name__])[0]
-            raise OutriderError(f"the layers of {kind} cannot be left out one by one: {said}") from failure
+            raise OutriderError(
+                f"unsupported model for layer skipping: the layers of {kind} cannot be skipped one by one: {said}"
+            ) from failure
         finally:
             self.model.train(was_training)
         if not is_same:
-            raise OutriderError(f"{kind} is more than its layers, one after another, on one hidden state: none can be left out")
+            raise OutriderError(f"unsupported model for layer skipping: {kind} does more than run its layers one after another")
 
     @contextmanager
     def _replaced(self, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -113,7 +115,7 @@ class _Seen(InPlaceOf):
             some = self.original(hidden_states[kept], *_of_rows(args, kept, size), **_of_rows(options, kept, size))
             out = hidden_states.index_copy(0, kept, some.to(hidden_states.dtype))
         if not isinstance(out, Tensor):
-            raise TypeError("a layer hands on more than a hidden state")
+            raise TypeError("a layer returns more than a hidden state")
         self._seen.append(out)
         return out
 

@@ -38,11 +38,11 @@ def chosen_layers(shape: DraftShape, total: int) -> tuple[int, ...]:
         len(shape.from_layers) if shape.from_layers else max(min(FEW, total - 1), total // LAYERS_SHARE, 1)
     )
     if not 1 <= count < total:
-        raise OutriderError(f"a draft of {count} layers for a target of {total}: give 1 to {total - 1}")
+        raise OutriderError(f"invalid number of layers {count} for a target with {total}: expected 1 to {total - 1}")
     layers = shape.from_layers or spaced(count, total)
     if len(layers) != count or not all(0 <= index < total for index in layers):
         raise OutriderError(
-            f"a draft of {count} layers begins as {count} of the target's layers 0 to {total - 1}, not {layers}"
+            f"invalid layers {layers}: a draft with {count} layers needs {count} of the target's layers 0 to {total - 1}"
         )
     return layers
 
@@ -75,20 +75,22 @@ def new_draft(target: PreTrainedModel, shape: DraftShape) -> tuple[PreTrainedMod
     layers, width = chosen_layers(shape, config.num_hidden_layers), shape.width or int(config.hidden_size)
     names = ", ".join(map(str, layers))
     if not 1 <= width <= config.hidden_size:
-        raise OutriderError(f"a draft {width} wide for a target of {config.hidden_size}: give 1 to {config.hidden_size}")
+        raise OutriderError(
+            f"invalid width {width} for a target of width {config.hidden_size}: expected 1 to {config.hidden_size}"
+        )
     if width < config.hidden_size and not can_shrink(target):
         kind = type(target).__name__
-        raise OutriderError(f"{kind} has layers of a kind that cannot be cut narrower: leave the width at {config.hidden_size}")
+        raise OutriderError(f"unsupported layers for a narrower draft: {kind}; leave the width at {config.hidden_size}")
     draft = AutoModelForCausalLM.from_config(
         draft_config(config, layers, width), dtype=torch.float32, attn_implementation="sdpa"
     )
     draft.to(target.device)
     if width == config.hidden_size:
         copy_layers(target, draft, layers)
-        return draft, f"it begins as layers {names} of the target with its embeddings, norm and head"
+        return draft, f"initialised from layers {names} of the target with its embeddings, norm and head"
     shrink(target, draft, layers)
-    said = f"seen through the {width} principal directions of its embeddings: the first heads, the strongest neurons"
-    return draft, f"it begins as layers {names} of the target, {said}"
+    said = f"projected to the {width} principal directions of its embeddings: the first heads, the strongest neurons"
+    return draft, f"initialised from layers {names} of the target, {said}"
 
 
 @torch.no_grad()

@@ -43,7 +43,7 @@ def train_early_exit(bench: Bench, out: Path, how: HeadPlan, skip: LayerSkip) ->
     """
     runner = bench.runner
     if runner.num_layers < 3:
-        raise OutriderError(f"training early exits needs a target of three layers or more, this one has {runner.num_layers}")
+        raise OutriderError(f"early-exit training needs a target with at least three layers; this one has {runner.num_layers}")
     model = trainable(runner)
     decoder = Decoder(model)
     decoder.check()
@@ -99,19 +99,19 @@ def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRu
     """
     runner, teaching = bench.runner, kind.teaching
     if teaching.loss not in DIVERGENCES:
-        raise OutriderError(f"no loss {teaching.loss!r} to train a draft with: {' or '.join(DIVERGENCES)}")
+        raise OutriderError(f"invalid loss {teaching.loss!r}: expected {' or '.join(DIVERGENCES)}")
     if not (0 <= teaching.on_policy <= 1 and teaching.prompt_len >= 1):
-        raise OutriderError(f"on-policy rows are a share between 0 and 1 behind prompts of a token or more, not {teaching}")
+        raise OutriderError(f"invalid {teaching}: expected on_policy from 0 to 1 and prompt_len of at least 1")
     if teaching.on_policy and teaching.prompt_len >= bench.seq_len:
-        raise OutriderError(f"rows of {bench.seq_len} tokens leave nothing to write after prompts of {teaching.prompt_len}")
+        raise OutriderError(f"rows of {bench.seq_len} tokens leave nothing to generate after prompts of {teaching.prompt_len}")
     target = trainable(runner).requires_grad_(False).eval()
     torch.manual_seed(how.seed)
     if kind.start is None:
         draft, said = new_draft(target, kind.shape)
     else:
-        draft, said = _existing(kind.start, bench), f"it begins as {kind.start}"
+        draft, said = _existing(kind.start, bench), f"continuing {kind.start}"
     share = draft.num_parameters() / target.num_parameters()
-    logger.info("a draft of %.1fM parameters, %.0f%% of the target's; %s", draft.num_parameters() / 1e6, 100 * share, said)
+    logger.info("draft with %.1fM parameters, %.0f%% of the target's; %s", draft.num_parameters() / 1e6, 100 * share, said)
     bench.claim("draft", shape=asdict(kind.shape), start=kind.start, teaching=asdict(teaching))
     rows = TextRows(bench.training_rows())
 
@@ -158,7 +158,9 @@ def trainable(runner: ModelRunner, source: str | None = None) -> PreTrainedModel
             source or runner.name, dtype=torch.float32, attn_implementation="sdpa"
         )
     except (OSError, ValueError) as error:
-        raise OutriderError(f"cannot load {source or runner.name} to train it: {str(error).strip().splitlines()[0]}") from error
+        raise OutriderError(
+            f"cannot load {source or runner.name} for training: {str(error).strip().splitlines()[0]}"
+        ) from error
     found: PreTrainedModel = model.to(runner.device)
     return found
 
@@ -169,7 +171,7 @@ def _existing(source: str, bench: Bench) -> PreTrainedModel:
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
         except (OSError, ValueError, KeyError) as error:
-            raise OutriderError(f"no tokenizer in {source}: {str(error).strip().splitlines()[0]}") from error
+            raise OutriderError(f"cannot load a tokenizer from {source}: {str(error).strip().splitlines()[0]}") from error
         check_same_vocabulary(bench.tokenizer, tokenizer)
     return trainable(bench.runner, source)
 

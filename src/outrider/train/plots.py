@@ -36,7 +36,7 @@ def draw(name: str, curve: list[dict[str, Any]], folder: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        logger.warning("no loss curve is drawn: pip install 'outrider[train]' brings matplotlib")
+        logger.warning("no loss curve: matplotlib is missing (pip install 'outrider[train]')")
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -62,7 +62,7 @@ def final_scale(runner: ModelRunner) -> Tensor:
 def new_medusa(runner: ModelRunner, num_heads: int, num_layers: int) -> MedusaHeads:
     """Return heads initialised as the target's output head, with zero blocks (Cai et al. 2024, section 2.1)."""
     if num_heads < 1 or num_layers < 1:
-        raise OutriderError("the number of heads and of their layers must be at least 1")
+        raise OutriderError("invalid number of heads or layers: expected at least 1")
     heads = MedusaHeads(MedusaShape(num_heads, num_layers, runner.hidden_size, runner.vocab_size))
     weight = output_layer(runner).plain_weight()[: runner.vocab_size]
     blocks: list[Any] = list(heads.blocks)

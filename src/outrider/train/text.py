@@ -27,7 +27,7 @@ def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[s
     Raises ``OutriderError`` with the number of an invalid line.
     """
     if not path.is_file():
-        raise OutriderError(f"no text file at {path}")
+        raise OutriderError(f"text file {path} does not exist")
     if path.suffix not in (".jsonl", ".json"):
         yield path.read_text(encoding="utf-8", errors="replace")
         return
@@ -37,7 +37,7 @@ def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[s
                 try:
                     yield _document(json.loads(line), tokenizer)
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    hint = 'each line is JSON with "text", "prompt" and "completion", or "messages"'
+                    hint = 'expected JSON with "text", "prompt" and "completion", or "messages"'
                     raise OutriderError(f"{path}, line {number}: {hint} ({type(error).__name__}: {error})") from None
 
 
@@ -79,7 +79,7 @@ def rows_of(ids: np.ndarray, seq_len: int) -> Tensor:
     """Cut a stream of ids into int32 [R, seq_len]."""
     count = len(ids) // seq_len
     if count < 2:
-        raise OutriderError(f"the text has {len(ids)} tokens: training needs two rows of {seq_len} at least")
+        raise OutriderError(f"too little text: {len(ids)} tokens, expected at least two rows of {seq_len}")
     return torch.from_numpy(np.ascontiguousarray(ids[: count * seq_len]).astype(np.int32)).view(count, seq_len)
 
 
@@ -118,9 +118,9 @@ def regenerate(
     for a folder of another target, text or setting.
     """
     if not 1 <= prompt_len < rows.shape[1]:
-        raise OutriderError(f"rows of {rows.shape[1]} tokens leave nothing to write after prompts of {prompt_len}")
+        raise OutriderError(f"rows of {rows.shape[1]} tokens leave nothing to generate after prompts of {prompt_len}")
     if temperature < 0:
-        raise OutriderError(f"text at temperature {temperature:g}: 0 (greedy) or above")
+        raise OutriderError(f"invalid temperature {temperature:g}: expected 0 (greedy) or above")
     how = {"prompt length": prompt_len, "temperature": temperature, "seed": seed, "batch": runner.max_batch}
     claim(folder / "text.json", {"target": fingerprint(runner), "text": digest(rows), **how})
     written: list[Tensor] = []

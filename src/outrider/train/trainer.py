@@ -118,8 +118,8 @@ class Trainer:
         loss, parts = self.job.loss(ids, self.step, before)
         if not torch.isfinite(loss):  # an update with it would spoil the next checkpoint
             raise OutriderError(
-                f"the loss of step {self.step + 1} is {loss.item()}: the learning rates (--muon-lr, --adam-lr) are too high;"
-                f" {self.checkpoint} is from before, delete it to begin anew"
+                f"non-finite loss {loss.item()} at step {self.step + 1}: lower the learning rates (--muon-lr, --adam-lr);"
+                f" {self.checkpoint} is the last good checkpoint, delete it to start again"
             )
         loss.backward()
         for optimizer in self.optimizers:

@@ -27,7 +27,7 @@ class TypicalVerifier(Verifier):
     def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
         """``epsilon``, ``delta``: the paper's hard and entropy-dependent thresholds."""
         if not (0 < epsilon <= 1 and 0 < delta <= 1):
-            raise OutriderError(f"typical acceptance needs thresholds in (0, 1], not epsilon={epsilon}, delta={delta}")
+            raise OutriderError(f"invalid thresholds epsilon={epsilon}, delta={delta}: expected values in (0, 1]")
         self.epsilon, self.delta = epsilon, delta
 
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:

@@ -25,9 +25,9 @@ class Load:
 
     def __post_init__(self) -> None:
         if (self.concurrency is None) == (self.rate is None):
-            raise OutriderError("a load has either a number of clients or a rate")
+            raise OutriderError("a load needs either a number of clients or a rate")
         if (self.concurrency is not None and self.concurrency < 1) or (self.rate is not None and not 0 < self.rate < inf):
-            raise OutriderError("a number of clients must be at least 1, and a rate above 0 and finite")
+            raise OutriderError("invalid load: expected at least 1 client, or a finite rate above 0")
 
     @property
     def label(self) -> str:

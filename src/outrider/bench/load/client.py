@@ -88,9 +88,9 @@ class Asker:
                 sample.num_prompt_tokens = usage.get("prompt_tokens") or 0
                 _count_drafts(usage, sample)
         if not is_done or sample.first is None:
-            sample.error = "the stream ended before its end"
+            sample.error = "the stream was truncated"
         elif not sample.num_tokens:
-            sample.error = "no usage in the answer: the server must count tokens as stream_options.include_usage asks"
+            sample.error = "no usage in the answer: the server must support stream_options.include_usage"
         elif not any(count for _, count in sample.pauses):
             share = (sample.num_tokens - 1) / max(len(sample.pauses), 1)
             sample.pauses = [(seconds, round(share) or 1) for seconds, _ in sample.pauses]

@@ -51,7 +51,7 @@ def table(result: Mapping[str, Any]) -> Table:
 
     limits, cells = result["objective_ms"], result["cells"]
     title = (
-        "load: clients at a time, or arrivals; ms p50/p95; good: requests a second with the first token in "
+        "load: concurrent clients, or arrivals; ms p50/p95; good: requests per second with the first token in "
         f"{limits['first_token']:g} ms and {limits['token']:g} ms a token"
     )
     has_failed = any(cell["failed"] for cell in cells)
@@ -97,7 +97,7 @@ def verdict(result: Mapping[str, Any]) -> str:
     """Return the worst cell as one line."""
     found = result["worst"]
     if found is None:
-        return "no plain decoding to compare with: an Outrider server takes it per request, for another give --plain-url"
+        return "no plain baseline: Outrider servers support it per request; for another server give --plain-url"
     latest = found["first_token_p95_ratio"]
     first = "" if latest is None else f"; first token p95 at most {latest:.2f}x plain's, at {found['first_token_at']}"
-    return f"least speedup {found['speedup']:.2f}x, at {found['speedup_at']}{first}"
+    return f"smallest speedup {found['speedup']:.2f}x, at {found['speedup_at']}{first}"

@@ -302,7 +302,7 @@ def load_cpu_kernels() -> bool:
     try:
         compiler = cpp_library.find_compiler()
         if compiler is None:
-            logger.warning("no C++ compiler found: passes run on torch's own kernels, several times slower; install g++")
+            logger.warning("no C++ compiler found: passes use torch's kernels, several times slower; install g++")
             return False
         for source in SOURCES:
             torch.ops.load_library(_library_file(compiler, source))

@@ -102,7 +102,7 @@ class Demo:
             yield {"type": "error", "message": str(error)}
         except Exception as error:
             logger.warning("a race failed: %s: %s", type(error).__name__, error, exc_info=logger.isEnabledFor(logging.DEBUG))
-            yield {"type": "error", "message": "the race failed inside the engine; the server goes on"}
+            yield {"type": "error", "message": "the race failed inside the engine; the server continues"}
         finally:
             self._thread.submit(racing.close)  # after the running slice, before the next visitor's
 
@@ -124,7 +124,7 @@ class RaceStream:
         try:
             place = self._demo.line.join()
         except LineFull:
-            full = f"{self._demo.line.longest} visitors are in line already: try again in a minute"
+            full = f"{self._demo.line.longest} visitors are already waiting: try again in a minute"
             await refusal(full, 429, {"Retry-After": "30"})(scope, receive, send)
             return
 
@@ -137,7 +137,7 @@ class RaceStream:
                 try:
                     await stream(scope, receive, send_in_time)
                 except (asyncio.TimeoutError, ClientDisconnect):
-                    logger.info("a visitor took no more of a race: the place goes to the next")
+                    logger.info("a visitor stopped reading: the next one starts")
 
 
 async def _written(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:

@@ -50,11 +50,11 @@ class RaceRequest:
             raise OutriderError(f"unknown field {unknown[0][:40]!r}; known: {', '.join(sorted(known))}")
         for name in ("prompt", "method"):
             if not isinstance(data.get(name), str) or not data[name]:
-                raise OutriderError(f"{name} must be a text that is not empty")
+                raise OutriderError(f"{name} must be a non-empty string")
         if not _is_text(data["prompt"]):
-            raise OutriderError("the prompt holds half a surrogate pair: that is no text")
+            raise OutriderError("invalid prompt: invalid Unicode, unpaired surrogate")
         if len(data["prompt"]) > limits.prompt_chars:
-            raise OutriderError(f"the prompt has {len(data['prompt'])} characters; {limits.prompt_chars} are allowed")
+            raise OutriderError(f"the prompt has {len(data['prompt'])} characters; the limit is {limits.prompt_chars}")
         k = data.get("k", cls.k)
         return cls(
             data["prompt"],
@@ -78,5 +78,5 @@ def _is_text(value: str) -> bool:
 def _number(name: str, value: Any, low: float, high: float, whole: bool = False) -> float:
     kinds = (int,) if whole else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
-        raise OutriderError(f"{name} must be a{' whole' if whole else ''} number from {low:g} to {high:g}")
+        raise OutriderError(f"{name} must be {'an integer' if whole else 'a number'} from {low:g} to {high:g}")
     return value

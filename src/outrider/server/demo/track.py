@@ -46,7 +46,7 @@ class Track:
         Raises ``OutriderError`` without a tokenizer, if no method fits, and with ``must_fit`` if any does not fit.
         """
         if llm.tokenizer is None:
-            raise OutriderError("the demo shows text, and this target has no tokenizer")
+            raise OutriderError("the demo needs a tokenizer, and this target has none")
         self.llm, self.limits = llm, limits or Limits()
         self._plain = self._engine(build_proposer(replace(llm.speculation, method=PLAIN, proposer=None), llm.runner, None))
         speculation = replace(llm.speculation, draft=draft)
@@ -82,12 +82,14 @@ class Track:
     def encode(self, wanted: RaceRequest) -> list[int]:
         """Return the prompt's token ids. Raises ``OutriderError`` for an invalid request."""
         if wanted.method not in self._engines:
-            raise OutriderError(f"no method {wanted.method[:40]!r} here; there is {', '.join(self._engines)}")
+            raise OutriderError(f"unknown method {wanted.method[:40]!r}: available are {', '.join(self._engines)}")
         tokenizer: Any = self.llm.tokenizer
         prompt = list(tokenizer.encode(wanted.prompt))
         room = self.llm.runner.max_len - wanted.max_tokens
         if not 0 < len(prompt) <= room:
-            raise OutriderError(f"the prompt has {len(prompt)} tokens; with {wanted.max_tokens} to come {max(room, 0)} fit")
+            raise OutriderError(
+                f"the prompt has {len(prompt)} tokens; the limit is {max(room, 0)} with max_tokens={wanted.max_tokens}"
+            )
         return prompt
 
     def race(self, wanted: RaceRequest, prompt: Sequence[int]) -> Generator[list[Event], None, None]:
