@@ -79,7 +79,7 @@ class NgramIndex:
         self._token_ids = token_ids
         self._sizes = range(config.min_n, config.max_n + 1)
         self._follows: list[dict[tuple[int, ...], int]] = [{} for _ in self._sizes]  # n-gram -> position after it
-        self._num_indexed = 0  # n-grams that end before this position are indexeddexed
+        self._num_indexed = 0  # n-grams that end before this position are indexed
 
     def catch_up(self) -> None:
         """Index the n-grams that have a successor; the last one would only match itself."""
