@@ -49,9 +49,9 @@ MEMORY = 1 << 30  # bytes of KV cache for these sequences
 class AuditOptions:
     """What to audit, and with which error probabilities."""
 
-    method: str | None = given(Speculation, several=True, more="all: every other one.", panel=WHAT)
+    method: str | None = given(Speculation, several=True, more="all adds every other method.", panel=WHAT)
     num_draft_tokens: str | None = given(
-        Speculation, several=True, more="A fixed number (default: 4; with --same-text: 1,3,5,8).", panel=WHAT
+        Speculation, several=True, more="An audit needs fixed numbers (default: 4; with --same-text: 1,3,5,8).", panel=WHAT
     )
     batch: Annotated[
         str | None,
@@ -115,7 +115,7 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     if min(batches) < 1:
         raise OutriderError("invalid --batch: expected numbers of at least 1")
     if not models.same_text and (len(lengths) > 1 or len(batches) > 1 or output.resume):
-        raise OutriderError("several values of --num-draft-tokens or --batch, and --resume, are for --same-text")
+        raise OutriderError("several values of --num-draft-tokens or --batch, and --resume, need --same-text")
     params = sampling.params(
         max_tokens=64 if sampling.max_tokens is None else sampling.max_tokens,
         seed=sampling.seed or 0,
@@ -312,8 +312,8 @@ def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: i
     for number, prompt in enumerate(found, start=1):
         if not prompt or len(prompt) + more > llm.runner.max_len:
             raise OutriderError(
-                f"prompt {number} has {len(prompt)} tokens; with the {more} that --max-tokens and --num-draft-tokens ask for"
-                f" it must fit the context of {llm.runner.max_len}"
+                f"prompt {number} has {len(prompt)} tokens; with the {more} tokens of --max-tokens and --num-draft-tokens it"
+                f" exceeds the context of {llm.runner.max_len}"
             )
     return found
 
@@ -369,5 +369,5 @@ def _parse_length(text: str) -> int:
 
     k = parse_k(text)
     if not isinstance(k, int) or k < 1:
-        raise OutriderError(f"invalid --num-draft-tokens {text}: an audit needs a fixed number of drafts, 1 or more")
+        raise OutriderError(f"invalid --num-draft-tokens {text}: an audit needs a fixed number of drafts, at least 1")
     return k

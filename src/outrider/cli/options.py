@@ -1,8 +1,7 @@
 """Groups of command-line options, shared by the commands. Each dataclass field is an option.
 
-What an option is called, what it takes and what it is for stands once, where it is declared: in ``SamplingParams``,
-``Speculation``, ``RunnerConfig`` or ``ServerConfig``. A field here says that a command has it. Every default here means "not
-given", unless a command has a default of its own.
+Name, values and help of an option are declared once, in ``SamplingParams``, ``Speculation``, ``RunnerConfig`` or
+``ServerConfig``; a field here adds the option to a command. A default of None means "not given".
 """
 
 from __future__ import annotations
@@ -54,6 +53,7 @@ class ModelOptions:
     device: str | None = given(RunnerConfig)
     max_len: int | None = given(RunnerConfig)
     compile: str | None = given(RunnerConfig)
+    self_check: bool = given(RunnerConfig, True)
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,8 @@ def _annotation(own: Field[Any]) -> Any:
     flag: Flag = own.metadata[FLAG]
     option = declared(flag.config)[own.name]
     flags = [flag_name(own.name), *([f"-{option.letter}"] if option.letter else [])]
+    if own.default is True:
+        flags = [f" /--no-{flag_name(own.name)[2:]}"]
     kind: Any = str if flag.several else option.kind.flag_type
     about = [option.help, "Several are separated by commas." if flag.several else "", flag.more]
     default = getattr(flag.config, own.name, None)
@@ -139,12 +141,17 @@ def _annotation(own: Field[Any]) -> Any:
         about.append(f"(default: {default:g})." if isinstance(default, float) else f"(default: {default}).")
     text = " ".join(part for part in about if part).replace(". (default", " (default")
     panel = option.panel if flag.panel is None else flag.panel
-    return Annotated[kind | None, typer.Option(*flags, help=text, rich_help_panel=panel)]
+    return Annotated[kind | None, typer.Option(*flags, help=text, rich_help_panel=panel, show_default=own.default is not True)]
 
 
 def read_option(config: type, name: str, value: Any) -> Any:
     """A value from the command line in its one form, None where it was not given. Raises ``OutriderError`` for a wrong one."""
     return None if value is None else declared(config)[name].read(flag_name(name), value)
+
+
+def values_given(group: Any) -> dict[str, Any]:
+    """The options of a group that differ from its defaults, by name: those given on the command line."""
+    return {each.name: value for each in fields(group) if (value := getattr(group, each.name)) is not each.default}
 
 
 def parse_k(value: str | int | None) -> int | str:

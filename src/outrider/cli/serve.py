@@ -113,9 +113,7 @@ def command(
 ) -> None:
     """Run an OpenAI-compatible server with lossless speculative decoding."""
     from outrider.cli.bench_documents import check_writable
-    from outrider.cli.console import waiting
-    from outrider.cli.session import load
-    from outrider.engine.plan import Plan, served_name
+    from outrider.engine.plan import Plan
     from outrider.types import OutriderError
 
     passed = list(engine_options or ())

@@ -8,14 +8,13 @@ import socket
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from outrider.cli.console import show_notices, waiting
-from outrider.cli.options import MethodOptions, ModelOptions, read_option
+from outrider.cli.options import MethodOptions, ModelOptions, read_option, values_given
 from outrider.engine.options import Speculation
 from outrider.options import declared
 from outrider.registry import AUTO, PROPOSERS, VERIFIERS
@@ -59,11 +58,9 @@ def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
     """
     from outrider.method_text import split_method
 
-    given = {**asdict(models), **asdict(methods)}
     values = {
         name: read_option(Speculation if name in declared(Speculation) else RunnerConfig, name, value)
-        for name, value in given.items()
-        if value is not None and value is not False  # a flag left out
+        for name, value in {**values_given(models), **values_given(methods)}.items()
     }
     if models.verifier is not None:
         VERIFIERS.get(models.verifier)

@@ -60,9 +60,9 @@ class TrafficOptions:
 class SearchOptions:
     """The search space."""
 
-    method: str = given(Speculation, "all", several=True, more="all: every other one.", panel=SEARCH)
+    method: str = given(Speculation, "all", several=True, more="all adds every other method.", panel=SEARCH)
     num_draft_tokens: str | None = given(
-        Speculation, several=True, more="auto is always tried too (default: 1,2,3,4,5,6,8,12,15).", panel=SEARCH
+        Speculation, several=True, more="auto is always included (default: 1,2,4,8,15).", panel=SEARCH
     )
     batch: Annotated[str, typer.Option(help="Batch sizes that the plan is for.", rich_help_panel=SEARCH)] = "1"
     repeat: Annotated[

@@ -36,7 +36,7 @@ def chosen_methods(names: Sequence[str]) -> list[str]:
     named = [name for name in dict.fromkeys(names) if name != ALL]
     for name in named:
         if not getattr(PROPOSERS.get(split_method(name)[0]), "max_drafts", 1):
-            raise OutriderError("'plain' is the baseline of every comparison: name a method that drafts")
+            raise OutriderError("'plain' is the baseline and always included: name a method that drafts")
     if ALL in names:
         known = {split_method(name)[0] for name in named}
         named += [name for name in PROPOSERS if name not in known and PROPOSERS.get(name).max_drafts]

@@ -1,7 +1,6 @@
 """Plans: models, method and limits in a readable TOML file.
 
-Its keys are the options that are declared with ``in_plan``, under the names that Python and the command line give them; what is
-left out is the default.
+The keys are the options declared with ``in_plan``, under their Python names; missing keys have their defaults.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Plan:
 
     @classmethod
     def read(cls, file: Path) -> Plan:
-        """Raises ``OutriderError`` for a file that is not TOML, for an unknown key and for a wrong value."""
+        """Read a plan. Raises ``OutriderError`` for an unreadable file, an unknown key or an invalid value."""
         if file.is_char_device() or file.is_block_device():  # /dev/null would be a plan of nothing but defaults
             raise OutriderError(f"{file} is a device: give a plan file")
         try:

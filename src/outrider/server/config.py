@@ -23,34 +23,36 @@ COUNT, SECONDS = Whole(1, INT32), Number(above=0)
 class ServerConfig:
     """Where the server listens and what it allows. Raises ``OutriderError`` for a value of the wrong type or out of bounds."""
 
-    host: str = option(Text(), "127.0.0.1", "Address to listen on; 127.0.0.1 is this machine only.", panel=LISTEN)
-    port: int = option(Whole(0, 65535), 8000, "Port to listen on; 0 takes a free one.", panel=LISTEN)
-    name: str = option(Text(), "outrider", "Name of the model for clients.", panel=LISTEN)
-    max_queue: int = option(COUNT, 256, "Sequences that may wait for a place; beyond them the answer is 429.", panel=LIMITS)
-    max_choices: int = option(COUNT, 64, "Sequences of one call: prompts times n.", panel=LIMITS)
-    max_body: int = option(COUNT, 4 << 20, "Bytes of one call's body.", panel=LIMITS)
-    header_timeout: float = option(SECONDS, 10.0, "Seconds for a call's headers to arrive.", panel=LIMITS)
-    body_timeout: float = option(SECONDS, 30.0, "Seconds for a call's body to arrive.", panel=LIMITS)
+    host: str = option(Text(), "127.0.0.1", "Address to listen on; 127.0.0.1 accepts only this machine.", panel=LISTEN)
+    port: int = option(Whole(0, 65535), 8000, "Port; 0 selects a free one.", panel=LISTEN)
+    name: str = option(Text(), "outrider", "Model name that clients see.", panel=LISTEN)
+    max_queue: int = option(COUNT, 256, "Maximum number of waiting sequences; beyond it the answer is 429.", panel=LIMITS)
+    max_choices: int = option(COUNT, 64, "Maximum number of sequences per call: prompts times n.", panel=LIMITS)
+    max_body: int = option(COUNT, 4 << 20, "Maximum bytes of a call's body.", panel=LIMITS)
+    header_timeout: float = option(SECONDS, 10.0, "Seconds to receive a call's headers.", panel=LIMITS)
+    body_timeout: float = option(SECONDS, 30.0, "Seconds to receive a call's body.", panel=LIMITS)
     idle_timeout: float = option(
-        SECONDS, 30.0, "Seconds that a connection may be idle between two calls, or with an unread answer.", panel=LIMITS
+        SECONDS, 30.0, "Seconds that a connection may be idle between calls or leave an answer unread.", panel=LIMITS
     )
     request_timeout: float = option(SECONDS, 600.0, "Seconds from a call's first byte to its last token.", panel=LIMITS)
     stream_interval: float = option(
-        Number(0), 0.02, "Seconds between two chunks of a stream, at least; 0 sends each round's tokens at once.", panel=LIMITS
+        Number(0), 0.02, "Minimum seconds between two chunks of a stream; 0 sends the tokens of every round.", panel=LIMITS
     )
-    shutdown_grace: float = option(SECONDS, 60.0, "Seconds from a signal to the end of the process, at most.", panel=LIMITS)
-    workers: int = option(COUNT, 2, "Processes that tokenise, and as many that try out schemas.", panel=LIMITS)
-    worker_memory: float = option(SECONDS, 1.0, "GiB that each of these processes may take.", panel=LIMITS)
+    shutdown_grace: float = option(SECONDS, 60.0, "Maximum seconds from SIGTERM to the end of the process.", panel=LIMITS)
+    workers: int = option(COUNT, 2, "Processes that tokenise, and as many that test schemas.", panel=LIMITS)
+    worker_memory: float = option(SECONDS, 1.0, "GiB limit of each of these processes.", panel=LIMITS)
     text_timeout: float = option(SECONDS, 10.0, "Processor seconds to tokenise the prompts of one call.", panel=LIMITS)
     schema_timeout: float = option(SECONDS, 2.0, "Processor seconds to compile a JSON schema.", panel=LIMITS)
-    max_schema_values: int = option(COUNT, 5000, "Objects, lists, strings and numbers in a JSON schema.", panel=LIMITS)
-    max_schema_depth: int = option(COUNT, 64, "Levels of a JSON schema.", panel=LIMITS)
-    max_schema_choices: int = option(COUNT, 256, "Alternatives in one anyOf, oneOf or allOf of a JSON schema.", panel=LIMITS)
+    max_schema_values: int = option(COUNT, 5000, "Maximum number of values in a JSON schema.", panel=LIMITS)
+    max_schema_depth: int = option(COUNT, 64, "Maximum depth of a JSON schema.", panel=LIMITS)
+    max_schema_choices: int = option(
+        COUNT, 256, "Maximum alternatives in one anyOf, oneOf or allOf of a JSON schema.", panel=LIMITS
+    )
     stall_timeout: float = option(
-        SECONDS, 60.0, "Seconds without a step of the engine, or of the workers, after which /ready is 503.", panel=LIMITS
+        SECONDS, 60.0, "Seconds without progress of the engine or of a worker until /ready answers 503.", panel=LIMITS
     )
     record: Path | None = option(
-        File(), None, "Append what clients ask for to this file, text included; outrider tune reads it.", panel=LISTEN
+        File(), None, "Append the requests to this file, text included; outrider tune reads it.", panel=LISTEN
     )
 
     def __post_init__(self) -> None:
