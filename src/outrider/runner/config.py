@@ -79,7 +79,10 @@ class RunnerConfig:
         Whole(1, 4096), 16, "Maximum drafts per request and pass with recurrent layers, which keep one state per draft."
     )
     self_check: bool = option(
-        Flag(), True, "Compare a loaded model with its own forward pass without a cache, and refuse it if they differ."
+        Flag(),
+        True,
+        "Compare a loaded model with its own forward pass without a cache, and refuse it if they differ.",
+        panel=MODELS,
     )
 
     def __post_init__(self) -> None:
