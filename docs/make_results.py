@@ -226,7 +226,8 @@ def page(found: Mapping[str, Document]) -> str:
         "# Results",
         "Written by `python docs/make_results.py` from `results/*.json`; a test compares the two. A ratio is that of the two "
         "columns before it; its 95% interval is of the ratios within a repeat: by bootstrap over repeats and prompts "
-        "([how](bench.md#what-the-figures-mean)), for servers and other engines by Student's t over repeats.",
+        "([how](bench.md#what-the-figures-mean)), for servers and other engines by Student's t over repeats. "
+        "A command has the options of the commit that it ran at.",
     ]
     for kind, meaning in TOPICS.items():
         parts += [f"## {kind}", meaning]

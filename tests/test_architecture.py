@@ -30,11 +30,12 @@ BELOW = {
     "verifiers": {"types", "sampling"},
     "runner": {"options", "lazy", "types", "disk_cache", "cpp_library", "progress"},
     "heads": {"types", "runner"},
-    "proposers": {"types", "method_text", "sampling", "runner", "heads"},
+    "proposers": {"options", "types", "method_text", "sampling", "runner", "heads"},
     "registry": {"errors", "verifiers", "proposers"},
     "tune": {"types", "runner"},
     "family": set(),
     "engine": {
+        "errors",
         "options",
         "lazy",
         "types",

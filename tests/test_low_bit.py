@@ -82,13 +82,13 @@ def test_the_memory_is_told_before_it_is_used(caplog, monkeypatch):
     monkeypatch.setattr("outrider.proposers.low_bit.quantized_copy", stop)
     with caplog.at_level(logging.INFO), pytest.raises(KeyboardInterrupt):
         LLM(even_model(), method="low-bit", compile="never")
-    assert "the 4-bit weights that draft add" in caplog.text and "MB of memory" in caplog.text
+    assert "the 4-bit drafting weights add" in caplog.text and "MB of memory" in caplog.text
 
 
 @needs_kernels
 @pytest.mark.parametrize("bits", [2, 16])
 def test_other_widths_are_one_clear_error(bits):
-    with pytest.raises(OutriderError, match=f"low-bit weights have 4 or 8 bits, not {bits}"):
+    with pytest.raises(OutriderError, match=f"invalid bits {bits}: expected 4 or 8"):
         LLM(even_model(), method=f"low-bit:bits={bits}", compile="never")
 
 

@@ -80,7 +80,7 @@ def test_a_wrong_option_is_refused(text):
 
 def test_a_list_of_methods_keeps_their_numbers():
     found = split_methods("draft,eagle:hidden_states=2,4,6:top_k=3, medusa:accuracies=0.5,.2/0.4,-1,suffix+draft")
-    assert found == ["draft", "eagle:hidden_states=2,4,6:top_k=3", " medusa:accuracies=0.5,.2/0.4,-1", "suffix+draft"]
+    assert found == ["draft", "eagle:hidden_states=2,4,6:top_k=3", "medusa:accuracies=0.5,.2/0.4,-1", "suffix+draft"]
     assert join_method(*split_method(found[1])) == found[1]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from os import PathLike, fspath
 from pathlib import Path
@@ -50,6 +50,11 @@ class Option:
     letter: str = ""  # one-letter flag: "-t"
     in_plan: bool = False
     optional: bool = False  # None is a value: the default that ``help`` describes
+
+    def in_text(self) -> Option:
+        """The option as a flag or a line of a file can give it: no objects, and leaving it out instead of None."""
+        kind = self.kind.kind if isinstance(self.kind, Either) else self.kind
+        return replace(self, kind=replace(kind, loaded=False) if isinstance(kind, Source) else kind, optional=False)
 
     def read(self, name: str, value: Any) -> Any:
         """Return the value in its one form. Raises ``OutriderError`` naming the option, the value and what was expected."""
@@ -269,11 +274,16 @@ class Biases:
 
 @dataclass(frozen=True)
 class Source:
-    """A model: a folder, a hub id or a loaded transformers model; ``heads``: loaded heads, which have no config, too."""
+    """A model: a folder, a hub id or a loaded transformers model; ``heads``: loaded heads, which have no config, too.
+    Not ``loaded``: only what text can name."""
 
-    expected: str = "a folder, a hub id or a loaded transformers model"
     heads: bool = False
+    loaded: bool = True
     flag_type: Any = str
+
+    @property
+    def expected(self) -> str:
+        return "a folder, a hub id or a loaded transformers model" if self.loaded else "a folder or a hub id"
 
     def read(self, value: Any) -> Any:
         if isinstance(value, (str, PathLike)):
@@ -282,7 +292,7 @@ class Source:
                 raise ValueError("empty, or with line breaks")
             return value
         is_module = not isinstance(value, type) and callable(getattr(value, "forward", None))
-        if not is_module or not (self.heads or hasattr(value, "config")):
+        if not self.loaded or not is_module or not (self.heads or hasattr(value, "config")):
             raise TypeError("not a model")
         return value
 
@@ -373,7 +383,7 @@ def _bounds(at_least: float | None, at_most: float | None, above: float | None =
     parts: Iterable[str | None] = (
         None if above is None else f"above {_figure(above)}",
         None if at_least is None else f"at least {_figure(at_least)}",
-        None if at_most is None else f"at most {_figure(at_most)}",
+        None if at_most in (None, INT32) else f"at most {_figure(at_most)}",
     )
     return "".join(f", {part}" for part in parts if part)
 

@@ -74,7 +74,7 @@ def test_a_run_of_passes_that_are_not_compiled_yet_says_so(
 def test_the_summary_tells_acceptance_and_plain_speed(outrider: Run, target: Path, draft: Path) -> None:
     _, _, err = outrider("generate", *models(target, draft), "-k", 4, "--max-tokens", 31, PROMPT)
     assert "plain decoding: about" in err
-    assert "100% of the drafts looked at were accepted" in err
+    assert "100% of the drafts" in err
 
 
 @pytest.mark.parametrize("arguments", [[], ["-"]])
@@ -269,7 +269,7 @@ def test_compare_samples_the_same_words_unless_a_temperature_is_given(outrider: 
     assert "Same text: yes, all 24 sampled tokens are equal." in err
     assert "\x1b" not in out + err
     _, _, err = outrider("compare", *models(target, draft), "-k", 3, "--max-tokens", 24, "--temperature", 2, PROMPT)
-    assert "not meant to be" in err or "yes, all" in err
+    assert "as expected" in err or "yes, all" in err
 
 
 def test_compare_ends_a_text_where_generate_does(outrider: Run, target: Path, draft: Path) -> None:
@@ -290,7 +290,7 @@ def test_a_difference_is_located_and_explained() -> None:
 
     assert "yes, all 2" in verdict(None, [1, 2], [1, 2], True, False)
     assert "The first 1 tokens are equal" in verdict(None, [1, 2, 3], [1, 3, 3], True, False)
-    assert "not meant to be" in verdict(None, [1, 2], [1, 3], False, False)
+    assert "as expected" in verdict(None, [1, 2], [1, 3], False, False)
     assert "report it" in verdict(None, [1, 2], [1], False, True)
 
 

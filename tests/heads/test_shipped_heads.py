@@ -36,7 +36,7 @@ def test_a_shipped_head_drafts_for_the_embedded_target(method, least, plain):
 
 @pytest.mark.parametrize("method", ["medusa:bits=4", "eagle:bits=3"])
 def test_a_head_comes_in_8_bits_or_as_it_is(method):
-    with pytest.raises(OutriderError, match="as they are or in 8 bits, not"):
+    with pytest.raises(OutriderError, match="expected 8 or none"):
         LLM(method=method, **OPTIONS)
 
 

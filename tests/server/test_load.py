@@ -26,7 +26,7 @@ from .served import Served
 
 
 def test_tokens_and_drafts_of_a_real_server_are_counted(served: Served) -> None:
-    modes = (Mode(PLAIN, served.url, {"speculative": {"k": 0}}), Mode(SPECULATIVE, served.url))
+    modes = (Mode(PLAIN, served.url, {"speculative": {"num_draft_tokens": 0}}), Mode(SPECULATIVE, served.url))
     traffic = Traffic(["def add(", "The ship"], requests_per_client=2, max_tokens=12, repeat=1)
     sweep = Sweep(modes, [Load(concurrency=2)], traffic)
     asyncio.run(sweep.run())

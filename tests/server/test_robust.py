@@ -244,7 +244,7 @@ def test_keys_are_asked_for_and_name_the_client(load: Callable[..., LLM], tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("", "no API key"), ("key name high", "whole number"), ("key my name 5", "whole number")]
+    ("text", "says"), [("", "no API key"), ("key name high", "integer priority"), ("key my name 5", "integer priority")]
 )
 def test_a_key_file_that_is_none_is_refused(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "keys").write_text(text)
@@ -393,7 +393,7 @@ def test_what_can_be_refused_early_is_refused_before_the_prompt_is_read(
         monkeypatch.setattr(server.service._prompts, "encode", lambda *_: pytest.fail("it was read"))
         assert server.post("/v1/completions", prompt=PROMPT, model="gpt-9").status_code == 404
         never = server.post("/v1/completions", prompt=PROMPT, n=4)
-        assert never.status_code == 400 and "at most 3 sequences" in never.json()["error"]["message"]
+        assert never.status_code == 400 and "the limit is 3" in never.json()["error"]["message"]
         monkeypatch.setattr(type(server.service.bridge), "num_open", 3)
         assert server.post("/v1/completions", prompt=PROMPT).status_code == 429
         server.service.bridge.is_draining = True

@@ -146,7 +146,7 @@ def _annotation(own: Field[Any]) -> Any:
 
 def read_option(config: type, name: str, value: Any) -> Any:
     """A value from the command line in its one form, None where it was not given. Raises ``OutriderError`` for a wrong one."""
-    return None if value is None else declared(config)[name].read(flag_name(name), value)
+    return None if value is None else declared(config)[name].in_text().read(flag_name(name), value)
 
 
 def values_given(group: Any) -> dict[str, Any]:

@@ -212,9 +212,11 @@ def joined(plan: Plan, *groups: Any) -> Plan:
     from outrider.engine.plan import KEYS, Plan
 
     given = {name: value for group in groups for name, value in asdict(filled(group, plan)).items()}
-    return Plan({name: KEYS[name].read(name, value) for name, value in given.items() if name in KEYS and is_given(value)})
+    return Plan(
+        {name: KEYS[name].read(flag_name(name), value) for name, value in given.items() if name in KEYS and is_given(value)}
+    )
 
 
 def is_given(value: Any) -> bool:
-    """Whether an option was given. 0 is a value, ``--num-draft-tokens 0`` for one; False is a flag left out."""
+    """Return whether an option was given. 0 is a value (``--num-draft-tokens 0``); False is an absent flag."""
     return value is not None and value is not False

@@ -24,7 +24,10 @@ else:
     import tomli as tomllib
 
 KEYS: dict[str, Option] = {
-    name: option for config in (Speculation, RunnerConfig) for name, option in declared(config).items() if option.in_plan
+    name: option.in_text()
+    for config in (Speculation, RunnerConfig)
+    for name, option in declared(config).items()
+    if option.in_plan
 }
 FOLDERS = frozenset(("target", "draft"))  # keys that may name a folder
 HEAD = "# A plan for outrider serve. Every line is optional.\n"

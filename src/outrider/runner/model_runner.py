@@ -79,7 +79,7 @@ class ModelRunner:
             return cls._from_object(model, config)
         if not isinstance(model, (str, Path)):
             raise OutriderError(
-                f"invalid model {type(model).__name__}: expected a folder, a hub id or a transformers PreTrainedModel"
+                f"invalid model of type {type(model).__name__}: expected a folder, a hub id or a transformers PreTrainedModel"
             )
         device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         if device.type == "cuda" and not torch.cuda.is_available():
