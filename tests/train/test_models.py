@@ -334,9 +334,15 @@ def test_what_cannot_be_trained_is_said_in_one_line(runner, rows, bench, tmp_pat
         (draft(on_policy=2.0), "a share from 0 to 1"),
         (draft(on_policy=0.5, prompt_len=SEQ), "nothing to generate after prompts"),
         (draft(spoken, start=str(tmp_path / "foreign")), "different vocabularies"),
-        (lambda: new_draft(model_runs.trainable(runner), DraftShape(layers=5)), "5 layers for a target of 5: give 1 to 4"),
+        (
+            lambda: new_draft(model_runs.trainable(runner), DraftShape(layers=5)),
+            "invalid number of layers 5 for a target with 5: expected 1 to 4",
+        ),
         (lambda: new_draft(model_runs.trainable(runner), DraftShape(from_layers=(0, 9))), "layers 0 to 4"),
-        (lambda: new_draft(model_runs.trainable(runner), DraftShape(width=64)), "give 1 to 32"),
+        (
+            lambda: new_draft(model_runs.trainable(runner), DraftShape(width=64)),
+            "invalid width 64 for a target of width 32: expected 1 to 32",
+        ),
         (lambda: new_draft(tiny("gpt2"), DraftShape(width=16)), "leave the width at 32"),
     ]
     for run, message in cases:
