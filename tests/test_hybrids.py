@@ -68,6 +68,15 @@ def test_drafts_of_the_models_own_leave_the_state_that_the_score_begins_with(kin
         assert found == texts(model, PROMPTS, params, method="plain")
 
 
+@pytest.mark.parametrize("max_drafts", [1, 2])
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_few_states_are_enough_for_few_drafts(kind: str, max_drafts: int) -> None:
+    """The check of a loaded model takes back no more than such a cache allows."""
+    model = hybrid(kind)
+    found = texts(model, PROMPTS, GREEDY, method="low-bit", num_draft_tokens=4, max_drafts=max_drafts)
+    assert found == texts(model, PROMPTS, GREEDY, method="plain")
+
+
 @pytest.mark.parametrize("method", ["ngram", "early-exit", "low-bit"])
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_a_hybrid_writes_what_generate_writes(kind: str, method: str) -> None:
