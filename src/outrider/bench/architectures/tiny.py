@@ -119,6 +119,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": HEAD_DIM},
+    "moshi": {"sliding_window": LENGTH},  # as in the checkpoints: transformers' cache cuts at it, its forward does not
     "nemotron": {"head_dim": HEAD_DIM, "num_key_value_heads": KV_HEADS},
     "paddleocr_vl": IN_TEXT_SECTIONS,
     "qwen2_5_omni_thinker": IN_TEXT_SECTIONS,
