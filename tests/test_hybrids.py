@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from transformers import PreTrainedModel
 
 from outrider import LLM, SamplingParams
 from outrider.engine.policy import FixedLength
+from outrider.runner import kernels
+from outrider.runner.kv_cache import SLACK
 from outrider.types import Context
 
 KINDS = [kind for kind in HYBRIDS if kind != "mamba2"]  # one of each operator, beside attention
@@ -66,6 +70,56 @@ def test_drafts_of_the_models_own_leave_the_state_that_the_score_begins_with(kin
     for params in (GREEDY, SAMPLED):
         found = texts(model, PROMPTS, params, method=method, num_draft_tokens=k)
         assert found == texts(model, PROMPTS, params, method="plain")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_passes_write_what_eager_ones_write(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hybrid(kind, num_hidden_layers=2)
+    eager = [texts(model, PROMPTS, params, method="plain") for params in (GREEDY, SAMPLED)]
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    llm = LLM(copy.deepcopy(model), draft=noisy(model), num_draft_tokens=4, **(OPTIONS | {"compile": "always"}))
+    for params, wanted in zip((GREEDY, SAMPLED), eager, strict=True):
+        assert [output.token_ids for output in outputs_of(llm.generate(PROMPTS, params))] == wanted
+    assert llm.runner.passes.is_compiled
+    assert 0 < llm.stats.num_accepted < llm.stats.num_drafts
+
+
+def test_samples_share_a_prompt_and_memory_and_a_cancelled_request_leaves_nothing() -> None:
+    """n > 1 forks states; a small budget queues requests and moves rows; a row goes on to another request."""
+    model = hybrid("qwen3_5_text")
+    many = replace(SAMPLED, n=4)
+    wanted = texts(model, PROMPTS, many, method="plain", max_batch=1)
+    draft = noisy(model)
+    assert texts(model, PROMPTS, many, draft=draft, num_draft_tokens=4, max_batch=6) == wanted
+    # room for two of the longest requests
+    cache = LLM(copy.deepcopy(model), method="plain", **OPTIONS).runner.cache
+    states = 4 * cache.shape.states.floats_per_row(cache.states.slots)
+    tokens = (len(PROMPTS[1]) + SAMPLED.max_tokens + SLACK) * cache.shape.floats_per_token * cache.dtype.itemsize
+    llm = LLM(
+        copy.deepcopy(model), draft=draft, num_draft_tokens=4, max_batch=6, kv_memory=2.1 * (states + tokens) / 2**30, **OPTIONS
+    )
+    assert [output.token_ids for output in outputs_of(llm.generate(PROMPTS, many))] == wanted
+    assert llm.runner.cache.num_rows == 2
+    stream = llm.stream(PROMPTS, many)
+    next(stream), next(stream)
+    stream.close()
+    assert [output.token_ids for output in outputs_of(llm.generate(PROMPTS, many))] == wanted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_turns_go_on_from_kept_states_up_to_the_end_of_the_context(kind: str) -> None:
+    model, turns = hybrid(kind), 3
+    llm = LLM(copy.deepcopy(model), draft=noisy(model), num_draft_tokens=4, prefix_cache=True, max_len=100, **OPTIONS)
+    text = PROMPTS[1]
+    for turn in range(turns):
+        answer = llm.generate([text], GREEDY)[0].outputs[0].token_ids
+        assert answer == texts(model, [text], GREEDY, method="plain", max_len=100)[0]
+        text = [*text, *answer, 5 + turn, 7, 11]
+    assert llm.runner.cache.num_reused > len(text) // 2
+    assert len(llm.generate([text], replace(GREEDY, max_tokens=50))[0].outputs[0].token_ids) == 100 - len(text)
 
 
 @pytest.mark.parametrize("max_drafts", [1, 2])

@@ -39,10 +39,12 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 
 
-def hybrid(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def hybrid(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """A tiny model of random weights, large enough that its text does not repeat itself."""
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(SMALL | HYBRIDS[kind]))).float().eval()
+    model: PreTrainedModel = (
+        AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(SMALL | HYBRIDS[kind] | changes))).float().eval()
+    )
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.mul_(3)

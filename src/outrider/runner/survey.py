@@ -104,7 +104,7 @@ def _survey_attention(model: PreTrainedModel) -> CacheShape:
 
 
 def _refuse_own_caches(model: PreTrainedModel) -> None:
-    """Raises ``OutriderError`` for layers whose architecture brings a cache of its own: what they attend to is written there."""
+    """Raises ``OutriderError`` for layers whose architecture brings a cache of its own, which decides what they attend to."""
     config = text_config(model)
     caches: dict[str, type] = cache_utils.DYNAMIC_LAYER_TYPE_MAPPING
     for kind in getattr(config, "layer_types", None) or ():
