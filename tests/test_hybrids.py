@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from outrider import LLM, SamplingParams
 from outrider.engine.policy import FixedLength
-from outrider.runner import kernels
+from outrider.runner import ModelRunner, RunnerConfig, kernels
 from outrider.runner.kv_cache import SLACK
 from outrider.types import Context
 
@@ -70,6 +70,24 @@ def test_drafts_of_the_models_own_leave_the_state_that_the_score_begins_with(kin
     for params in (GREEDY, SAMPLED):
         found = texts(model, PROMPTS, params, method=method, num_draft_tokens=k)
         assert found == texts(model, PROMPTS, params, method="plain")
+
+
+# Largest error of a prompt's logits over the largest logit, weights rounded in both: float16 is computed in float32.
+ROUNDING = {torch.float32: 1e-5, torch.float16: 1e-5, torch.bfloat16: 0.03}
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefill_in_chunks_of_any_size_is_close_to_the_models_own_forward(kind: str, dtype: torch.dtype) -> None:
+    """transformers computes a prompt by chunked formulas, Outrider's operators token by token in float32."""
+    model, text = hybrid(kind, dtype), [(7 * index * index + 3 * index) % 60 + 1 for index in range(150)]
+    with torch.inference_mode():
+        runners = [ModelRunner.load(model, RunnerConfig(compile="never", prefill_chunk=chunk)) for chunk in (5, 64, 256)]
+        found = [runner.extend(["a"], [text])[0] for runner in runners]
+        exact = model.float()(torch.tensor([text]), use_cache=False).logits[0, -1]
+    for logits in found:
+        assert (logits - exact).abs().max() < ROUNDING[dtype] * exact.abs().max()
+        assert dtype != torch.bfloat16 or torch.equal(logits, found[0])
 
 
 @pytest.mark.slow
