@@ -12,6 +12,7 @@ from outrider.bench.architectures.compare import METHODS, Result, compare
 
 RUN = (
     "apertus",
+    "bamba",
     "bitnet",
     "bloom",
     "cohere2_moe",
@@ -22,12 +23,14 @@ RUN = (
     "glm4_moe",
     "gpt2 with scores scaled by layer",
     "gpt_oss",
+    "jamba",
     "jetmoe",
     "llama with tied weights",
     "llama4_text",
     "longcat_flash",
     "marian",
     "mimo_v2_flash",
+    "moshi",
     "phi3 with longrope",
     "qwen2_5_vl",
     "whisper",
@@ -35,10 +38,12 @@ RUN = (
 REFUSED = {
     "bigbird_pegasus": "both ways",
     "cpmant": "does not say over Outrider's cache what it says without a cache",
+    "deepseek_v4": "a cache of their own (heavily_compressed_attention)",
     "deepseek_v32": "an index of their own",
     "inkling_text": "position_bias",
     "openai-gpt": "attention code of its own",
     "rwkv": "a recurrent state",
+    "unlimited_ocr": "a cache of their own (reference_sliding_attention)",
 }
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_folder import make_folder
+from tiny_folder import make_folder, make_tokenizer
+from tiny_hybrids import hybrid
 
 from outrider.audit import same_text, sampling
 
@@ -50,6 +51,22 @@ def two_controls(monkeypatch: pytest.MonkeyPatch) -> None:
 def read(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text())
     return found
+
+
+@pytest.fixture(scope="module")
+def tiny_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, tokenizer = tmp_path_factory.mktemp("models") / "hybrid", make_tokenizer()
+    hybrid("qwen3_5_text", vocab_size=len(tokenizer), max_position_embeddings=512).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.usefixtures("two_controls")
+def test_a_recurrent_hybrid_is_certified(outrider: Run, tiny_hybrid: Path, tmp_path: Path) -> None:
+    out = tmp_path / "audit.json"
+    code, shown, err = outrider("audit", "--target", tiny_hybrid, *QUICK, "--methods", "low-bit", "--out", out)
+    assert code == 0, (shown, err)
+    assert [each["verdict"] for each in read(out)["methods"]] == ["certified"]
 
 
 @pytest.mark.usefixtures("two_controls")

@@ -321,7 +321,8 @@ def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: i
 def texts_in_memory(llm: LLM, num_tokens: int) -> int:
     """Return how many sequences of that length fit into ``MEMORY``, at least two. Rows have 256 slots and grow by doubling."""
     cache = llm.runner.cache
-    return max(2, MEMORY // (cache.shape.floats_per_token * cache.dtype.itemsize * max(256, 2 * num_tokens)))
+    states = 4 * cache.shape.states.floats_per_row(cache.states.slots)
+    return max(2, MEMORY // (states + cache.shape.floats_per_token * cache.dtype.itemsize * max(256, 2 * num_tokens)))
 
 
 def settings_of(params: SamplingParams) -> dict[str, Any]:

@@ -249,6 +249,10 @@ class ModelRunner:
         self._prefill(request_ids, texts, rows, spare, hidden)
         return rows, [list(text[lens[row] :]) for text, row in zip(texts, rows, strict=True)]
 
+    def read_to_last(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+        """Prefill what is uncached of sequences that ``catch_up`` has returned, but for the last token of each."""
+        self._read_on(request_ids, texts, rows, self._unread(texts, rows), ())
+
     def feed(
         self,
         passes: PassRunner,
@@ -280,7 +284,7 @@ class ModelRunner:
         step's tokens are picked but not fed.
         """
         self.cache.reserve(max(bases) + steps)
-        self.cache.states.wrote(rows, [base + steps - 1 for base in bases])
+        self.cache.states.wrote(rows, bases, [base + steps - 1 for base in bases])
         batch = len(rows)
         # One set of inputs for all steps, updated in place: creating them per step takes half as long as a pass.
         start, token_ids = torch.tensor(bases, device=self.device), torch.empty(1, batch, dtype=torch.long, device=self.device)
