@@ -153,7 +153,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=count, default=2048)
     parser.add_argument("--layers", type=count, default=24)
     parser.add_argument("--max-tokens", type=count, default=96)
-    parser.add_argument("--k", type=count, default=7, help="drafts of a round")
+    parser.add_argument("--k", type=count, default=7, help="drafts per round")
     parser.add_argument("--repeat", type=count, default=5)
     parser.add_argument("--compile", default="always")
     parser.add_argument("--out", type=Path)

@@ -64,7 +64,7 @@ def tiny_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.usefixtures("two_controls")
 def test_a_recurrent_hybrid_is_certified(outrider: Run, tiny_hybrid: Path, tmp_path: Path) -> None:
     out = tmp_path / "audit.json"
-    code, shown, err = outrider("audit", "--target", tiny_hybrid, *QUICK, "--methods", "low-bit", "--out", out)
+    code, shown, err = outrider("audit", "--target", tiny_hybrid, *QUICK, "--method", "low-bit", "--out", out)
     assert code == 0, (shown, err)
     assert [each["verdict"] for each in read(out)["methods"]] == ["certified"]
 
