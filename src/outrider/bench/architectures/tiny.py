@@ -122,9 +122,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "moshi": {"sliding_window": LENGTH},  # as in the checkpoints: transformers' cache cuts at it, its forward does not
     "nemotron": {"head_dim": HEAD_DIM, "num_key_value_heads": KV_HEADS},
     "paddleocr_vl": IN_TEXT_SECTIONS,
-    "qwen2_5_omni_thinker": IN_TEXT_SECTIONS,
+    "qwen2_5_omni_thinker": IN_TEXT_SECTIONS | {"vision_start_token_id": 2},
     "qwen2_5_vl": IN_TEXT_SECTIONS,
     "qwen2_vl": IN_TEXT_SECTIONS,
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 2},
     "whisper": {"is_encoder_decoder": False},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
