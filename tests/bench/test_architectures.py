@@ -19,6 +19,7 @@ RUN = (
     "deepseek_v3 with yarn rope",
     "doge",
     "gemma3n_text",
+    "gemma4",
     "gemma4_text with keys as values",
     "glm4_moe",
     "gpt2 with scores scaled by layer",
@@ -54,6 +55,12 @@ def test_the_text_of_a_sample_of_architectures_is_generates(name, monkeypatch):
     assert (result.verdict, result.reason) == ("runs", "")
     accepted, drafted = map(int, re.findall(r"\d+", result.cells["draft"]))
     assert 0 < accepted < drafted  # both kinds of round are in the comparison
+
+
+def test_an_exit_before_a_layer_that_text_alone_skips_is_refused():
+    """Cross-attention layers of mllama run only with an image."""
+    result = compare("mllama", ("early-exit",))
+    assert result.cells["early-exit"].startswith("refused: ") and "skips these layers" in result.cells["early-exit"]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -69,8 +69,8 @@ class PackedEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Empty tensor with dtype and device, which some models read from their layers."""
-        return torch.empty(0, dtype=torch.float32)
+        """NaN in the table's shape [V, H], one number in memory: models read dtype, shape, or a row that text does not use."""
+        return torch.full((), torch.nan, device=self.packed.device).expand(self.num_embeddings, self.embedding_dim)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         rows: Tensor = torch.ops.outrider.embed(
@@ -137,8 +137,8 @@ class FusedSlice(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Empty tensor with dtype and device, which some models read from their layers."""
-        return torch.empty(0, dtype=torch.float32)
+        """NaN in the table's shape [V, H], one number in memory: models read dtype, shape, or a row that text does not use."""
+        return torch.full((), torch.nan, device=self.packed.device).expand(self.num_embeddings, self.embedding_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._group[0].part(self.index, x)
