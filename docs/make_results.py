@@ -16,8 +16,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from scipy import special
+
 from outrider.bench.documents import headline, is_plain, label
-from outrider.bench.statistics import LEVEL, t_quantile
+from outrider.bench.statistics import LEVEL
 
 ROOT = Path(__file__).parent.parent
 BEGIN = "<!-- results:begin -->"
@@ -121,7 +123,7 @@ def paired_interval(base: Sequence[float], other: Sequence[float]) -> tuple[floa
     ratios = [log(after / before) for before, after in zip(base, other, strict=True)]
     if len(ratios) < 2:
         return None
-    half = t_quantile(LEVEL, len(ratios) - 1) * stdev(ratios) / sqrt(len(ratios))
+    half = special.stdtrit(len(ratios) - 1, (1 + LEVEL) / 2) * stdev(ratios) / sqrt(len(ratios))
     return exp(fmean(ratios) - half), exp(fmean(ratios) + half)
 
 

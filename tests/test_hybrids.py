@@ -14,9 +14,9 @@ from tiny_hybrids import HYBRIDS, PROMPTS, hybrid, noisy
 from toy import outputs_of
 from transformers import PreTrainedModel
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, SamplingParams, native
 from outrider.engine.policy import FixedLength
-from outrider.runner import ModelRunner, RunnerConfig, kernels
+from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.kv_cache import SLACK
 from outrider.types import Context
 
@@ -91,7 +91,7 @@ def test_prefill_in_chunks_of_any_size_is_close_to_the_models_own_forward(kind: 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
+@pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_passes_write_what_eager_ones_write(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

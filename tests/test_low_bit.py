@@ -10,14 +10,14 @@ from runner.rounds import force_reference, make_model, make_request, make_text, 
 from runner.test_architectures import small_config
 from toy import outputs_of
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, SamplingParams, native
 from outrider.proposers.low_bit import METHOD
 from outrider.proposers.method import Setting
-from outrider.runner import ModelRunner, RunnerConfig, kernels
+from outrider.runner import ModelRunner, RunnerConfig
 from outrider.sampling import Sampler
 from outrider.types import Context, OutriderError
 
-needs_kernels = pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
+needs_kernels = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 EAGER = RunnerConfig(compile="never", prefill_chunk=16)
 VOCAB = 67
 

@@ -10,7 +10,8 @@ from tiny_hybrids import PROMPTS, hybrid
 from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from outrider.runner import ModelRunner, RunnerConfig, kernels, recurrence
+from outrider import native
+from outrider.runner import ModelRunner, RunnerConfig, recurrence
 from outrider.runner.state_cache import StateCache, StateKey, StateShape, StateShapes
 
 REFERENCES = {
@@ -42,7 +43,7 @@ def inputs(name: str) -> tuple[tuple[Any, ...], Tensor, tuple[Any, ...]]:
 
 @pytest.mark.parametrize("name", REFERENCES)
 def test_the_kernel_gives_what_the_reference_gives(name: str) -> None:
-    if not kernels.load_cpu_kernels():
+    if not native.load():
         pytest.skip("no C++ compiler")
     rows, states, rest = inputs(name)
     own, others = states.clone(), states.clone()

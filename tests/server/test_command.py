@@ -16,12 +16,12 @@ from typing import Any
 import httpx
 import pytest
 
+from outrider import native
 from outrider.cli import main
 from outrider.cli.options import MethodOptions, ModelOptions
 from outrider.cli.serve import LimitOptions, filled, joined
 from outrider.engine import LLM
 from outrider.engine.plan import KEYS, Plan, served_name
-from outrider.runner import kernels
 from outrider.server import run
 from outrider.server.config import ServerConfig
 from outrider.server.protocol import ChatBody, CompletionBody
@@ -139,7 +139,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("packages")
 
 
-@pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
+@pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 @pytest.mark.parametrize("options", [[], ["--compile", "auto"], ["--compile", "always"]])
 def test_target_and_draft_are_compiled_before_the_first_client(

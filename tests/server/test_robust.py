@@ -20,11 +20,11 @@ import torch
 import uvicorn
 from pydantic import ValidationError
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, SamplingParams, native
 from outrider.engine import Emission
 from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.stats import GenerationStats
-from outrider.runner import compiled, kernels, passes
+from outrider.runner import compiled, passes
 from outrider.server.bridge import EngineBridge, Stream, load_aside
 from outrider.server.config import Client, KeyRing
 from outrider.server.gate import CLOSED, JsonLines
@@ -530,7 +530,7 @@ def test_an_error_while_loading_is_the_callers() -> None:
         load_aside(fail)
 
 
-@pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
+@pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 @pytest.mark.parametrize("compile", ["auto", "always"])
 def test_nothing_is_compiled_while_clients_wait(
     compile: str, load: Callable[..., LLM], plain: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

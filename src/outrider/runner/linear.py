@@ -60,6 +60,8 @@ class PackedLinear(nn.Module):
 class PackedEmbedding(nn.Module):
     """Embedding that reads rows from the packed weight of its tied output head, so that the table is stored once."""
 
+    packed: Tensor
+
     def __init__(self, head: PackedLinear, original: nn.Embedding) -> None:
         super().__init__()
         self.register_buffer("packed", head.packed, persistent=False)
@@ -137,8 +139,8 @@ class FusedSlice(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """NaN in the table's shape [V, H], one number in memory: models read dtype, shape, or a row that text does not use."""
-        return torch.full((), torch.nan, device=self.packed.device).expand(self.num_embeddings, self.embedding_dim)
+        """Empty tensor with dtype and device, which some models read from their layers."""
+        return torch.empty(0, dtype=torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._group[0].part(self.index, x)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outrider.runner import kernels, linear, loading
+from outrider import native
+from outrider.runner import linear, loading
 from outrider.runner.config import RunnerConfig
 from outrider.runner.cost_book import CostBook
 from outrider.runner.kv_cache import CacheShape, KVCache
@@ -107,7 +108,7 @@ class ModelRunner:
         if shape is None:
             shape = survey(model)
         loading.adopt(model, shape.by_request)
-        if device.type == "cpu" and linear.is_plain(model) and kernels.load_cpu_kernels():
+        if device.type == "cpu" and linear.is_plain(model) and native.load():
             linear.pack_model(model)
         runner = cls(model, config, device, name, shape)
         if config.self_check:

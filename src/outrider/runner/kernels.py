@@ -1,26 +1,20 @@
-"""Outrider's operators, such as ``outrider::linear`` and ``outrider::attend``: a torch reference, and C++ for the CPU.
+"""Declares the operators of a pass, such as ``outrider::linear`` and ``outrider::attend``, with their references in torch.
 
-The C++ is tested against the reference, which also runs on CUDA and on machines without a C++ compiler.
+On a CPU ``outrider.native`` replaces them with C++ once it is loaded. The references run on CUDA and on machines without a C++
+compiler, and the C++ is tested against them.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Callable, Sequence
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider import cpp_library
+from outrider import native
 from outrider.runner import huge_pages
 
-logger = logging.getLogger(__name__)
-
-SOURCES = ("cpu.cpp", "recurrence.cpp")
 PANEL = 32  # adjacent outputs in a packed weight
 DEEP, DEEP_BYTES = 32, 64  # inputs per step of bfloat16 and of 8-bit products
 
@@ -36,32 +30,23 @@ _library.define(f"attend_general({ATTEND}, int chunk, Tensor? sinks) -> Tensor")
 _library.define("embed(Tensor token_ids, Tensor packed) -> Tensor")
 _library.define("linear_scaled(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int outputs) -> Tensor")
 _library.define("linear_gated(Tensor x, Tensor packed, Tensor? scales, str activation) -> Tensor")
-_library.define("has_matrix_units() -> bool")
-_library.define("prefers_pairs() -> bool")
-_library.define("takes_fours() -> bool")
 
 SCALED = 128  # inputs of an output that share a scale, for 8-bit and 4-bit codes
-# Values of the 4-bit codes: quantiles of the normal distribution (NF4: Dettmers et al. 2023, appendix E).
-CODES = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
-    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-)
 
 
 def has_matrix_units() -> bool:
     """Return whether this CPU has matrix units (AMX) that this process may use."""
-    return load_cpu_kernels() and bool(torch.ops.outrider.has_matrix_units())
+    return native.load() and bool(torch.ops.outrider.has_matrix_units())
 
 
 def prefers_pairs() -> bool:
     """Return whether this CPU multiplies bfloat16 faster than float32: AMX or AVX-512 BF16."""
-    return load_cpu_kernels() and bool(torch.ops.outrider.prefers_pairs())
+    return native.load() and bool(torch.ops.outrider.prefers_pairs())
 
 
 def takes_fours() -> bool:
     """Return whether this CPU has 8-bit dot products: AMX or AVX-512 VNNI."""
-    return load_cpu_kernels() and bool(torch.ops.outrider.takes_fours())
+    return native.load() and bool(torch.ops.outrider.takes_fours())
 
 
 def suits_pairs(weight: Tensor) -> bool:
@@ -128,7 +113,7 @@ def unpack_codes(packed: Tensor, scales: Tensor) -> Tensor:
         return one_by_one(packed).float() * scales.view(-1, 1, PANEL)
     panels, inputs = packed.shape[:2]
     if packed.dtype == torch.uint8:
-        codes = torch.tensor(CODES, device=packed.device)
+        codes = torch.tensor(native.NF4, device=packed.device)
         values = codes[torch.cat([packed & 15, packed >> 4], -1).long()]
     else:
         values = packed.float()
@@ -289,34 +274,3 @@ _FAKES: dict[str, Callable[..., Tensor]] = {
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"outrider::{_name}", _fake)
-
-
-# ---------------------------------------------------------------------------------------------------------------------------
-# C++
-# ---------------------------------------------------------------------------------------------------------------------------
-
-
-@cache
-def load_cpu_kernels() -> bool:
-    """Build the C++ operators for this CPU (about 20 s, once per machine) and load them. Return False on failure."""
-    try:
-        compiler = cpp_library.find_compiler()
-        if compiler is None:
-            logger.warning("no C++ compiler found: passes use torch's kernels, several times slower; install g++")
-            return False
-        for source in SOURCES:
-            torch.ops.load_library(_library_file(compiler, source))
-    except cpp_library.FAILURES as error:
-        logger.warning("the CPU kernels cannot be built or loaded, torch's own are used: %s", cpp_library.first_line(error))
-        return False
-    return True
-
-
-def _library_file(compiler: Sequence[str], source: str) -> Path:
-    torch_folder = Path(torch.__file__).parent  # torch.utils.cpp_extension knows it too, but takes a second to import
-    flags = ["-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
-    if sys.platform == "linux":
-        flags += ["-fopenmp", "-DAT_PARALLEL_OPENMP=1"]
-    flags += [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
-    libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
-    return cpp_library.library(compiler, Path(__file__).with_name(source), flags, libraries, [torch.__version__, sys.abiflags])
