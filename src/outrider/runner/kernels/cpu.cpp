@@ -628,6 +628,29 @@ struct Gate {
   }
 };
 
+// from[rows][2 * half] -> to[rows][half], half a multiple of a vector.
+inline void gate_rows(const Gate gate, const float* from, int64_t rows, int64_t half, float* to) {
+  at::parallel_for(0, rows * (half / kLanes), 4096, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const float* at = from + i * kLanes + i * kLanes / half * half;
+      store(to + i * kLanes, gate(load(at), load(at + half)));
+    }
+  });
+}
+
+// both [..., 2 n] float32 -> [..., n]: activation(of the first n) * the others.
+at::Tensor gate_halves(const at::Tensor& both, std::string_view activation) {
+  TORCH_CHECK(activation == "silu" || activation == "gelu_tanh", "gate_halves: no activation ", activation);
+  TORCH_CHECK(both.size(-1) % (2 * kLanes) == 0, "gate_halves: halves of ", both.size(-1), " are not whole vectors of ", kLanes);
+  const at::Tensor source = both.to(at::kFloat).contiguous();
+  const int64_t half = both.size(-1) / 2;
+  auto shape = both.sizes().vec();
+  shape.back() = half;
+  const at::Tensor out = at::empty(shape, source.options());
+  gate_rows(Gate{activation == "gelu_tanh"}, source.const_data_ptr<float>(), out.numel() / half, half, out.mutable_data_ptr<float>());
+  return both.scalar_type() == at::kFloat ? out : out.to(both.scalar_type());
+}
+
 // x [..., inputs], packed weights of 2 n outputs -> [..., n] in x's type: activation(of the first n) * the others. What lies between
 // never leaves the caches: of wide passes, writing and reading it takes long.
 at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& scales, std::string_view activation) {
@@ -645,14 +668,8 @@ at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, const std
     linear_on_vectors(gate, rows.from(), rows.count, rows.inputs, packed, scale, rows.to());
   } else {
     const at::Tensor both = at::empty({rows.count, 2 * half}, rows.out.options());
-    float *from = both.mutable_data_ptr<float>(), *to = rows.to();
-    linear_on_vectors(Alone{}, rows.from(), rows.count, rows.inputs, packed, scale, from);
-    at::parallel_for(0, rows.count * (half / kLanes), 4096, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const float* at = from + i * kLanes + i * kLanes / half * half;
-        store(to + i * kLanes, gate(load(at), load(at + half)));
-      }
-    });
+    linear_on_vectors(Alone{}, rows.from(), rows.count, rows.inputs, packed, scale, both.mutable_data_ptr<float>());
+    gate_rows(gate, both.const_data_ptr<float>(), rows.count, half, rows.to());
   }
   return x.scalar_type() == at::kFloat ? rows.out : rows.out.to(x.scalar_type());
 }
@@ -1160,6 +1177,7 @@ TORCH_LIBRARY_IMPL(outrider, CPU, library) {
   library.impl("linear", linear);
   library.impl("linear_scaled", linear_scaled);
   library.impl("linear_gated", linear_gated);
+  library.impl("gate_halves", gate_halves);
   library.impl("embed", embed);
   library.impl("attend", attend);
 }
