@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 .PHONY: run test check sweep fix clean
 
 run: $(VENV)/.installed
-	@$(BIN)/outrider compare $(or $(ARGS),--k 4)
+	@$(BIN)/outrider compare $(or $(ARGS),-k 4)
 
 test: $(VENV)/.installed-dev
 	@scripts/test $(ARGS)

@@ -1,7 +1,7 @@
 """How often is the audit wrong? Audits of a lossless method, each with another seed: any that does not certify is an alarm.
 
     python bench/audit_check.py --audits 20 --out results/audit-repeated.json
-    python bench/audit_check.py --methods ngram --tv 0.1
+    python bench/audit_check.py --method ngram --tv 0.1
 
 It holds if at most one of twenty gave a false alarm or was void. Exit code 1 where it does not. The last line of output is the
 result as JSON.
@@ -29,7 +29,7 @@ WHERE = ("device", "dtype", "threads", "target")  # of an audit, beside where al
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--audits", type=count, default=20)
-    parser.add_argument("--methods", default="draft")
+    parser.add_argument("--method", default="draft")
     parser.add_argument("--tv", type=float, default=0.2)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -46,7 +46,7 @@ def main() -> int:
     result = {
         **origin(),
         **where,
-        "methods": args.methods,
+        "methods": args.method,
         "tv": args.tv,
         "audits": audits,
         "alarms": alarms,
@@ -59,7 +59,7 @@ def main() -> int:
 
 def audited(args: argparse.Namespace, seed: int, out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The command with one seed: where it ran, and what of its document is worth keeping."""
-    words = ["audit", "--methods", args.methods, "--tv", str(args.tv), "--seed", str(seed), "--out", str(out)]
+    words = ["audit", "--method", args.method, "--tv", str(args.tv), "--seed", str(seed), "--out", str(out)]
     run = subprocess.run([sys.executable, "-m", "outrider", *words], capture_output=True, text=True)
     if not out.exists():
         said = run.stderr.strip().splitlines()[-1:] or [f"exit code {run.returncode}"]

@@ -110,7 +110,7 @@ def check(method: str, args: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=count, default=500, help="of each method")
-    parser.add_argument("--methods", help="separated by commas (default: every one that there is)")
+    parser.add_argument("--method", help="separated by commas (default: every one that there is)")
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--target", help="folder or hub id; left out: the embedded family")
     parser.add_argument("--draft")
@@ -118,7 +118,7 @@ def main() -> int:
     args = parser.parse_args()
     check_out(args.out)
     found: dict[str, Any] = {}
-    for method in args.methods.split(",") if args.methods else PROPOSERS:
+    for method in args.method.split(",") if args.method else PROPOSERS:
         try:
             found[method] = check(method, args)
         except OutriderError as error:

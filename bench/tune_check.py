@@ -47,7 +47,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="folder or hub id; left out: the embedded family")
     parser.add_argument("--draft")
-    parser.add_argument("--methods", default=ALL)
+    parser.add_argument("--method", default=ALL)
     parser.add_argument("--traffics", default="code,chat,edit", help="built-in workloads")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--num-prompts", type=count, default=16)
@@ -92,7 +92,7 @@ class Check:
 
     def compare(self, traffic: str) -> dict[str, Any]:
         """Both searches, and their plans against each other."""
-        search, choice, leaders = self.search(traffic, self.args.methods, self.args.draft)
+        search, choice, leaders = self.search(traffic, self.args.method, self.args.draft)
         seconds, label = leaders[-1]
         say(f"{traffic}: {label} after {seconds:.0f} s: {choice.reason}")
         proposers = {method: each for method, each in search.proposers.items() if method not in search.reasons}

@@ -16,8 +16,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from scipy import special
+
 from outrider.bench.documents import headline, is_plain, label
-from outrider.bench.statistics import LEVEL, t_quantile
+from outrider.bench.statistics import LEVEL
 
 ROOT = Path(__file__).parent.parent
 BEGIN = "<!-- results:begin -->"
@@ -121,7 +123,7 @@ def paired_interval(base: Sequence[float], other: Sequence[float]) -> tuple[floa
     ratios = [log(after / before) for before, after in zip(base, other, strict=True)]
     if len(ratios) < 2:
         return None
-    half = t_quantile(LEVEL, len(ratios) - 1) * stdev(ratios) / sqrt(len(ratios))
+    half = special.stdtrit(len(ratios) - 1, (1 + LEVEL) / 2) * stdev(ratios) / sqrt(len(ratios))
     return exp(fmean(ratios) - half), exp(fmean(ratios) + half)
 
 
@@ -226,7 +228,8 @@ def page(found: Mapping[str, Document]) -> str:
         "# Results",
         "Written by `python docs/make_results.py` from `results/*.json`; a test compares the two. A ratio is that of the two "
         "columns before it; its 95% interval is of the ratios within a repeat: by bootstrap over repeats and prompts "
-        "([how](bench.md#what-the-figures-mean)), for servers and other engines by Student's t over repeats.",
+        "([how](bench.md#what-the-figures-mean)), for servers and other engines by Student's t over repeats. "
+        "A command has the options of the commit that it ran at.",
     ]
     for kind, meaning in TOPICS.items():
         parts += [f"## {kind}", meaning]

@@ -8,16 +8,14 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Builds the C++ libraries, or waits until the other process has: both would begin at the same moment."""
+    """Builds the C++ library, or waits until the other process has: both would begin at the same moment."""
     if not hasattr(config, "workerinput") or sys.platform == "win32":
         return
     import fcntl
 
+    from outrider import native
     from outrider.disk_cache import cache_dir
-    from outrider.runner import kernels
-    from outrider.sampling import native
 
     with (cache_dir("kernels") / "tests.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        kernels.load_cpu_kernels()
         native.load()

@@ -167,7 +167,7 @@ def test_a_released_request_is_forgotten_by_both():
 
 def test_a_first_that_draws_its_drafts_is_refused():
     """To keep or drop a drawn draft by what was drawn would bend the distribution of those that are kept."""
-    with pytest.raises(OutriderError, match="'drawing' does here: name it second"):
+    with pytest.raises(OutriderError, match="'drawing' does; name it second"):
         combined(Recorder("drawing", {"a": [1]}, probs=True), Recorder("second", {})).propose(context_of("a"), 3)
 
 
@@ -212,7 +212,7 @@ def test_two_names_joined_by_a_plus_make_one_method():
         ("suffix+ngram", {"min_match": 3}, "no option min_match; it has min_first"),
         ("suffix+ngram", {"suffix.n": 3}, "no option n; it has min_match"),
         ("suffix+ngram", {"draft.n": 3}, "draft.n: options of suffix.ngram begin with suffix or ngram"),
-        ("suffix+ngram", {"min_first": 0}, "min_first must be at least 1"),
+        ("suffix+ngram", {"min_first": 0}, "invalid min_first 0: expected at least 1"),
         ("suffix+draft", {}, "needs a draft model"),
     ],
 )

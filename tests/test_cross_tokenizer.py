@@ -373,7 +373,7 @@ def test_the_same_text_comes_out_of_folders_with_different_tokenizers(tmp_path):
     [
         (None, letter_tokenizer(VOCAB, 1), "needs the target's tokenizer"),
         (letter_tokenizer(VOCAB, 1), None, "needs the draft's tokenizer"),
-        (letter_tokenizer(20, 1, pairs=0), "digits", "no token in common"),
+        (letter_tokenizer(20, 1, pairs=0), "digits", "no common token"),
     ],
 )
 def test_a_pair_that_cannot_work_is_refused_in_one_line(tokenizer, draft_tokenizer, message):

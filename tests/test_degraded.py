@@ -104,5 +104,5 @@ def test_what_it_says_of_itself_is_the_inner_one_s() -> None:
 
 @pytest.mark.parametrize("accuracy", [-0.1, 1.1, float("nan")])
 def test_an_accuracy_outside_0_to_1_is_refused(accuracy: float) -> None:
-    with pytest.raises(OutriderError, match="between 0 and 1"):
+    with pytest.raises(OutriderError, match="expected 0 to 1"):
         Degraded(proposing(chain()), accuracy)

@@ -179,9 +179,9 @@ def test_it_is_built_from_a_loaded_model(tmp_path):
     "make, message",
     [
         (lambda path: None, "needs a draft model"),
-        (lambda path: 7, "must be a folder, a hub id or a loaded model, not int"),
+        (lambda path: 7, "invalid draft 7: expected a folder, a hub id or a loaded model"),
         (lambda path: make_folder(path / "draft", tokenizer=make_tokenizer(300)), "different vocabularies"),
-        (lambda path: make_model(small_config("llama")), "token ids, the draft 67"),
+        (lambda path: make_model(small_config("llama")), "320 in the target, 67 in the draft"),
         (lambda path: path / "none", "no model folder"),
     ],
 )

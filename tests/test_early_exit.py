@@ -23,10 +23,10 @@ from tiny_folder import make_folder, make_tokenizer
 from torch import nn
 from toy import outputs_of
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, SamplingParams, native
 from outrider.proposers.early_exit import METHOD, measure_exits, pick_exit
 from outrider.proposers.method import Setting
-from outrider.runner import ModelRunner, RunnerConfig, kernels
+from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.cost_book import CostBook
 from outrider.runner.layer_span import WHOLE, LayerSpan
 from outrider.sampling import Sampler
@@ -115,7 +115,7 @@ def test_scores_and_the_cache_are_those_of_whole_passes(model_type, operators):
     drafting.step([3, 3, 3], [3, 0, 1])
     drafting.step([4, 0, 2], [2, 0, 2])
     drafting.step([1, 1, 1], [1, 0, 1])
-    exact = model_type == "llama" and operators == "kernels" and kernels.load_cpu_kernels()
+    exact = model_type == "llama" and operators == "kernels" and native.load()
     drafting.assert_cache_is_a_fresh_forwards(exact)
 
 
@@ -145,7 +145,7 @@ def test_sampled_drafts_carry_the_distribution_they_were_drawn_from():
     assert drafts.probs.shape == (3, 3, VOCAB)
     torch.testing.assert_close(drafts.probs.sum(-1), torch.ones(3, 3))
     drafting.step([3, 3, 3], [1, 0, 2])
-    drafting.assert_cache_is_a_fresh_forwards(exact=kernels.load_cpu_kernels())
+    drafting.assert_cache_is_a_fresh_forwards(exact=native.load())
 
 
 def test_drafts_that_were_not_proposed_are_scored_rightly():
@@ -161,7 +161,7 @@ def test_drafts_that_were_not_proposed_are_scored_rightly():
     assert drafting.runner.score(context, tree).first_layer == 0
     drafting.runner.release(["r0", "r1", "r2"])
     drafting.step([3, 3, 3], [1, 1, 1])
-    drafting.assert_cache_is_a_fresh_forwards(exact=kernels.load_cpu_kernels())
+    drafting.assert_cache_is_a_fresh_forwards(exact=native.load())
 
 
 def test_what_a_request_of_the_same_name_drafted_before_is_forgotten():
@@ -174,7 +174,7 @@ def test_what_a_request_of_the_same_name_drafted_before_is_forgotten():
     assert drafting.runner.score(drafting.context([2]), stale).first_layer == 0
     drafting.runner.release(["r0"])
     drafting.step([2], [1])
-    drafting.assert_cache_is_a_fresh_forwards(exact=kernels.load_cpu_kernels())
+    drafting.assert_cache_is_a_fresh_forwards(exact=native.load())
 
 
 def test_layers_wanted_by_others_are_still_seen():
@@ -257,13 +257,13 @@ def test_a_target_without_a_useful_exit_is_told(tmp_path, caplog):
 
 @pytest.mark.parametrize("layers", [0, 4, 9, -1])
 def test_layers_that_the_target_lacks_are_one_clear_error(layers):
-    with pytest.raises(OutriderError, match="this target has 4, so give 1 to 3") as error:
+    with pytest.raises(OutriderError, match="expected 1 to 3") as error:
         LLM(make_model(four_layers()), method=f"early-exit:layers={layers}", compile="never")
     assert "\n" not in str(error.value)
 
 
 def test_a_target_of_one_layer_is_refused():
-    with pytest.raises(OutriderError, match="two layers or more"):
+    with pytest.raises(OutriderError, match="at least two layers"):
         LLM(make_model(small_config("llama", num_hidden_layers=1)), method="early-exit", compile="never")
 
 

@@ -10,14 +10,14 @@ from runner.rounds import force_reference, make_model, make_request, make_text, 
 from runner.test_architectures import small_config
 from toy import outputs_of
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, SamplingParams, native
 from outrider.proposers.low_bit import METHOD
 from outrider.proposers.method import Setting
-from outrider.runner import ModelRunner, RunnerConfig, kernels
+from outrider.runner import ModelRunner, RunnerConfig
 from outrider.sampling import Sampler
 from outrider.types import Context, OutriderError
 
-needs_kernels = pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
+needs_kernels = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 EAGER = RunnerConfig(compile="never", prefill_chunk=16)
 VOCAB = 67
 
@@ -82,13 +82,13 @@ def test_the_memory_is_told_before_it_is_used(caplog, monkeypatch):
     monkeypatch.setattr("outrider.proposers.low_bit.quantized_copy", stop)
     with caplog.at_level(logging.INFO), pytest.raises(KeyboardInterrupt):
         LLM(even_model(), method="low-bit", compile="never")
-    assert "the 4-bit weights that draft add" in caplog.text and "MB of memory" in caplog.text
+    assert "the 4-bit drafting weights add" in caplog.text and "MB of memory" in caplog.text
 
 
 @needs_kernels
 @pytest.mark.parametrize("bits", [2, 16])
 def test_other_widths_are_one_clear_error(bits):
-    with pytest.raises(OutriderError, match=f"low-bit weights have 4 or 8 bits, not {bits}"):
+    with pytest.raises(OutriderError, match=f"invalid bits {bits}: expected 4 or 8"):
         LLM(even_model(), method=f"low-bit:bits={bits}", compile="never")
 
 

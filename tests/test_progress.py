@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider import cpp_library, progress
+from outrider import progress
 from outrider.cli import console
+from outrider.native import build
 
 Records = Callable[[logging.Logger], "list[logging.LogRecord]"]
 logger = logging.getLogger("outrider.test_progress")
@@ -67,16 +68,14 @@ def test_a_wait_outside_a_terminal_goes_on_saying_so(
 def test_compiling_a_library_reports_its_progress(records: Records, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.setattr(progress, "PERIOD", 0.05)
-    found = records(cpp_library.logger)
+    found = records(build.logger)
 
     def slow(*_: object, **__: object) -> None:
         time.sleep(0.3)
         raise subprocess.CalledProcessError(1, "g++", stderr="no such thing")
 
-    monkeypatch.setattr(subprocess, "run", slow)
-    source = tmp_path / "slow.cpp"
-    source.write_text("int x;")
+    monkeypatch.setattr(subprocess, "Popen", slow)
     with pytest.raises(subprocess.CalledProcessError):
-        cpp_library.library(["g++"], source, [])
+        build.library(["g++"])
     said = [record.getMessage() for record in found]
-    assert said[0].startswith("compiling slow.cpp") and "left" in said[1] and len(said) >= 3
+    assert said[0].startswith("compiling the CPU kernels") and "left" in said[1] and len(said) >= 3

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from toy import reference_probs
 
+from outrider import native
 from outrider.sampling import Sampler
-from outrider.sampling.native import load
 from outrider.sampling.shaping import reference_truncated
 from outrider.types import Request, SamplingParams
 
@@ -21,11 +21,11 @@ CUTS = [(k, top_p, min_p) for k in (0, 1, 3, 40, 400) for top_p in (1e-6, 0.3, 0
 
 def native_truncated(probs: Tensor, cuts: Tensor) -> Tensor:
     """The same through the C++: temperature 1 of the probabilities' logarithms."""
-    rows = load()
-    if rows is None:
+    if not native.load():
         pytest.skip("no C++ compiler")
     settings = torch.cat((torch.ones(len(cuts), 1, dtype=torch.float64), cuts), dim=1)
-    return rows.probs(probs.log(), settings, [probs.shape[1]] * len(probs))[0]
+    kept: Tensor = torch.ops.outrider.shape_probs(probs.log(), settings, [probs.shape[1]] * len(probs))[0]
+    return kept
 
 
 @pytest.fixture(params=[native_truncated, reference_truncated])

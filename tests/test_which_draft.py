@@ -80,7 +80,7 @@ def test_a_wrong_option_is_refused(text):
 
 def test_a_list_of_methods_keeps_their_numbers():
     found = split_methods("draft,eagle:hidden_states=2,4,6:top_k=3, medusa:accuracies=0.5,.2/0.4,-1,suffix+draft")
-    assert found == ["draft", "eagle:hidden_states=2,4,6:top_k=3", " medusa:accuracies=0.5,.2/0.4,-1", "suffix+draft"]
+    assert found == ["draft", "eagle:hidden_states=2,4,6:top_k=3", "medusa:accuracies=0.5,.2/0.4,-1", "suffix+draft"]
     assert join_method(*split_method(found[1])) == found[1]
 
 
@@ -161,7 +161,7 @@ def test_bench_compares_methods_with_a_draft_each(embedded, capsys, monkeypatch)
 
     methods = "draft,medusa,eagle:draft=eagle1:top_k=2"
     small = ["--workloads", "code", "--num-prompts", "1", "--max-tokens", "4", "--repeat", "1", "--compile", "never"]
-    monkeypatch.setattr(sys, "argv", ["outrider", "bench", "--methods", methods, "--k", "2", *small])
+    monkeypatch.setattr(sys, "argv", ["outrider", "bench", "--method", methods, "-k", "2", *small])
     assert main() == 0
     document = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert {"draft", "medusa", "eagle:draft=eagle1:top_k=2"} <= {cell["method"] for cell in document["cells"]}

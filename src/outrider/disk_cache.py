@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from outrider.types import OutriderError
+from outrider.errors import OutriderError
 
 logger = logging.getLogger(__name__)
 

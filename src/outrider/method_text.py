@@ -55,5 +55,5 @@ def with_drafts(method: str, find: Callable[[str], str]) -> str:
 
 
 def split_methods(text: str) -> list[str]:
-    """``"draft,eagle:hidden_states=2,4,6"`` -> its two methods: what begins with a number goes on with a value."""
-    return re.split(r",(?=\s*[^\s\d.,-])", text)
+    """``"draft, eagle:hidden_states=2,4,6"`` -> its two methods: what begins with a number goes on with a value."""
+    return [method.strip() for method in re.split(r",(?=\s*[^\s\d.,-])", text)]

@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any, Protocol
 
 from outrider.errors import OutriderError
 
 OPTION = "option"  # key of an Option in a field's metadata
-MODELS, METHOD, SAMPLING, LIMITS = "Models", "Drafts", "Sampling", "Limits"  # headings of the help
+MODELS, METHOD, SAMPLING, LISTEN, LIMITS = "Models", "Drafts", "Sampling", "Listening", "Limits"  # headings of the help
 INT32 = 2**31 - 1
 
 
@@ -49,6 +50,11 @@ class Option:
     letter: str = ""  # one-letter flag: "-t"
     in_plan: bool = False
     optional: bool = False  # None is a value: the default that ``help`` describes
+
+    def in_text(self) -> Option:
+        """The option as a flag or a line of a file can give it: no objects, and leaving it out instead of None."""
+        kind = self.kind.kind if isinstance(self.kind, Either) else self.kind
+        return replace(self, kind=replace(kind, loaded=False) if isinstance(kind, Source) else kind, optional=False)
 
     def read(self, name: str, value: Any) -> Any:
         """Return the value in its one form. Raises ``OutriderError`` naming the option, the value and what was expected."""
@@ -268,11 +274,16 @@ class Biases:
 
 @dataclass(frozen=True)
 class Source:
-    """A model: a folder, a hub id or a loaded transformers model; ``heads``: loaded heads, which have no config, too."""
+    """A model: a folder, a hub id or a loaded transformers model; ``heads``: loaded heads, which have no config, too.
+    Not ``loaded``: only what text can name."""
 
-    expected: str = "a folder, a hub id or a loaded transformers model"
     heads: bool = False
+    loaded: bool = True
     flag_type: Any = str
+
+    @property
+    def expected(self) -> str:
+        return "a folder, a hub id or a loaded transformers model" if self.loaded else "a folder or a hub id"
 
     def read(self, value: Any) -> Any:
         if isinstance(value, (str, PathLike)):
@@ -281,9 +292,23 @@ class Source:
                 raise ValueError("empty, or with line breaks")
             return value
         is_module = not isinstance(value, type) and callable(getattr(value, "forward", None))
-        if not is_module or not (self.heads or hasattr(value, "config")):
+        if not self.loaded or not is_module or not (self.heads or hasattr(value, "config")):
             raise TypeError("not a model")
         return value
+
+
+@dataclass(frozen=True)
+class File:
+    """A path."""
+
+    expected: str = "a path"
+    flag_type: Any = Path
+
+    def read(self, value: Any) -> Path:
+        path = Path(path_or_text(value))
+        if not str(value).strip() or "\0" in str(value):
+            raise ValueError("no path")
+        return path
 
 
 @dataclass(frozen=True)
@@ -341,8 +366,6 @@ def has_methods(*names: str) -> Callable[[Any], bool]:
 
 def path_or_text(value: Any) -> Any:
     """A path-like object as text or a ``Path``: those two are all that libraries take. Raises TypeError for bytes."""
-    from pathlib import Path
-
     if isinstance(value, (str, Path)):
         return value
     text = fspath(value)
@@ -358,8 +381,17 @@ def _check_bounds(number: float, at_least: float | None, at_most: float | None) 
 
 def _bounds(at_least: float | None, at_most: float | None, above: float | None = None) -> str:
     parts: Iterable[str | None] = (
-        None if above is None else f"above {above:.15g}",
-        None if at_least is None else f"at least {at_least:.15g}",
-        None if at_most is None or at_most == INT32 else f"at most {at_most:.15g}",
+        None if above is None else f"above {_figure(above)}",
+        None if at_least is None else f"at least {_figure(at_least)}",
+        None if at_most in (None, INT32) else f"at most {_figure(at_most)}",
     )
     return "".join(f", {part}" for part in parts if part)
+
+
+def _figure(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:.15g}"
+
+
+def flag_name(name: str) -> str:
+    """``max_tokens`` -> ``--max-tokens``."""
+    return "--" + name.replace("_", "-")

@@ -41,33 +41,37 @@ class SamplingParams:
     1-d tensors are taken as the numbers in them. Raises ``OutriderError`` for any other type and for a value out of bounds.
     """
 
-    max_tokens: int = option(Whole(1, INT32), 256, "Most tokens to generate.", panel=SAMPLING)
+    max_tokens: int = option(Whole(1, INT32), 256, "Maximum number of tokens to generate.", panel=SAMPLING)
     temperature: float = option(Number(0, 1e6), 0.0, "Temperature; 0 is greedy decoding.", panel=SAMPLING, letter="t")
     top_k: int = option(Whole(0, INT32), 0, "Keep the k likeliest tokens; 0 keeps all.", panel=SAMPLING)
-    top_p: float = option(Number(above=0, at_most=1), 1.0, "Keep the likeliest tokens up to this mass.", panel=SAMPLING)
-    min_p: float = option(Number(0, 1), 0.0, "Drop tokens less likely than this share of the likeliest.", panel=SAMPLING)
+    top_p: float = option(
+        Number(above=0, at_most=1), 1.0, "Keep the likeliest tokens up to this total probability.", panel=SAMPLING
+    )
+    min_p: float = option(Number(0, 1), 0.0, "Drop tokens less likely than this fraction of the likeliest.", panel=SAMPLING)
     repetition_penalty: float = option(
         Number(0.01, 100), 1.0, "Penalty on tokens of prompt and output; 1 is off.", panel=SAMPLING
     )  # as in CTRL (Keskar et al. 2019)
     presence_penalty: float = option(
-        Number(-2, 2), 0.0, "Penalty on tokens that the output holds; 0 is off.", panel=SAMPLING
+        Number(-2, 2), 0.0, "Penalty on tokens that occur in the output; 0 is off.", panel=SAMPLING
     )  # as in the OpenAI API
     frequency_penalty: float = option(
-        Number(-2, 2), 0.0, "Penalty on tokens by how often the output holds them; 0 is off.", panel=SAMPLING
+        Number(-2, 2), 0.0, "Penalty on tokens, times their count in the output; 0 is off.", panel=SAMPLING
     )
     logit_bias: Mapping[int, float] = option(Biases(), dict, "Token id -> number added to its logit.")
-    allowed_token_ids: Sequence[int] | None = option(TokenIds(True), None, "The only tokens that may be generated; None: all.")
+    allowed_token_ids: Sequence[int] | None = option(TokenIds(True), None, "Tokens that may be generated; None: all.")
     banned_token_ids: Sequence[int] = option(TokenIds(), (), "Tokens that are never generated.")
     stop: str | Sequence[str] = option(
-        Texts(), (), "Text that ends the answer and is not part of it; may be given several times.", panel=SAMPLING
+        Texts(), (), "Stop string, which ends the answer and is not part of it; repeatable.", panel=SAMPLING
     )
-    stop_token_ids: Sequence[int] = option(TokenIds(), (), "Tokens that end the answer.")
-    ignore_eos: bool = option(Flag(), False, "Go on past the end-of-text token.", panel=SAMPLING)
-    seed: int | None = option(Whole(-(2**63), 2**64 - 1), None, "The same seed gives the same text.", panel=SAMPLING)
-    n: int = option(Whole(1, 16384), 1, "Samples of each prompt.")
-    grammar: Grammar | None = option(Objects("a Grammar", has_methods("matcher")), None, "The form that the answer must have.")
+    stop_token_ids: Sequence[int] = option(TokenIds(), (), "Tokens that end the output.")
+    ignore_eos: bool = option(Flag(), False, "Continue after the end-of-text token.", panel=SAMPLING)
+    seed: int | None = option(
+        Whole(-(2**63), 2**64 - 1), None, "Sampling seed; the same seed gives the same text.", panel=SAMPLING
+    )
+    n: int = option(Whole(1, 16384), 1, "Samples per prompt.")
+    grammar: Grammar | None = option(Objects("a Grammar", has_methods("matcher")), None, "Grammar that the output must match.")
     logprobs: int | None = option(
-        Whole(0, INT32), None, "Log-probabilities of each emitted token and of this many of the likeliest; None: none."
+        Whole(0, INT32), None, "Return log-probabilities of each token and of this many likeliest ones; None: none."
     )
 
     def __post_init__(self) -> None:

@@ -12,22 +12,26 @@ from outrider.bench.architectures.compare import METHODS, Result, compare
 
 RUN = (
     "apertus",
+    "bamba",
     "bitnet",
     "bloom",
     "cohere2_moe",
     "deepseek_v3 with yarn rope",
     "doge",
     "gemma3n_text",
+    "gemma4",
     "gemma4_text with keys as values",
     "glm4_moe",
     "gpt2 with scores scaled by layer",
     "gpt_oss",
+    "jamba",
     "jetmoe",
     "llama with tied weights",
     "llama4_text",
     "longcat_flash",
     "marian",
     "mimo_v2_flash",
+    "moshi",
     "phi3 with longrope",
     "qwen2_5_vl",
     "whisper",
@@ -35,10 +39,12 @@ RUN = (
 REFUSED = {
     "bigbird_pegasus": "both ways",
     "cpmant": "does not say over Outrider's cache what it says without a cache",
+    "deepseek_v4": "a cache of their own (heavily_compressed_attention)",
     "deepseek_v32": "an index of their own",
     "inkling_text": "position_bias",
     "openai-gpt": "attention code of its own",
     "rwkv": "a recurrent state",
+    "unlimited_ocr": "a cache of their own (reference_sliding_attention)",
 }
 
 
@@ -49,6 +55,12 @@ def test_the_text_of_a_sample_of_architectures_is_generates(name, monkeypatch):
     assert (result.verdict, result.reason) == ("runs", "")
     accepted, drafted = map(int, re.findall(r"\d+", result.cells["draft"]))
     assert 0 < accepted < drafted  # both kinds of round are in the comparison
+
+
+def test_an_exit_before_a_layer_that_text_alone_skips_is_refused():
+    """Cross-attention layers of mllama run only with an image."""
+    result = compare("mllama", ("early-exit",))
+    assert result.cells["early-exit"].startswith("refused: ") and "skips these layers" in result.cells["early-exit"]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -13,11 +13,11 @@ from outrider.bench import html
 
 FIGURES = {
     "Speedup over plain decoding by draft length",
-    "Tokens gained by a pass of the target",
+    "Tokens per target pass",
     "Acceptance of drafts by position",
     "Speedup over plain decoding by batch size",
     "Speedup over plain decoding by workload",
-    "Time of a token by phase",
+    "Time per token by phase",
 }
 
 
@@ -75,8 +75,8 @@ def test_every_figure_has_a_title_units_and_a_table(page: str) -> None:
         "passes (%)",
         "accepted (%)",
         "speedup after the first token (x)",
-        "milliseconds for each token",
-        "prompts at a time",
+        "milliseconds per token",
+        "batch size",
     ):
         assert label in found.text
 
@@ -119,13 +119,13 @@ def test_warnings_stand_on_the_page() -> None:
     result = grid()
     result["cells"][1] |= {"same_text": 0.0, "faults": 3}
     text = Page(html.page(result | {"interrupted": True})).text
-    assert "interrupted" in text and "not plain decoding" in text and "failed 3 times" in text
+    assert "interrupted" in text and "differ from plain decoding" in text and "failed 3 times" in text
 
 
 def test_plain_alone_is_a_report_too() -> None:
     result = grid()
     result["cells"] = [cell for cell in result["cells"] if cell["method"] == "plain"]
-    assert "Time of a token by phase" in html.page(result)
+    assert "Time per token by phase" in html.page(result)
 
 
 def test_a_library_that_is_missing_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,7 @@ def test_the_cache_is_keyed_by_the_weights(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("size", ["", "b", "huge", "-1b", "nanb", "1e30b"])
 def test_a_size_that_means_nothing_is_refused(size: str) -> None:
-    with pytest.raises(OutriderError, match="give a size"):
+    with pytest.raises(OutriderError, match="expected a size"):
         num_params(size)
 
 
@@ -152,7 +152,7 @@ def test_what_cannot_be_inflated_is_refused(tmp_path: Path) -> None:
         inflate(source, tmp_path / "x", Shape(48, 4, 8, 4, 64))
     with pytest.raises(OutriderError, match="does not fit"):
         inflate(source, tmp_path / "x", Shape(64, 1, 8, 4, 64))
-    with pytest.raises(OutriderError, match="exists already"):
+    with pytest.raises(OutriderError, match="already exists"):
         inflate(source, source, Shape(64, 4, 8, 4, 64))
     with pytest.raises(OutriderError, match="not a model folder"):
         inflate(tmp_path / "missing", tmp_path / "x")
@@ -167,8 +167,8 @@ def test_files_cut_short_are_told_in_one_line(tmp_path: Path) -> None:
     source = make_folder(tmp_path / "small")
     weights = (source / "model.safetensors").read_bytes()
     (source / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    with pytest.raises(OutriderError, match="safetensors cannot be read"):
+    with pytest.raises(OutriderError, match=r"cannot read .*\.safetensors"):
         inflate(source, tmp_path / "large", "1b", progress=False)
     (source / "config.json").write_text("{")
-    with pytest.raises(OutriderError, match="is no JSON"):
+    with pytest.raises(OutriderError, match="is not valid JSON"):
         inflate(source, tmp_path / "large", "1b", progress=False)

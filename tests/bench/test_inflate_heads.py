@@ -153,7 +153,18 @@ def test_bench_inflates_the_heads_of_its_methods(family, tmp_path, monkeypatch, 
     write_medusa(tmp_path / "medusa", VOCAB, 2)
     write_eagle1(tmp_path / "eagle", VOCAB)
     methods = f"draft,medusa:draft={tmp_path / 'medusa'},eagle:draft={tmp_path / 'eagle'}:max_nodes=4"
-    given = ["--target", family["small"], "--draft", family["small"], "--inflate", "1b", "--methods", methods, "--k", "2"]
+    given = [
+        "--target",
+        family["small"],
+        "--draft",
+        family["small"],
+        "--inflate",
+        "1b",
+        "--method",
+        methods,
+        "-k",
+        "2",
+    ]
     measured = ["--workloads", "code", "--num-prompts", "1", "--max-tokens", "4", "--repeat", "1", "--compile", "never"]
     monkeypatch.setattr(sys, "argv", ["outrider", "bench", *map(str, given), *measured])
     assert main() == 0

@@ -16,13 +16,16 @@ from outrider.bench.provenance import command, commit, cpu_name, origin
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["/usr/bin/outrider", "bench", "--k", "4"], "outrider bench --k 4"),
+        (["/usr/bin/outrider", "bench", "-k", "4"], "outrider bench -k 4"),
         (["/lib/outrider/__main__.py", "tune"], "outrider tune"),  # python -m outrider
         (["bench/soak.py", "--minutes", "3"], "python bench/soak.py --minutes 3"),
         (["/elsewhere/check.py"], "python check.py"),  # no folder of one machine
         (["outrider", "generate", "a b"], "outrider generate 'a b'"),
         (["outrider", "bench", "serve", "--concurrency", ""], "outrider bench serve --concurrency ''"),
-        (["outrider", "bench", "serve", "--api-key", "sk-1", "--k", "2"], "outrider bench serve --api-key hidden --k 2"),
+        (
+            ["outrider", "bench", "serve", "--api-key", "sk-1", "-k", "2"],
+            "outrider bench serve --api-key hidden -k 2",
+        ),
         (["outrider", "bench", "serve", "--api-key=sk-1"], "outrider bench serve --api-key=hidden"),
     ],
 )

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
+from scipy import stats
 
-from outrider.bench.statistics import Timings, change, quantiles, speed_interval, speedup_interval, t_quantile
+from outrider.bench.statistics import Timings, change, quantiles, speed_interval, speedup_interval
+from outrider.types import OutriderError
 
 
-@pytest.mark.parametrize(
-    ("level", "freedom", "table"),
-    [(0.95, 1, 12.706), (0.95, 2, 4.303), (0.95, 10, 2.228), (0.99, 4, 4.604), (0.999, 30, 3.646), (0.5, 5, 0.727)],
-)
-def test_the_t_quantile_is_that_of_the_tables(level: float, freedom: float, table: float) -> None:
-    assert t_quantile(level, freedom) == pytest.approx(table, abs=6e-4)
+@pytest.mark.parametrize("level", [0.5, 0.95, 0.999])
+@pytest.mark.parametrize(("before", "after"), [([90.0, 100.0], [110.0, 115.0]), ([10.0, 11.0, 10.5, 9.0], [9.0, 9.1, 8.8])])
+def test_a_change_has_welch_s_interval_of_the_logarithms(before: list[float], after: list[float], level: float) -> None:
+    found = change(before, after, level)
+    expected = stats.ttest_ind(np.log(after), np.log(before), equal_var=False).confidence_interval(level)
+    assert found is not None and found.interval == pytest.approx((np.exp(expected.low), np.exp(expected.high)), rel=1e-9)
+
+
+def test_a_comparison_without_scipy_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(OutriderError, match=r"need scipy: pip install 'outrider\[report\]'"):
+        change([1.0, 2.0], [3.0, 4.0])
 
 
 def test_quantiles_weigh_values() -> None:

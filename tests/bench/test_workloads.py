@@ -87,16 +87,16 @@ def test_a_file_may_be_gzipped_and_is_read_as_far_as_wanted(tmp_path: Path) -> N
         ("[]", "not a JSON object"),
         ("3", "not a JSON object"),
         ("null", "not a JSON object"),
-        ('{"prompt": "x"', "not JSON: .* at character 15"),
-        ("[" * 100_000, "not JSON that can be read"),
-        ('{"prompt": ' + "9" * 5000 + "}", "not JSON that can be read"),
-        ('{"text": "x", "n": 1}', 'no "prompt", "turns", "messages" or "question" in it, but "text", "n"'),
-        ('{"prompt": ""}', '"prompt" is not a text, or empty'),
-        ('{"prompt": 3}', '"prompt" is not a text'),
-        ('{"turns": []}', '"turns" is not a list'),
+        ('{"prompt": "x"', "invalid JSON: .* at character 15"),
+        ("[" * 100_000, "unreadable JSON"),
+        ('{"prompt": ' + "9" * 5000 + "}", "unreadable JSON"),
+        ('{"text": "x", "n": 1}', 'expected "prompt", "turns", "messages" or "question", got "text", "n"'),
+        ('{"prompt": ""}', '"prompt" must be a non-empty string'),
+        ('{"prompt": 3}', '"prompt" must be a non-empty string'),
+        ('{"turns": []}', '"turns" must be a'),
         ('{"turns": [""], "category": "qa"}', 'the first of "turns"'),
         ('{"messages": [{"role": "user"}]}', 'needs "role" and "content"'),
-        ('{"prompt": "x", "workload": 3}', '"workload" is not a text'),
+        ('{"prompt": "x", "workload": 3}', '"workload" must be a string'),
     ],
 )
 def test_a_line_that_is_no_prompt_is_refused_with_its_number_and_why(tmp_path: Path, line: str, why: str) -> None:
@@ -110,7 +110,7 @@ def test_a_file_that_is_not_there_or_empty_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="cannot read"):
         workloads.from_file(tmp_path / "nothing.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(OutriderError, match="holds no prompts"):
+    with pytest.raises(OutriderError, match="contains no prompts"):
         workloads.from_file(tmp_path / "empty.jsonl")
 
 
@@ -127,7 +127,7 @@ def test_a_damaged_archive_is_refused_and_a_mark_at_the_beginning_passed_over(tm
 
 def test_a_template_that_refuses_and_a_missing_tokenizer_are_said() -> None:
     strict = make_tokenizer(chat_template="{{ raise_exception('roles must take turns') }}")
-    with pytest.raises(OutriderError, match=r"refuses a conversation \(user\): roles must take turns"):
+    with pytest.raises(OutriderError, match=r"rejected a conversation \(user\): roles must take turns"):
         workloads.encode(strict, Prompt("chat", messages=asked("Hi")))
     with pytest.raises(OutriderError, match="no tokenizer"):
         workloads.encode(None, Prompt("x", "y"))

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_folder import make_folder
+from tiny_folder import make_folder, make_tokenizer
+from tiny_hybrids import hybrid
 
 from outrider.audit import same_text, sampling
 
@@ -18,7 +19,7 @@ Run = Callable[..., "tuple[int, str, str]"]
 QUICK = [
     "--compile",
     "never",
-    "--k",
+    "-k",
     2,
     "--num-prompts",
     2,
@@ -52,10 +53,26 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(scope="module")
+def tiny_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, tokenizer = tmp_path_factory.mktemp("models") / "hybrid", make_tokenizer()
+    hybrid("qwen3_5_text", vocab_size=len(tokenizer), max_position_embeddings=512).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.usefixtures("two_controls")
+def test_a_recurrent_hybrid_is_certified(outrider: Run, tiny_hybrid: Path, tmp_path: Path) -> None:
+    out = tmp_path / "audit.json"
+    code, shown, err = outrider("audit", "--target", tiny_hybrid, *QUICK, "--method", "low-bit", "--out", out)
+    assert code == 0, (shown, err)
+    assert [each["verdict"] for each in read(out)["methods"]] == ["certified"]
+
+
 @pytest.mark.usefixtures("two_controls")
 def test_a_certificate_is_written_and_the_exit_code_is_0(outrider: Run, models: list[object], tmp_path: Path) -> None:
     out, html = tmp_path / "audit.json", tmp_path / "audit.html"
-    code, shown, err = outrider("audit", *models, *QUICK, "--methods", "draft", "--out", out, "--html", html)
+    code, shown, err = outrider("audit", *models, *QUICK, "--method", "draft", "--out", out, "--html", html)
     assert code == 0, (shown, err)
     assert "certified" in shown and "2 of 2 caught" in shown
     document = read(out)
@@ -71,7 +88,7 @@ def test_a_certificate_is_written_and_the_exit_code_is_0(outrider: Run, models: 
 
 
 def test_a_lossy_verifier_ends_with_exit_code_3(outrider: Run, models: list[object]) -> None:
-    options = [*QUICK, "--methods", "draft", "--verifier", "typical", "--temperature", 0]
+    options = [*QUICK, "--method", "draft", "--verifier", "typical", "--temperature", 0]
     code, shown, _ = outrider("audit", *models, *options)
     assert code == 3 and "LOSSY" in shown
 
@@ -79,11 +96,11 @@ def test_a_lossy_verifier_ends_with_exit_code_3(outrider: Run, models: list[obje
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--methods", "nonsense"], "unknown method"),
-        (["--methods", "plain"], "plain decoding is what"),
-        (["--methods", "draft", "--k", "0"], "fixed number of drafts"),
-        (["--methods", "draft", "--k", "1,2"], "for --same-text"),
-        (["--methods", "medusa"], "medusa"),
+        (["--method", "nonsense"], "unknown method"),
+        (["--method", "plain"], "the baseline"),
+        (["--method", "draft", "-k", "0"], "fixed number of drafts"),
+        (["--method", "draft", "-k", "1,2"], "need --same-text"),
+        (["--method", "medusa"], "medusa"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--same-text", "--resume"], "--out"),
     ],
@@ -98,7 +115,7 @@ def test_same_text_compares_every_cell_and_goes_on_where_it_ended(
 ) -> None:
     monkeypatch.setattr(same_text, "Grid", partial(same_text.Grid, repeat=1))  # of the cost
     out = tmp_path / "grid.json"
-    options = ["--compile", "never", "--methods", "draft", "--k", "1,3", "--batch", "1,2", "--max-tokens", 8]
+    options = ["--compile", "never", "--method", "draft", "-k", "1,3", "--batch", "1,2", "--max-tokens", 8]
     options += ["--num-prompts", 3]
     code, shown, err = outrider("audit", "--same-text", *models, *options, "--out", out)
     assert code == 0, (shown, err)
@@ -127,7 +144,7 @@ def test_same_text_compares_every_cell_and_goes_on_where_it_ended(
     assert code == 3 and "1 texts differ" in shown  # the earlier cells were kept
     assert len(read(out)["cells"]) == 10
     code, _, err = outrider("audit", "--same-text", *models, *options, "--seed", 1, "--max-tokens", 9, "--out", out, "--resume")
-    assert code == 2 and "another comparison" in err
+    assert code == 2 and "was made with other" in err
     other = ["--target", models[1], "--draft", models[1]]
     code, _, err = outrider("audit", "--same-text", *other, *options, "--out", out, "--resume")
     assert code == 2 and "with other models" in err
@@ -135,9 +152,9 @@ def test_same_text_compares_every_cell_and_goes_on_where_it_ended(
 
 def test_methods_that_all_ask_for_too_much_are_told(outrider: Run, models: list[object], tmp_path: Path) -> None:
     out, html = tmp_path / "audit.json", tmp_path / "audit.html"
-    options = [*QUICK, "--methods", "draft,suffix", "--max-samples", 1, "--out", out, "--html", html]
+    options = [*QUICK, "--method", "draft,suffix", "--max-samples", 1, "--out", out, "--html", html]
     code, shown, _ = outrider("audit", *models, *options)
-    assert code == 3 and "draft: what is asked would take" in shown and "suffix: " in shown
+    assert code == 3 and "draft: the audit needs more than" in shown and "suffix: " in shown
     assert set(read(out)["not_possible"]) == {"draft", "suffix"} and "not possible" in html.read_text()
 
 
@@ -158,4 +175,4 @@ def test_brackets_are_no_markup_and_failing_drafts_are_told(tmp_path: Path) -> N
         screen.seek(0)
         shown = screen.read()
     assert "./a[/b]" in shown and "./my[/model]" in shown and "a[/b]: c[/d]" in shown
-    assert "in 4 rounds the proposer failed" in shown and "in 4 rounds the proposer failed" in page.page(result)
+    assert "the proposer failed in 4 rounds" in shown and "the proposer failed in 4 rounds" in page.page(result)

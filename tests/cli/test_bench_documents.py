@@ -64,7 +64,8 @@ def test_brackets_are_no_markup_while_it_waits_and_where_it_fails(capsys: pytest
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [("{", "is not JSON"), ("[]", "is no benchmark document"), ('{"cells": []}', "holds no measurement")]
+    ("text", "why"),
+    [("{", "is not valid JSON"), ("[]", "is not a benchmark document"), ('{"cells": []}', "contains no measurements")],
 )
 def test_what_is_no_document_is_refused(outrider: Run, tmp_path: Path, text: str, why: str) -> None:
     file = tmp_path / "x.json"
@@ -117,13 +118,13 @@ def test_a_report_can_be_made_of_a_document(outrider: Run, tmp_path: Path) -> No
     del old["cells"][0]["difference"]
     file.write_text(json.dumps(old))
     code, _, err = outrider("bench", "report", file, "--html", page)
-    assert code == 2 and "measure again" in err
+    assert code == 2 and "run the benchmark again" in err
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"cells": [{"method": "draft", "k": 4, "temperature": "hot"}]}, "is no benchmark document"),
+        ({"cells": [{"method": "draft", "k": 4, "temperature": "hot"}]}, "is not a benchmark document"),
         ({"kind": "serve"}, "bench serve"),
     ],
 )
@@ -138,7 +139,7 @@ def test_documents_of_another_kind_or_with_wrong_types_are_refused(
     wrong["cells"][0]["tok_s"] = "fast"
     file.write_text(json.dumps(wrong))
     code, _, err = outrider("bench", "report", file, "--html", tmp_path / "x.html")
-    assert code == 2 and "is no benchmark document" in err
+    assert code == 2 and "is not a benchmark document" in err
 
 
 def test_a_link_stays_a_link_and_a_device_a_device(tmp_path: Path) -> None:

@@ -34,10 +34,20 @@ def test_a_head_is_trained_and_drafts(outrider: Run, target: Path, text: Path, t
     assert made.code == 0, made.err
     assert f"--method {method}" in made.err
     assert outrider("train", kind, *common, *FAST, *options).code == 0  # again: nothing is left to do
-    used = ("--method", method, "--k", "2", "--max-tokens", "12", "--compile", "never", "--json")
+    used = ("--method", method, "-k", "2", "--max-tokens", "12", "--compile", "never", "--json")
     drafted = outrider("generate", "--target", target, "--draft", tmp_path / "head", *used, "def add(")
     plain = outrider(
-        "generate", "--target", target, "--k", "0", "--max-tokens", "12", "--compile", "never", "--json", "def add("
+        "generate",
+        "--target",
+        target,
+        "-k",
+        "0",
+        "--max-tokens",
+        "12",
+        "--compile",
+        "never",
+        "--json",
+        "def add(",
     )
     assert drafted.code == 0, drafted.err
     assert json.loads(drafted.out)["text"] == json.loads(plain.out)["text"]
@@ -58,7 +68,10 @@ def test_a_model_is_trained_and_drafts(outrider: Run, text: Path, tmp_path: Path
     assert " ".join(map(str, drafting)) in made.err
     final = target if kind == "draft" else tmp_path / "made"
     used = ("--target", final, "--max-tokens", "12", "--compile", "never", "--json", "def add(")
-    drafted, plain = outrider("generate", *drafting, "--k", "2", *used), outrider("generate", "--k", "0", *used)
+    drafted, plain = (
+        outrider("generate", *drafting, "-k", "2", *used),
+        outrider("generate", "-k", "0", *used),
+    )
     assert drafted.code == 0, drafted.err
     assert json.loads(drafted.out)["text"] == json.loads(plain.out)["text"]
 
@@ -67,14 +80,14 @@ def test_mistakes_in_training_a_model_are_one_line(outrider: Run, target: Path, 
     def train(kind: str, *options: object) -> object:
         return outrider("train", kind, "--target", target, "--text", text, "--out", tmp_path / "made", *FAST, *options)
 
-    assert_one_line(train("draft", "--layers", 0), "--layers 0: at least 1")
+    assert_one_line(train("draft", "--layers", 0), "--layers 0: expected at least 1")
     assert_one_line(train("draft", "--start", target, "--width", 8), "leave out --layers")
     assert_one_line(train("draft", "--start", tmp_path / "none"), "none")
     assert_one_line(train("draft", "--from-layers", "first"), "--from-layers")
     assert_one_line(train("draft", "--loss", "mse"), "kl or tv")
     assert_one_line(train("early-exit", "--max-drop", 1.5), "--max-drop 1.5")
     assert_one_line(train("early-exit", "--rotation", 0), "--rotation 0")
-    assert_one_line(train("early-exit"), "three layers or more")
+    assert_one_line(train("early-exit"), "at least three layers")
 
 
 def test_mistakes_are_one_line(outrider: Run, target: Path, text: Path, tmp_path: Path) -> None:
@@ -82,10 +95,10 @@ def test_mistakes_are_one_line(outrider: Run, target: Path, text: Path, tmp_path
         return outrider("train", "eagle", "--target", target, "--out", tmp_path / "head", *options)
 
     assert_one_line(train(), "--text")
-    assert_one_line(train("--text", tmp_path / "none.txt"), "no text file at")
+    assert_one_line(train("--text", tmp_path / "none.txt"), "does not exist")
     assert_one_line(train("--text", text, "--generation", 2), "1 (EAGLE-1 and EAGLE-2) or 3")
     assert_one_line(train("--text", text, "--format", "gguf"), "native, speculators")
     assert_one_line(train("--text", text, "--steps", 0), "--steps 0")
-    assert_one_line(train("--text", text, "--seq-len", 24), "a target of 2 layers", "name three of them")
-    assert_one_line(train("--text", text, "--seq-len", 24, "--layers", "0,1,7"), "hidden states 0 to 2")
+    assert_one_line(train("--text", text, "--seq-len", 24), "a target with 2 layers", "name three of them")
+    assert_one_line(train("--text", text, "--seq-len", 24, "--layers", "0,1,7"), "has 0 to 2")
     assert_one_line(train("--text", text, "--layers", "low"), "--layers")

@@ -19,7 +19,7 @@ from outrider.engine.plan import Plan
 from outrider.proposers.plain import PlainProposer
 
 Run = Callable[..., "tuple[int, str, str]"]
-QUICK = ["--compile", "never", "--num-prompts", 3, "--max-tokens", 20, "--repeat", 1, "--k", "1,3"]
+QUICK = ["--compile", "never", "--num-prompts", 3, "--max-tokens", 20, "--repeat", 1, "-k", "1,3"]
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def traffic(tmp_path: Path) -> Path:
 def test_a_plan_is_written_that_serve_reads(outrider: Run, target: Path, draft: Path, traffic: Path, tmp_path: Path) -> None:
     out, page = tmp_path / "plan.toml", tmp_path / "tune.html"
     code, shown, err = outrider(
-        "tune", "--target", target, "--draft", draft, "--traffic", traffic, *QUICK, "--methods", "draft,suffix,early-exit",
+        "tune", "--target", target, "--draft", draft, "--traffic", traffic, *QUICK, "--method", "draft,suffix,early-exit",
         "--batch", "1,2", "--out", out, "--report", page,
     )  # fmt: skip
     assert code == 0, err
@@ -45,7 +45,7 @@ def test_a_plan_is_written_that_serve_reads(outrider: Run, target: Path, draft: 
     document = json.loads((tmp_path / "plan.json").read_text())
     found = document["result"]
     assert document["schema"] == "outrider-tune/2"
-    assert plan.values["method"] == found["chosen"]["method"] and plan.values["k"] == found["chosen"]["k"]
+    assert plan.values["method"] == found["chosen"]["method"] and plan.values["num_draft_tokens"] == found["chosen"]["k"]
     assert plan.values["target"] == str(target) and plan.values["compile"] == "never"
     assert ("draft" in plan.values) == ("draft" in plan.values["method"])
     assert out.read_text().count("\n#") >= 3 and "the plan:" in shown
@@ -68,7 +68,7 @@ def test_an_interrupted_search_goes_on_where_it_ended(
     from outrider.search import search
 
     out = tmp_path / "plan.toml"
-    command = ["tune", "--target", target, "--traffic", traffic, *QUICK, "--methods", "ngram,suffix", "--out", out]
+    command = ["tune", "--target", target, "--traffic", traffic, *QUICK, "--method", "ngram,suffix", "--out", out]
     generate, ran = search.generate, list[str]()
 
     def interrupted(contenders: Any, contender: Contender, *args: Any) -> Any:
@@ -98,15 +98,15 @@ def test_an_interrupted_search_goes_on_where_it_ended(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "say what the plan is for"),
-        (["--workloads", "code", "--traffic", "x.jsonl"], "say what the plan is for"),
+        ([], "no traffic"),
+        (["--workloads", "code", "--traffic", "x.jsonl"], "no traffic"),
         (["--workloads", "opera"], "unknown workload"),
         (["--traffic", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--workloads", "code", "--methods", "plain"], "name a method that drafts"),
-        (["--workloads", "code", "--methods", "nonsense"], "unknown method"),
-        (["--workloads", "code", "--methods", "medusa"], "medusa"),
-        (["--workloads", "code", "--k", "0"], "from 1 on"),
-        (["--workloads", "code", "--k", "auto"], "--k"),
+        (["--workloads", "code", "--method", "plain"], "name a method that drafts"),
+        (["--workloads", "code", "--method", "nonsense"], "unknown method"),
+        (["--workloads", "code", "--method", "medusa"], "medusa"),
+        (["--workloads", "code", "-k", "0"], "from 1 on"),
+        (["--workloads", "code", "-k", "auto"], "--num-draft-tokens"),
         (["--workloads", "code", "--batch", "0"], "from 1 on"),
         (["--workloads", "code", "--report", "x.pdf"], ".html"),
         (["--workloads", "code", "--resume"], "--resume"),
@@ -146,7 +146,7 @@ def test_a_plan_works_from_anywhere(tmp_path: Path, draft: Path, monkeypatch: py
 
 
 def test_a_plan_is_written_as_toml_whatever_stands_in_it(tmp_path: Path) -> None:
-    values = {"target": 'odd "name"\\ with\ttab\nand line, na\u00efve', "k": 4, "same_text": True, "kv_memory": 0.5}
+    values = {"target": 'odd "name"\\ with # and = and na\u00efve', "num_draft_tokens": 4, "same_text": True, "kv_memory": 0.5}
     Plan(values).write(tmp_path / "plan.toml", ["caf\u00e9"])
     assert Plan.read(tmp_path / "plan.toml").values == values
     assert "caf\u00e9" in (tmp_path / "plan.toml").read_bytes().decode("utf-8")
@@ -154,7 +154,7 @@ def test_a_plan_is_written_as_toml_whatever_stands_in_it(tmp_path: Path) -> None
 
 def test_a_plan_that_is_there_is_not_replaced_unasked(outrider: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "plan.toml").write_text("k = 3\n")
+    (tmp_path / "plan.toml").write_text("num_draft_tokens = 3\n")
     code, _, err = outrider("tune", "--workloads", "code")
     assert code == 2 and "--out plan.toml to replace it" in err
-    assert (tmp_path / "plan.toml").read_text() == "k = 3\n"
+    assert (tmp_path / "plan.toml").read_text() == "num_draft_tokens = 3\n"

@@ -380,7 +380,7 @@ def test_a_request_for_which_no_memory_could_be_set_apart_stops_nobody(monkeypat
 
     monkeypatch.setattr(runner, "admit", admit)
     assert outputs(run(make_engine(runner=runner), requests())) == outputs(run(make_engine(), requests()))
-    assert "no memory could be set apart for request r1: not enough" in caplog.text
+    assert "cannot reserve memory for request r1: not enough" in caplog.text
 
 
 def test_requests_wait_until_there_is_memory(monkeypatch):

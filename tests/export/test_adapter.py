@@ -143,7 +143,7 @@ def test_a_proposer_that_fails_costs_drafts_for_a_while_and_not_the_engine(monke
 
 
 def test_what_cannot_run_inside_vllm_is_refused() -> None:
-    with pytest.raises(OutriderError, match="more than the text"):
+    with pytest.raises(OutriderError, match="only text-based proposers"):
         TextProposer(config("draft"))
     with pytest.raises(OutriderError, match="additional-config"):
         TextProposer(SimpleNamespace(additional_config={}))

@@ -49,7 +49,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def export(models: Path, tmp_path: Path) -> Callable[..., tuple[Path, Export]]:
-    """``export("vllm", method="draft", k=3)`` -> the folder and what was said."""
+    """``export("vllm", method="draft", num_draft_tokens=3)`` -> the folder and what was said."""
 
     def export(to: str, own_code: bool = False, **values: Any) -> tuple[Path, Export]:
         plan = Plan({"target": "target", **values}, models)
@@ -65,7 +65,7 @@ def vllm_settings(folder: Path) -> dict[str, Any]:
 
 def test_a_plan_of_everything_becomes_a_yaml_file_and_a_script_of_vllm(export: Any, models: Path) -> None:
     folder, said = export(
-        "vllm", draft="draft", method="draft", k=3, max_len=128, max_batch=8, kv_memory=1.5, dtype="float32",
+        "vllm", draft="draft", method="draft", num_draft_tokens=3, max_len=128, max_batch=8, kv_memory=1.5, dtype="float32",
         device="cuda:1", compile="never", verifier="block",
     )  # fmt: skip
     assert vllm_settings(folder) == {
@@ -89,9 +89,9 @@ def test_a_plan_of_everything_becomes_a_yaml_file_and_a_script_of_vllm(export: A
     }
     assert (folder / SCRIPT).read_text() == (
         "#!/bin/sh\n"
-        "# vLLM for target: method draft, 3 drafts a round.\n"
+        "# vLLM for target: method draft, 3 drafts per round.\n"
         "# Written by outrider export; arguments are added to the command.\n"
-        "# Block verification is a part of vLLM's newer model runner: on a CPU it verifies token by token.\n"
+        "# Block verification needs vLLM's newer model runner; on a CPU it verifies token by token.\n"
         "set -e\n"
         'cd "$(dirname "$0")"\n'
         "export CUDA_VISIBLE_DEVICES=1\n"
@@ -105,7 +105,7 @@ def window(least: int, most: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("method", "k", "says"),
+    ("method", "num_draft_tokens", "says"),
     [
         ("ngram:min_n=1:max_n=3", 6, {"method": "ngram", "num_speculative_tokens": 6, **window(1, 3)}),
         ("ngram", "auto", {"method": "ngram", "num_speculative_tokens": 5, **window(2, 4)}),
@@ -114,13 +114,13 @@ def window(least: int, most: int) -> dict[str, int]:
         ("eagle:draft=eagle1", 2, {"method": "eagle", "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}),
     ],
 )  # fmt: skip
-def test_methods_in_the_words_of_vllm(method: str, k: Any, says: Any, export: Any, models: Path) -> None:
-    folder, said = export("vllm", method=in_folder(method, models), k=k)
+def test_methods_in_the_words_of_vllm(method: str, num_draft_tokens: Any, says: Any, export: Any, models: Path) -> None:
+    folder, said = export("vllm", method=in_folder(method, models), num_draft_tokens=num_draft_tokens)
     found = vllm_settings(folder).get("speculative-config")
     if says is not None and "eagle" in method:
         says = says | {"model": str(models / "eagle1")}
     assert found == says
-    assert bool([note for note in said.notes if "usual" in note]) == (k == "auto")
+    assert bool([note for note in said.notes if "typical" in note]) == (num_draft_tokens == "auto")
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang", "transformers"])
@@ -130,7 +130,11 @@ def test_a_folder_s_name_is_no_command(to: str, tmp_path: Path, monkeypatch: pyt
     folder = make_folder(tmp_path / hostile, **SIZES)
     draft = make_folder(tmp_path / f"{hostile} draft", num_hidden_layers=1)
     out = tmp_path / "out"
-    write(ENGINES.get(to)(), wanted(Plan({"target": str(folder), "draft": str(draft), "method": "draft", "k": 2})), out)
+    write(
+        ENGINES.get(to)(),
+        wanted(Plan({"target": str(folder), "draft": str(draft), "method": "draft", "num_draft_tokens": 2})),
+        out,
+    )
     (tmp_path / "bin").mkdir()
     for program in ("vllm", "python"):  # say what they are given
         (tmp_path / "bin" / program).write_text("#!/bin/sh\nfor word; do printf '%s\\0' \"$word\"; done\n")
@@ -155,19 +159,19 @@ def in_folder(method: str, models: Path) -> str:
 
 
 def test_a_draft_with_another_tokenizer_is_found_out(export: Any, models: Path) -> None:
-    folder, _ = export("vllm", draft="foreign", k=4)
+    folder, _ = export("vllm", draft="foreign", num_draft_tokens=4)
     speculative = vllm_settings(folder)["speculative-config"]
     assert speculative["use_heterogeneous_vocab"] is True and speculative["draft_sample_method"] == "greedy"
     with pytest.raises(OutriderError, match="another tokenizer"):
         export("vllm", draft="foreign", method="draft")
-    with pytest.raises(OutriderError, match="SGLang takes only drafts with the target's tokenizer"):
+    with pytest.raises(OutriderError, match="SGLang needs a draft with the target's tokenizer"):
         export("sglang", draft="foreign")
 
 
 @pytest.mark.parametrize("own_code", [False, True])
 @pytest.mark.parametrize("method", ["suffix:min_match=3", "suffix+ngram:min_first=4", "ngram:max_n=3"])
 def test_proposers_of_the_text_are_brought_to_vllm(method: str, own_code: bool, export: Any) -> None:
-    folder, said = export("vllm", method=method, k=8, own_code=own_code)
+    folder, said = export("vllm", method=method, num_draft_tokens=8, own_code=own_code)
     settings = vllm_settings(folder)
     carried = own_code or not method.startswith("ngram")
     assert said.needs_outrider == carried == ("pip install --no-deps outrider" in (folder / SCRIPT).read_text())
@@ -181,7 +185,7 @@ def test_proposers_of_the_text_are_brought_to_vllm(method: str, own_code: bool, 
 @pytest.mark.parametrize("source", ["eagle3", "speculators"])
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
 def test_a_head_that_an_engine_would_misread_is_written_again(to: str, source: str, export: Any, models: Path) -> None:
-    folder, _ = export(to, method=f"eagle:draft={models / source}:top_k=1", k=3, dtype="float32")
+    folder, _ = export(to, method=f"eagle:draft={models / source}:top_k=1", num_draft_tokens=3, dtype="float32")
     written = json.loads((folder / "heads" / "config.json").read_text())
     before = eagle_formats.load(models / source, 6, VOCAB, writers.HIDDEN)
     assert written["eagle_aux_hidden_state_layer_ids"] == list(before.shape.hidden_states) == [1, 2, 3]
@@ -198,17 +202,17 @@ def test_a_head_that_an_engine_would_misread_is_written_again(to: str, source: s
 def test_a_head_that_names_its_layers_in_both_counts_stays_where_it_is(export: Any, models: Path, tmp_path: Path) -> None:
     head = eagle_formats.load(models / "eagle3", 6, VOCAB, writers.HIDDEN)
     eagle_formats.export(head.half(), tmp_path / "head")
-    folder, _ = export("vllm", method=f"eagle:draft={tmp_path / 'head'}", k=3)
+    folder, _ = export("vllm", method=f"eagle:draft={tmp_path / 'head'}", num_draft_tokens=3)
     assert vllm_settings(folder)["speculative-config"]["model"] == str(tmp_path / "head")
     assert not (folder / "heads").exists()
-    folder, _ = export("vllm", method=f"eagle:draft={tmp_path / 'head'}:hidden_states=2,3,4", k=3)
+    folder, _ = export("vllm", method=f"eagle:draft={tmp_path / 'head'}:hidden_states=2,3,4", num_draft_tokens=3)
     written = json.loads((folder / "heads" / "config.json").read_text())
     assert written["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
     assert load_file(folder / "heads" / "model.safetensors")["fc.weight"].dtype == torch.float16
 
 
 def test_medusa_heads_of_their_makers_become_vllms(export: Any, models: Path) -> None:
-    folder, said = export("vllm", method=f"medusa:draft={models / 'medusa'}", k=2)
+    folder, said = export("vllm", method=f"medusa:draft={models / 'medusa'}", num_draft_tokens=2)
     assert json.loads((folder / "heads" / "config.json").read_text())["num_heads"] == 3
     assert "blocks.0.layers.0.weight" in load_file(folder / "heads" / "model.safetensors")
     assert vllm_settings(folder)["speculative-config"]["num_speculative_tokens"] == 2
@@ -230,7 +234,9 @@ def test_medusa_heads_of_their_makers_become_vllms(export: Any, models: Path) ->
 def test_methods_in_the_flags_of_sglang(options: str, flags: str, export: Any, models: Path) -> None:
     places = {name: models / name for name in ("draft", "eagle1", "eagle3")}
     draft = {"draft": "draft"} if options == "draft" else {}
-    folder, said = export("sglang", method=options.format(**places), k=3, max_len=128, max_batch=4, device="cuda:0", **draft)
+    folder, said = export(
+        "sglang", method=options.format(**places), num_draft_tokens=3, max_len=128, max_batch=4, device="cuda:0", **draft
+    )
     assert " ".join(said.command) == (
         f"python -m sglang.launch_server --model-path {models / 'target'} --served-model-name target --host 127.0.0.1"
         " --port 8000 --device cuda --context-length 128 --max-running-requests 4 --speculative-algorithm "
@@ -248,7 +254,7 @@ def test_the_program_for_transformers_says_what_plain_decoding_says(
     method: str | None, draft: str | None, export: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = {name: value for name, value in {"method": method, "draft": draft}.items() if value is not None}
-    folder, _ = export("transformers", k=3, dtype="float32", **given)
+    folder, _ = export("transformers", num_draft_tokens=3, dtype="float32", **given)
     config = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps(config | {"max_new_tokens": 12}))
     texts = []
@@ -275,13 +281,13 @@ REFUSED = [
     ("vllm", {"method": "early-exit"}, "vLLM cannot draft with the target's own first layers .*draft model"),
     ("vllm", {"method": "low-bit"}, "vLLM cannot draft with the target's own weights in fewer bits .*draft model"),
     ("vllm", {"method": "suffix+draft", "draft": "draft"}, "vLLM cannot draft with two methods in turn .*one of the two"),
-    ("vllm", {"method": "eagle:draft={models}/eagle3:top_k=4"}, "vLLM drafts chains.*top_k=1"),
+    ("vllm", {"method": "eagle:draft={models}/eagle3:top_k=4"}, "vLLM does not support trees.*top_k=1"),
     ("vllm", {"method": "ngram", "same_text": True}, "same-text"),
-    ("vllm", {"method": "ngram", "verifier": "typical"}, "acceptance rule"),
+    ("vllm", {"method": "ngram", "verifier": "typical"}, "does not support the verifier"),
     ("sglang", {"method": "medusa:draft={models}/medusa"}, "SGLang cannot draft with parallel heads .*EAGLE"),
     ("sglang", {"method": "suffix"}, "SGLang cannot draft with repetitions .*vLLM"),
     ("sglang", {"method": "early-exit"}, "SGLang cannot draft .*draft model"),
-    ("sglang", {"method": "ngram", "verifier": "block"}, "acceptance rule"),
+    ("sglang", {"method": "ngram", "verifier": "block"}, "does not support the verifier"),
     ("transformers", {"method": "suffix"}, "transformers cannot draft .*n-grams"),
     ("transformers", {"method": "eagle:draft={models}/eagle3"}, "transformers cannot draft .*vLLM"),
     ("transformers", {"method": "low-bit"}, "transformers cannot draft .*draft model"),
@@ -305,21 +311,36 @@ def test_what_is_refused_whatever_drafts_leaves_no_folder(export: Any, tmp_path:
 
 
 def test_no_drafts_stay_no_drafts_on_the_way(models: Path, tmp_path: Path) -> None:
-    assert main(["export", "--to", "vllm", "--target", str(models / "target"), "--k", "0", "--out", str(tmp_path / "out")]) == 0
+    assert (
+        main(
+            [
+                "export",
+                "--to",
+                "vllm",
+                "--target",
+                str(models / "target"),
+                "-k",
+                "0",
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 0
+    )
     assert "speculative-config" not in vllm_settings(tmp_path / "out")
 
 
 def test_servers_that_differ_in_anything_have_folders_of_their_own(models: Path) -> None:
-    one, other = (wanted(Plan({"target": "target", "method": "ngram", "k": k}, models)) for k in (2, 3))
+    one, other = (wanted(Plan({"target": "target", "method": "ngram", "num_draft_tokens": k}, models)) for k in (2, 3))
     engine = ENGINES.get("vllm")()
     folders = {working_folder(engine, each, own_code) for each in (one, other) for own_code in (False, True)}
     assert len(folders) == 4 and working_folder(engine, one, False) in folders
 
 
 def test_own_code_is_refused_where_there_is_none_to_bring(export: Any) -> None:
-    with pytest.raises(OutriderError, match="more than the text"):
+    with pytest.raises(OutriderError, match="not text-based"):
         export("vllm", draft="draft", own_code=True)
-    with pytest.raises(OutriderError, match="no proposers of others"):
+    with pytest.raises(OutriderError, match="does not support custom proposers"):
         export("sglang", method="ngram", own_code=True)
 
 
@@ -338,8 +359,8 @@ def test_the_command_writes_a_folder_and_names_its_script(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "plan.toml").write_text(f'target = "{models / "target"}"\nmethod = "ngram"\nk = 2\n')
-    assert main(["export", "plan.toml", "--to", "vllm", "--k", "7"]) == 0
+    (tmp_path / "plan.toml").write_text(f'target = "{models / "target"}"\nmethod = "ngram"\nnum_draft_tokens = 2\n')
+    assert main(["export", "plan.toml", "--to", "vllm", "-k", "7"]) == 0
     said = capsys.readouterr()
     assert said.out == "outrider-vllm/run.sh\n" and "earliest match" in said.err
     assert vllm_settings(tmp_path / "outrider-vllm")["speculative-config"]["num_speculative_tokens"] == 7

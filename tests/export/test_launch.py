@@ -49,7 +49,7 @@ def fake(tmp_path: Path) -> Callable[..., Path]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where everything happens: a target, a plan, and programs that are found before others."""
     make_folder(tmp_path / "target")
-    (tmp_path / "plan.toml").write_text('target = "target"\nmethod = "suffix"\nk = 5\n')
+    (tmp_path / "plan.toml").write_text('target = "target"\nmethod = "suffix"\nnum_draft_tokens = 5\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")

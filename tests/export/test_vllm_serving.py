@@ -111,9 +111,17 @@ def compare(theirs: Counters, ours: Counters) -> None:
 
 def plan_of(folder: Path, **values: Any) -> Path:
     file = folder / "plan.toml"
-    Plan({"k": K, "max_len": MAX_LEN, "max_batch": 4, "dtype": "float32", "kv_memory": 1, "compile": "never", **values}).write(
-        file
-    )
+    Plan(
+        {
+            "num_draft_tokens": K,
+            "max_len": MAX_LEN,
+            "max_batch": 4,
+            "dtype": "float32",
+            "kv_memory": 1,
+            "compile": "never",
+            **values,
+        }
+    ).write(file)
     return file
 
 
@@ -130,7 +138,14 @@ READ = {  # method -> vLLM's name, and what else it makes of it
 def test_vllm_reads_every_exported_plan(tmp_path: Path) -> None:
     folders = [tmp_path / str(index) for index in range(len(READ))]
     for method, folder in zip(READ, folders, strict=True):
-        values = {"k": K, "max_len": MAX_LEN, "max_batch": 4, "kv_memory": 1, "verifier": "block", "method": method}
+        values = {
+            "num_draft_tokens": K,
+            "max_len": MAX_LEN,
+            "max_batch": 4,
+            "kv_memory": 1,
+            "verifier": "block",
+            "method": method,
+        }
         write(Vllm(), wanted(Plan(values)), folder, False)
     script = Path(__file__).with_name("vllm_read.py")
     environment = {**os.environ, **ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": ""}

@@ -131,7 +131,7 @@ def test_a_head_made_for_shorter_texts_is_suspicious(target, tmp_path):
     """2k heads on 32k targets: config says 128, the target's window is 256."""
     write_eagle3(tmp_path, VOCAB, 200)
     found = examined(target, "eagle", tmp_path)
-    assert level_of(found, "context") == "suspicious" and "made for texts of 128 tokens" in text_of(found, "context")
+    assert level_of(found, "context") == "suspicious" and "made for 128 tokens" in text_of(found, "context")
 
 
 def test_what_drafting_reads_is_the_targets_output_head_too_where_it_serves(target, tmp_path):
@@ -144,12 +144,12 @@ def test_t2d_that_disagrees_with_d2t_is_told(target, tmp_path):
     tensors = write_eagle3(tmp_path, VOCAB, 200)
     tensors["t2d"] = ~tensors["t2d"]
     save_file(tensors, tmp_path / "model.safetensors")
-    assert "t2d marks other tokens" in text_of(examined(target, "eagle", tmp_path), "draft vocabulary")
+    assert "t2d and d2t disagree" in text_of(examined(target, "eagle", tmp_path), "draft vocabulary")
 
 
 def test_layers_that_nobody_names_or_two_places_name_differently_are_told(target, tmp_path):
     write_eagle3(tmp_path, VOCAB, 200, config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
-    assert "eagle_config says 1, 2, 3" in text_of(examined(target, "eagle", tmp_path), "layers")
+    assert "eagle_config names 1, 2, 3" in text_of(examined(target, "eagle", tmp_path), "layers")
 
 
 def spoil(folder, what):
@@ -171,10 +171,10 @@ def spoil(folder, what):
 @pytest.mark.parametrize(
     ("what", "said", "refuses"),
     [
-        ("vocabulary", "made for a vocabulary of 400 tokens, the target has 320", False),
-        ("hidden size", "made for hidden size 64", True),
-        ("truncated", "cannot be read, download or copy it again", True),
-        ("nan", "midlayer.mlp.up_proj.weight hold NaN", True),
+        ("vocabulary", "a vocabulary of 400 tokens, but the target has 320", False),
+        ("hidden size", "hidden size 64", True),
+        ("truncated", "cannot read", True),
+        ("nan", "midlayer.mlp.up_proj.weight contain NaN", True),
     ],
 )
 def test_what_cannot_fit_is_said_before_anything_is_drafted(target, tmp_path, what, said, refuses):

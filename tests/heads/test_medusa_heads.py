@@ -120,18 +120,18 @@ def test_without_heads_the_method_says_what_it_needs(method, message, target):
 
 def test_heads_for_another_target_are_refused(target, tmp_path):
     write_medusa(tmp_path / "vocab", VOCAB + 2, 2)
-    with pytest.raises(OutriderError, match="guesses among 42 tokens, the target has 40"):
+    with pytest.raises(OutriderError, match="vocabulary of 42 tokens, but the target has 40"):
         medusa.load(tmp_path / "vocab", VOCAB)
     weights = write_vllm_medusa(tmp_path / "map", VOCAB, 2, map_to=15)
     for odd in (-3, VOCAB):
         weights["token_map"][4] = odd
         save_file(weights, tmp_path / "map" / "model.safetensors")
-        with pytest.raises(OutriderError, match=f"its token map names token {odd}, the target has 40"):
+        with pytest.raises(OutriderError, match=f"its token map contains token {odd}, but the target has 40"):
             medusa.load(tmp_path / "map", VOCAB)
     write_vllm_medusa(tmp_path / "none", VOCAB, 2)
     (tmp_path / "none" / "model.safetensors").write_bytes(b"\x08")
-    with pytest.raises(OutriderError, match="cannot be read"):
+    with pytest.raises(OutriderError, match="cannot read"):
         medusa.load(tmp_path / "none", VOCAB)
     wide = medusa.MedusaHeads(medusa.MedusaShape(1, 1, HIDDEN * 2, VOCAB))
-    with pytest.raises(OutriderError, match="made for hidden size 64"):
+    with pytest.raises(OutriderError, match="hidden size 64"):
         MedusaProposer(wide, target)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from outrider import native
 from outrider.runner import ModelRunner, kernels
 from outrider.runner.layouts import Layouts
 from outrider.types import Context, Proposal, Request, SamplingParams, Verdict
@@ -37,7 +38,7 @@ def plain_logits(model: PreTrainedModel, text: Sequence[int]) -> Tensor:
 
 def force_reference(monkeypatch) -> None:
     """Makes the runner work as on a machine without a C++ compiler, also after the C++ operators were loaded."""
-    monkeypatch.setattr(kernels, "load_cpu_kernels", lambda: False)
+    monkeypatch.setattr(native, "load", lambda: False)
     monkeypatch.setattr(torch.ops.outrider, "linear", kernels.reference_linear)
     monkeypatch.setattr(torch.ops.outrider, "attend", kernels.reference_attend)
 

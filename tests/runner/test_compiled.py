@@ -13,15 +13,15 @@ import pytest
 import torch
 from test_early_exit import EVEN, Drafting
 
-from outrider import disk_cache
-from outrider.runner import ModelRunner, RunnerConfig, compiled, kernels
+from outrider import disk_cache, native
+from outrider.runner import ModelRunner, RunnerConfig, compiled
 from outrider.types import Context
 
 from .rounds import Rounds, make_model, make_request, make_text, proposal_of, untouched
 from .test_architectures import small_config
 
 pytestmark = [
-    pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler"),
+    pytest.mark.skipif(not native.load(), reason="no C++ compiler"),
     pytest.mark.filterwarnings("ignore"),  # torch's own, while it compiles
 ]
 
@@ -235,7 +235,7 @@ def test_a_model_that_does_not_compile_stays_eager_with_a_warning(runner, model,
     monkeypatch.setattr(compiled, "_build", fail)
     eager = load(model, "always")
     torch.testing.assert_close(scored(eager, [[1, 2]], [[3]]), scored(runner, [[1, 2]], [[3]]), rtol=1e-4, atol=1e-4)
-    assert "does not compile" in caplog.text
+    assert "compilation failed" in caplog.text
     assert "second line" not in caplog.text
 
 

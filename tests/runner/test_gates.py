@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outrider import native
 from outrider.runner import ModelRunner, RunnerConfig, compiled, kernels
 from outrider.runner.forward import Pass
 from outrider.runner.gates import fuse_gates
@@ -13,7 +14,7 @@ from outrider.runner.quantized import quantize, quantize_in_fours
 from .rounds import make_model, untouched
 from .test_architectures import small_config
 
-needs_kernels = pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
+needs_kernels = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 needs_fours = pytest.mark.skipif(not kernels.takes_fours(), reason="neither matrix units (AMX) nor AVX-512 VNNI")
 needs_pairs = pytest.mark.skipif(not kernels.prefers_pairs(), reason="neither matrix units (AMX) nor AVX-512 BF16")
 FORMS = [

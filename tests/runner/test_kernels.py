@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
 
+from outrider import native
 from outrider.runner import kernels
 
-needs_kernels = pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
+needs_kernels = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CPU = pytest.param("cpu", marks=needs_kernels)
 
@@ -370,55 +370,3 @@ def test_a_tree_fed_in_parts_attends_as_one_fed_at_once(which, window):
 def test_attend_refuses_a_pass_beyond_the_cache():
     with pytest.raises(RuntimeError, match="does not fit the cache"):
         Pass([70], 9, capacity=75).run("cpu")
-
-
-def test_without_a_compiler_the_reference_serves(monkeypatch, caplog):
-    monkeypatch.setattr(kernels.cpp_library.shutil, "which", lambda name: None)
-    monkeypatch.delenv("CXX", raising=False)
-    assert kernels.load_cpu_kernels.__wrapped__() is False
-    assert "install g++" in caplog.text
-
-
-def test_a_compiler_that_fails_is_a_warning_not_an_error(monkeypatch, caplog, tmp_path):
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    monkeypatch.setenv("CXX", "false")
-    assert kernels.load_cpu_kernels.__wrapped__() is False
-    assert "cannot be built or loaded" in caplog.text
-    assert not list(tmp_path.rglob("*.so"))
-
-
-@pytest.fixture
-def compiler(monkeypatch, tmp_path):
-    """A program in the place of the compiler: it writes down how it was called, and "whole" as the library."""
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    program = tmp_path / "cc"
-    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nwhile [ "$1" != -o ]; do shift; done\nprintf whole > "$2"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("CXX", str(program))
-    return tmp_path / "calls"
-
-
-def test_half_a_library_in_the_cache_is_built_anew_and_a_whole_one_is_not(compiler):
-    """Loading half a library ends the process with a bus error, at every start."""
-    command = kernels.cpp_library.find_compiler()
-    file = kernels._library_file(command, "cpu.cpp")
-    assert file.read_text() == "whole" and kernels._library_file(command, "cpu.cpp") == file
-    assert len(compiler.read_text().splitlines()) == 1
-    file.write_text("wh")
-    assert kernels._library_file(command, "cpu.cpp") == file and file.read_text() == "whole"
-    assert len(compiler.read_text().splitlines()) == 2
-
-
-def test_a_library_that_does_not_load_is_a_warning(compiler, caplog):
-    assert kernels.load_cpu_kernels.__wrapped__() is False
-    assert "cannot be built or loaded" in caplog.text
-
-
-def test_cxx_is_a_command_line(compiler, monkeypatch, caplog):
-    program = os.environ["CXX"]
-    monkeypatch.setenv("CXX", f"'{program}' -pipe '-DWORDS=two words'")
-    kernels._library_file(kernels.cpp_library.find_compiler(), "cpu.cpp")
-    assert compiler.read_text().startswith("-pipe -DWORDS=two words -O3")
-    monkeypatch.setenv("CXX", "g++ '-pipe")
-    assert kernels.load_cpu_kernels.__wrapped__() is False
-    assert 'CXX="g++ \'-pipe" is not a command line' in caplog.text

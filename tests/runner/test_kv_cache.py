@@ -96,7 +96,7 @@ def test_a_fork_starts_from_the_cached_text_and_goes_its_own_way():
 def test_more_requests_than_rows_is_one_clear_error_and_harms_none():
     rounds = start("llama", max_batch=2, lengths=(4, 5))
     rounds.step([[1], [2]], [[0], []], [3, 4])
-    with pytest.raises(OutriderError, match="more than 2 requests at once: raise max_batch"):
+    with pytest.raises(OutriderError, match="more than 2 concurrent requests: raise max_batch"):
         rounds.runner.cache.row("third")
     rounds.step([[1], [2]], [[0], []], [3, 4])
     assert_cache_holds_the_text(rounds)
@@ -104,13 +104,13 @@ def test_more_requests_than_rows_is_one_clear_error_and_harms_none():
 
 def test_a_text_beyond_the_context_is_one_clear_error():
     rounds = start("llama", lengths=(65,))
-    with pytest.raises(OutriderError, match="65 tokens does not fit the context window of 64"):
+    with pytest.raises(OutriderError, match="65 tokens exceeds the context of 64"):
         rounds.step([[]], [[]], [1])
 
 
 def test_max_len_bounds_the_context():
     assert start("llama", max_len=30, lengths=(30,)).runner.max_len == 30
-    with pytest.raises(OutriderError, match="31 tokens does not fit the context window of 30"):
+    with pytest.raises(OutriderError, match="31 tokens exceeds the context of 30"):
         start("llama", max_len=30, lengths=(31,)).step([[]], [[]], [1])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outrider import native
 from outrider.runner import ModelRunner, RunnerConfig, kernels, linear
 from outrider.runner.quantized import make_8_bits, quantize, quantize_in_fours, quantized_bytes, quantized_copy
 from outrider.types import OutriderError
@@ -12,7 +13,7 @@ from outrider.types import OutriderError
 from .rounds import make_model, untouched
 from .test_architectures import small_config
 
-needs_kernels = pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
+needs_kernels = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 SHAPES = [(1, 1), (31, 7), (32, 128), (97, 513), (200, 1030), (416, 64)]
 
 
@@ -25,7 +26,7 @@ def test_every_weight_becomes_the_nearest_code(outputs, inputs, bits):
     assert codes.shape == (*packed.shape[:2], 32 * bits // 8) and codes.dtype == (torch.int8 if bits == 8 else torch.uint8)
     assert scales.shape == (-(-inputs // 128), packed.shape[0] * 32)
     restored = kernels.unpack_codes(codes, scales)
-    numbers = torch.tensor(kernels.CODES) if bits == 4 else torch.arange(-127, 128) / 127
+    numbers = torch.tensor(native.NF4) if bits == 4 else torch.arange(-127, 128) / 127
     for start in range(0, inputs, 128):
         group, got = packed[:, start : start + 128].float(), restored[:, start : start + 128]
         choices = group.abs().amax(1, keepdim=True)[..., None] * numbers  # [panels, 1, 32, codes]

@@ -276,7 +276,7 @@ def test_a_journal_of_another_question_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="with another batch"):
         Journal(file, {"batch": [2], "traffic": "x"}, resume=True)
     file.write_text("[]")
-    with pytest.raises(OutriderError, match="no document of outrider tune"):
+    with pytest.raises(OutriderError, match="not a document of outrider tune"):
         Journal(file, {}, resume=True)
 
 
@@ -297,6 +297,8 @@ def test_which_methods_a_target_can_have(llm: LLM) -> None:
     assert {"suffix", "ngram", "early-exit", "low-bit"} <= set(proposers) and {"draft", "medusa", "eagle"} <= set(reasons)
     chains = ExactMatchVerifier()
     chains.handles_trees = False  # type: ignore[misc]
-    assert "judges chains" in fitting_proposers(llm.speculation, llm.runner, llm.tokenizer, ["eagle"], chains)[1]["eagle"]
+    assert (
+        "supports chains only" in fitting_proposers(llm.speculation, llm.runner, llm.tokenizer, ["eagle"], chains)[1]["eagle"]
+    )
     with pytest.raises(OutriderError, match="unknown method"):
         chosen_methods(["nonsense"])

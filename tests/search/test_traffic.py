@@ -74,12 +74,12 @@ def test_built_in_kinds_take_turns() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ({"time": "t", "level": "info", "event": "request", "request_id": "r", "path": "/v1/completions"}, "no text stands"),
-        ({"body": 3}, "is not a JSON object"),
-        ({"answer": "x"}, 'no "prompt"'),
-        ({"prompt": "x", "temperature": "hot"}, "it is a number"),
+        ({"time": "t", "level": "info", "event": "request", "request_id": "r", "path": "/v1/completions"}, "contains no text"),
+        ({"body": 3}, "must be a JSON object"),
+        ({"answer": "x"}, 'expected "prompt"'),
+        ({"prompt": "x", "temperature": "hot"}, "expected a number"),
         ({"prompt": "x", "temperature": -1}, "invalid temperature -1: "),
-        ({"prompt": [1, 2]}, "is not a text"),
+        ({"prompt": [1, 2]}, "must be a non-empty string"),
     ],
 )
 def test_a_line_that_is_no_request_is_said_in_one_line(tmp_path: Path, line: dict[str, Any], words: str) -> None:

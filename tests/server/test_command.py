@@ -16,12 +16,12 @@ from typing import Any
 import httpx
 import pytest
 
+from outrider import native
 from outrider.cli import main
 from outrider.cli.options import MethodOptions, ModelOptions
-from outrider.cli.serve import joined, merged
+from outrider.cli.serve import LimitOptions, filled, joined
 from outrider.engine import LLM
 from outrider.engine.plan import KEYS, Plan, served_name
-from outrider.runner import kernels
 from outrider.server import run
 from outrider.server.config import ServerConfig
 from outrider.server.protocol import ChatBody, CompletionBody
@@ -34,7 +34,7 @@ VALUES: dict[str, Any] = {
     "target": "owner/name",
     "draft": 'C:\\a "b"',
     "method": "draft",
-    "k": "auto",
+    "num_draft_tokens": "auto",
     "verifier": "block",
     "same_text": True,
     "max_batch": 16,
@@ -50,17 +50,23 @@ def test_a_plan_says_again_what_was_written(tmp_path: Path) -> None:
     assert set(VALUES) == set(KEYS)
     Plan(VALUES).write(tmp_path / "plan.toml")
     assert Plan.read(tmp_path / "plan.toml").values == VALUES
-    assert all(comment in (tmp_path / "plan.toml").read_text() for _, _, comment in KEYS.values())
+    assert all(option.help in (tmp_path / "plan.toml").read_text() for option in KEYS.values())
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("k = ", "TOML"), ("ks = 3", "unknown key"), ("k = 1.5", "type"), ("max_len = true", "type")]
+    ("text", "says"),
+    [
+        ("num_draft_tokens = ", "TOML"),
+        ("k = 3", "unknown key 'k'; known: target, "),
+        ("num_draft_tokens = 1.5", "invalid num_draft_tokens 1.5: expected a whole number, at least 0, or auto$"),
+        ("max_len = true", "invalid max_len True: expected a whole number, at least 2$"),
+    ],
 )
 def test_a_plan_with_a_mistake_is_refused(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "plan.toml").write_text(text)
     with pytest.raises(OutriderError, match=says):
         Plan.read(tmp_path / "plan.toml")
-    with pytest.raises(OutriderError, match="cannot be read"):
+    with pytest.raises(OutriderError, match="cannot read the plan"):
         Plan.read(tmp_path / "missing.toml")
 
 
@@ -72,31 +78,36 @@ def test_a_device_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_command_line_goes_before_the_plan(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "plan.toml").write_text('target = "model"\nmethod = "suffix"\nk = 3\nmax_len = 64\nsame_text = true\n')
-    models, methods = merged(Plan.read(tmp_path / "plan.toml"), ModelOptions(max_len=32), MethodOptions(method="ngram"))
+    (tmp_path / "plan.toml").write_text(
+        'target = "model"\nmethod = "suffix"\nnum_draft_tokens = 3\nmax_len = 64\nsame_text = true\n'
+    )
+    plan = Plan.read(tmp_path / "plan.toml")
+    models, methods = filled(ModelOptions(max_len=32), plan), filled(MethodOptions(method="ngram"), plan)
     assert (models.target, models.max_len, models.same_text) == (str(tmp_path / "model"), 32, True)
-    assert (methods.method, methods.k) == ("ngram", "3")
+    assert (methods.method, methods.num_draft_tokens) == ("ngram", 3)
     assert served_name(models.target) == "model" and served_name("a/b") == "a/b" and served_name(None) == "outrider"
 
 
 def test_zero_is_a_value_that_was_given() -> None:
-    plan = Plan({"k": 4, "max_len": 64, "max_batch": 8, "kv_memory": 2})
-    found = joined(plan, ModelOptions(max_len=0), MethodOptions(k="0"), max_batch=0, kv_memory=0.0)
-    assert found.values == {"k": 0, "max_len": 0, "max_batch": 0, "kv_memory": 0.0}
-    assert joined(Plan({"k": 0}), ModelOptions(), MethodOptions()).values == {"k": 0}
+    plan = Plan({"num_draft_tokens": 4})
+    assert joined(plan, ModelOptions(), MethodOptions(num_draft_tokens="0")).values == {"num_draft_tokens": 0}
+    assert joined(Plan({"num_draft_tokens": 0}), ModelOptions(), MethodOptions()).values == {"num_draft_tokens": 0}
+    for group, name in ((ModelOptions(max_len=0), "max_len"), (LimitOptions(kv_memory=0.0), "kv_memory")):
+        with pytest.raises(OutriderError, match=f"invalid --{name.replace('_', '-')} 0"):  # not taken for "not given"
+            joined(Plan({"max_len": 64, "kv_memory": 2}), group)
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["nothing.toml"], "plan cannot be read"),
+        (["nothing.toml"], "cannot read the plan"),
         (["--port", "0", "--max-batch", "0"], "max_batch"),
         (["--port", "0", "--kv-memory", "0"], "kv_memory"),
         (["--port", "0", "--kv-memory", "nan"], "kv_memory"),
-        (["--max-queue", "0"], "invalid max_queue 0: expected at least 1"),
-        (["--schema-timeout", "0"], "invalid schema_timeout 0.0: expected a number above 0"),
+        (["--max-queue", "0"], "invalid max_queue 0: expected a whole number, at least 1"),
+        (["--schema-timeout", "0"], "invalid schema_timeout 0.0: expected a finite number, above 0"),
         (["--worker-memory", "inf"], "worker_memory"),
-        (["--api-keys", "none"], "keys cannot be read"),
+        (["--api-keys", "none"], "cannot read the API keys"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_is_loaded(
@@ -128,7 +139,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("packages")
 
 
-@pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
+@pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 @pytest.mark.parametrize("options", [[], ["--compile", "auto"], ["--compile", "always"]])
 def test_target_and_draft_are_compiled_before_the_first_client(

@@ -26,7 +26,7 @@ from .served import Served
 
 
 def test_tokens_and_drafts_of_a_real_server_are_counted(served: Served) -> None:
-    modes = (Mode(PLAIN, served.url, {"speculative": {"k": 0}}), Mode(SPECULATIVE, served.url))
+    modes = (Mode(PLAIN, served.url, {"speculative": {"num_draft_tokens": 0}}), Mode(SPECULATIVE, served.url))
     traffic = Traffic(["def add(", "The ship"], requests_per_client=2, max_tokens=12, repeat=1)
     sweep = Sweep(modes, [Load(concurrency=2)], traffic)
     asyncio.run(sweep.run())
@@ -57,7 +57,20 @@ def test_usage_stands_in_every_chunk_where_it_is_asked_for(served: Served) -> No
 
 
 def command(target: Path, repeat: int) -> list[str]:
-    options = ["--target", target, "--method", "ngram", "--k", 2, "--compile", "never", "--max-len", 256, "--concurrency", 2]
+    options = [
+        "--target",
+        target,
+        "--method",
+        "ngram",
+        "-k",
+        2,
+        "--compile",
+        "never",
+        "--max-len",
+        256,
+        "--concurrency",
+        2,
+    ]
     more = ["--requests", 1, "--repeat", repeat, "--max-tokens", 8, "--workloads", "story", "--num-prompts", 1]
     return [str(word) for word in ("bench", "serve", *options, *more, "--out", "out.json")]
 

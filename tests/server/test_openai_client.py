@@ -155,7 +155,12 @@ def test_logprobs_are_the_models_own(client: openai.OpenAI, plain: LLM) -> None:
 
 @pytest.mark.parametrize(
     ("speculative", "drafts"),
-    [({"k": 0}, False), ({"method": "plain"}, False), ({"method": "draft", "k": 2}, True), ({"k": "auto"}, True)],
+    [
+        ({"num_draft_tokens": 0}, False),
+        ({"method": "plain"}, False),
+        ({"method": "draft", "num_draft_tokens": 2}, True),
+        ({"num_draft_tokens": "auto"}, True),
+    ],
 )
 def test_a_request_chooses_its_own_drafts(client: openai.OpenAI, plain: LLM, speculative: dict[str, Any], drafts: bool) -> None:
     answer = client.completions.create(
@@ -169,7 +174,7 @@ def test_a_request_chooses_its_own_drafts(client: openai.OpenAI, plain: LLM, spe
 
 def test_models_are_listed_and_others_are_refused(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["outrider"]
-    with pytest.raises(openai.NotFoundError, match="there is no model"):
+    with pytest.raises(openai.NotFoundError, match="unknown model"):
         client.completions.create(model="gpt-9", prompt="a")
 
 
@@ -180,7 +185,7 @@ def test_models_are_listed_and_others_are_refused(client: openai.OpenAI) -> None
         ({"tools": []}, "tools"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"speculative": {"method": "medusa"}}, "draft"),
-        ({"speculative": {"k": -1}}, "speculative"),
+        ({"speculative": {"num_draft_tokens": -1}}, "speculative"),
         ({"logit_bias": {"100000": 1}}, "vocabulary"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "x " * 4000}]}, "context"),

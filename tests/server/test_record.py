@@ -45,5 +45,5 @@ def test_only_the_owner_can_read_what_was_asked(load: Callable[..., LLM], tmp_pa
 
 
 def test_a_file_that_cannot_be_written_is_said_before_anyone_asks(plain: LLM, tmp_path: Path) -> None:
-    with pytest.raises(OutriderError, match="cannot be written"):
+    with pytest.raises(OutriderError, match="cannot write"):
         create_app(plain, ServerConfig(record=tmp_path / "nowhere" / "asked.jsonl"))

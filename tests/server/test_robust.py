@@ -20,11 +20,11 @@ import torch
 import uvicorn
 from pydantic import ValidationError
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, SamplingParams, native
 from outrider.engine import Emission
 from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.stats import GenerationStats
-from outrider.runner import compiled, kernels, passes
+from outrider.runner import compiled, passes
 from outrider.server.bridge import EngineBridge, Stream, load_aside
 from outrider.server.config import Client, KeyRing
 from outrider.server.gate import CLOSED, JsonLines
@@ -244,7 +244,7 @@ def test_keys_are_asked_for_and_name_the_client(load: Callable[..., LLM], tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("", "no API key"), ("key name high", "whole number"), ("key my name 5", "whole number")]
+    ("text", "says"), [("", "no API key"), ("key name high", "integer priority"), ("key my name 5", "integer priority")]
 )
 def test_a_key_file_that_is_none_is_refused(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "keys").write_text(text)
@@ -393,7 +393,7 @@ def test_what_can_be_refused_early_is_refused_before_the_prompt_is_read(
         monkeypatch.setattr(server.service._prompts, "encode", lambda *_: pytest.fail("it was read"))
         assert server.post("/v1/completions", prompt=PROMPT, model="gpt-9").status_code == 404
         never = server.post("/v1/completions", prompt=PROMPT, n=4)
-        assert never.status_code == 400 and "at most 3 sequences" in never.json()["error"]["message"]
+        assert never.status_code == 400 and "the limit is 3" in never.json()["error"]["message"]
         monkeypatch.setattr(type(server.service.bridge), "num_open", 3)
         assert server.post("/v1/completions", prompt=PROMPT).status_code == 429
         server.service.bridge.is_draining = True
@@ -530,7 +530,7 @@ def test_an_error_while_loading_is_the_callers() -> None:
         load_aside(fail)
 
 
-@pytest.mark.skipif(not kernels.load_cpu_kernels(), reason="no C++ compiler")
+@pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 @pytest.mark.parametrize("compile", ["auto", "always"])
 def test_nothing_is_compiled_while_clients_wait(
     compile: str, load: Callable[..., LLM], plain: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -138,7 +138,7 @@ def test_a_model_whose_layers_hand_on_more_is_refused_in_one_line():
     forward = model.model.layers[1].forward
     Decoder(model).check()
     model.model.layers[1].forward = lambda hidden, **options: (forward(hidden, **options),)
-    with pytest.raises(OutriderError, match="the layers of LlamaForCausalLM cannot be left out") as error:
+    with pytest.raises(OutriderError, match="the layers of LlamaForCausalLM cannot be skipped") as error:
         Decoder(model).check()
     assert "\n" not in str(error.value)
 
@@ -328,15 +328,21 @@ def test_what_cannot_be_trained_is_said_in_one_line(runner, rows, bench, tmp_pat
         return lambda: train_draft(at, tmp_path / "out", FAST, DraftRun(shape, start, teaching))
 
     cases = [
-        (lambda: train_early_exit(flat, tmp_path / "out", FAST, LayerSkip()), "three layers or more, this one has 2"),
-        (draft(layers=1), "another shape: name another folder"),
+        (lambda: train_early_exit(flat, tmp_path / "out", FAST, LayerSkip()), "at least three layers; this one has 2"),
+        (draft(layers=1), "other shape: give another folder"),
         (draft(loss="mse"), "kl or tv"),
-        (draft(on_policy=2.0), "a share between 0 and 1"),
-        (draft(on_policy=0.5, prompt_len=SEQ), "nothing to write after prompts"),
+        (draft(on_policy=2.0), "a share from 0 to 1"),
+        (draft(on_policy=0.5, prompt_len=SEQ), "nothing to generate after prompts"),
         (draft(spoken, start=str(tmp_path / "foreign")), "different vocabularies"),
-        (lambda: new_draft(model_runs.trainable(runner), DraftShape(layers=5)), "5 layers for a target of 5: give 1 to 4"),
+        (
+            lambda: new_draft(model_runs.trainable(runner), DraftShape(layers=5)),
+            "invalid number of layers 5 for a target with 5: expected 1 to 4",
+        ),
         (lambda: new_draft(model_runs.trainable(runner), DraftShape(from_layers=(0, 9))), "layers 0 to 4"),
-        (lambda: new_draft(model_runs.trainable(runner), DraftShape(width=64)), "give 1 to 32"),
+        (
+            lambda: new_draft(model_runs.trainable(runner), DraftShape(width=64)),
+            "invalid width 64 for a target of width 32: expected 1 to 32",
+        ),
         (lambda: new_draft(tiny("gpt2"), DraftShape(width=16)), "leave the width at 32"),
     ]
     for run, message in cases:

@@ -82,7 +82,7 @@ def test_an_interrupted_capture_goes_on_where_it_stopped(runner, rows, tmp_path,
     for changed, layers in ((rows.flip(0), [2]), (rows, [1])):
         with pytest.raises(OutriderError, match="features of another target, text or layers"):
             capture(runner, changed, layers, tmp_path, silent)
-    with pytest.raises(OutriderError, match="hidden states 0 to 6, not all of"):
+    with pytest.raises(OutriderError, match="has 0 to 6"):
         capture(runner, rows, [7], tmp_path / "other", silent)
 
 
@@ -198,15 +198,15 @@ def test_the_target_writes_text_anew_and_goes_on_where_it_was_interrupted(llm, r
 def test_text_that_was_written_otherwise_is_not_taken_for_this_runs(runner, rows, tmp_path):
     regenerate(runner, rows[:3], 5, 0.0, 1, tmp_path, silent)
     others = [
-        (lambda: regenerate(runner, rows[3:6], 5, 0.0, 1, tmp_path, silent), "another text:"),
-        (lambda: regenerate(runner, rows[:3], 6, 0.0, 1, tmp_path, silent), "another prompt length:"),
-        (lambda: regenerate(runner, rows[:3], 5, 0.7, 1, tmp_path, silent), "another temperature:"),
+        (lambda: regenerate(runner, rows[3:6], 5, 0.0, 1, tmp_path, silent), "other text:"),
+        (lambda: regenerate(runner, rows[:3], 6, 0.0, 1, tmp_path, silent), "other prompt length:"),
+        (lambda: regenerate(runner, rows[:3], 5, 0.7, 1, tmp_path, silent), "other temperature:"),
     ]
     for write, message in others:
         with pytest.raises(OutriderError, match=message):
             write()
     assert len(regenerate(runner, rows[:3], 5, 0.0, 1, tmp_path, silent)) == 3
-    with pytest.raises(OutriderError, match=r"temperature -1: 0 \(greedy\) or above"):
+    with pytest.raises(OutriderError, match=r"temperature -1: expected 0 \(greedy\) or above"):
         regenerate(runner, rows[:3], 5, -1.0, 1, tmp_path / "other", silent)
 
 
@@ -246,7 +246,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_checkpoint(runner
     kept = trainer.checkpoint.read_bytes()
     again = Trainer(job("medusa", runner, cache, tmp_path))
     again.job.model.lm_heads[0].weight.data.fill_(float("nan"))
-    with pytest.raises(OutriderError, match="the loss of step 3 is nan: the learning rates") as error:
+    with pytest.raises(OutriderError, match="loss nan at step 3: lower the learning rates") as error:
         again.run()
     assert "\n" not in str(error.value) and trainer.checkpoint.read_bytes() == kept
 
@@ -262,12 +262,12 @@ def test_another_run_is_never_gone_on_from(kind, runner, rows, tmp_path):
         return train_eagle(bench, tmp_path / "out", how, EagleRun(3, 2, (3, 2, 1) if changed else (1, 2, 3)))
 
     assert train(changed=False)
-    with pytest.raises(OutriderError, match=r"another (heads|layers): name another folder") as error:
+    with pytest.raises(OutriderError, match=r"other (heads|layers): give another folder") as error:
         train(changed=True)
     folder = tmp_path / "work" / kind
     (folder / "run.json").unlink()
     (folder / "checkpoint.pt").write_bytes(b"cut short")
-    with pytest.raises(OutriderError, match="cannot be gone on from, delete it") as error:
+    with pytest.raises(OutriderError, match="delete it to start again") as error:
         train(changed=False)
     assert "\n" not in str(error.value)
 
@@ -290,7 +290,7 @@ def test_what_cannot_be_trained_is_said_before_the_target_writes_text(runner, tm
     how = HeadPlan()
     cases = [
         (lambda: train_medusa(bench, tmp_path, how, num_heads=SEQ), "too short for 24 heads"),
-        (lambda: train_eagle(bench, tmp_path, how, EagleRun(3, layers=(1, 2, 9))), "hidden states 0 to 6, not all of"),
+        (lambda: train_eagle(bench, tmp_path, how, EagleRun(3, layers=(1, 2, 9))), "has 0 to 6"),
         (lambda: train_eagle(bench, tmp_path, how, EagleRun(3, steps=40)), "too short for 40 steps"),
         (lambda: train_eagle(bench, tmp_path, how, EagleRun(3, draft_vocab=10**6)), "draft vocabulary of 1000000"),
         (lambda: train_eagle(bench, tmp_path, how, EagleRun(1, formats=("speculators",))), "native format only"),
@@ -324,14 +324,14 @@ def test_what_cannot_be_trained_is_said_in_one_line(runner, llm, rows, tmp_path)
     (tmp_path / "short.txt").write_text("one two")
     (tmp_path / "odd.jsonl").write_text('{"body": 1}\n')
     cases = [
-        (lambda: train_medusa(bench(paths=(tmp_path / "none.txt",)), tmp_path, how), "no text file at"),
-        (lambda: train_medusa(bench(paths=(tmp_path / "short.txt",)), tmp_path, how), "needs two rows of 256 at least"),
-        (lambda: train_medusa(bench(paths=(tmp_path / "odd.jsonl",)), tmp_path, how), "odd.jsonl, line 1: each line is JSON"),
+        (lambda: train_medusa(bench(paths=(tmp_path / "none.txt",)), tmp_path, how), "does not exist"),
+        (lambda: train_medusa(bench(paths=(tmp_path / "short.txt",)), tmp_path, how), "at least two rows of 256"),
+        (lambda: train_medusa(bench(paths=(tmp_path / "odd.jsonl",)), tmp_path, how), "odd.jsonl, line 1: expected JSON with"),
     ]
     from_rows = Bench(runner, None, tmp_path / "work", rows=rows)
     cases += [
-        (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(2)), "no EAGLE-2 head to train"),
-        (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(3, layers=(1, 2, 9))), "hidden states 0 to 6, not all of"),
+        (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(2)), "invalid generation 2"),
+        (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(3, layers=(1, 2, 9))), "has 0 to 6"),
         (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(3, steps=40)), "too short for 40 steps"),
         (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(3, draft_vocab=10**6)), "draft vocabulary of 1000000"),
         (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(1, formats=("speculators",))), "native format only"),

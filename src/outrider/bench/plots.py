@@ -231,7 +231,7 @@ def time_breakdown(found: Sequence[Pool]) -> Plot:
             left = [start + part for start, part in zip(left, parts, strict=True)]
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
-        axes.set(xlabel="milliseconds for each token of a request, after the first", ylabel="method")
+        axes.set(xlabel="milliseconds per token after the first", ylabel="method")
         legend(axes)
 
     rows = tuple(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider import __version__
-from outrider.cpp_library import cpu_flags
+from outrider.native.build import cpu_flags
 
 if TYPE_CHECKING:
     from outrider.runner import ModelRunner

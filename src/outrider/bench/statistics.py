@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import exp, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import special
 
 Array = NDArray[np.float64]
 Interval = tuple[float, float]
@@ -73,13 +73,11 @@ def _ratio(above: Array, below: Array) -> Array:
 
 
 def quantiles(values: Sequence[float], weights: Sequence[float], levels: Sequence[float]) -> list[float]:
-    """Return weighted quantiles. Raises ``ValueError`` without values."""
+    """Return quantiles of values that occur ``weights`` times. Raises ``ValueError`` without values."""
     if not values:
         raise ValueError("no values")
-    order = np.argsort(values)
-    reached = np.cumsum(np.asarray(weights, dtype=np.float64)[order])
-    places = np.searchsorted(reached / reached[-1], np.asarray(levels) - 1e-12)
-    return [float(np.asarray(values)[order][min(place, len(order) - 1)]) for place in places]
+    found: list[float] = np.quantile(values, levels, weights=weights, method="inverted_cdf").tolist()
+    return found
 
 
 @dataclass(frozen=True)
@@ -104,18 +102,5 @@ def change(before: Sequence[float], after: Sequence[float], level: float = LEVEL
     middle = float(second.mean() - first.mean())
     total = sum(noise)
     freedom = sum(part**2 / (n - 1) for part, n in zip(noise, (len(first), len(second)), strict=True))
-    half = t_quantile(level, total**2 / freedom) * sqrt(total) if freedom else 0.0
+    half = float(special.stdtrit(total**2 / freedom, (1 + level) / 2)) * sqrt(total) if freedom else 0.0
     return Change(exp(middle), (exp(middle - half), exp(middle + half)))
-
-
-@lru_cache
-def t_quantile(level: float, freedom: float) -> float:
-    """Return the two-sided quantile of Student's t; ``freedom``: at least 1.
-
-    With t = sqrt(freedom) tan(angle), the density of the angle is proportional to cos(angle)^(freedom - 1).
-    """
-    angles = np.linspace(0, np.pi / 2, 4001)
-    density = np.cos(angles) ** (max(freedom, 1.0) - 1)
-    mass = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
-    mass /= mass[-1]
-    return float(sqrt(freedom) * np.tan(np.interp(level, mass, angles)))

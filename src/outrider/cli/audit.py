@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, parse_k, parse_list, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, given, parse_k, parse_list, with_groups
+from outrider.engine.options import Speculation
+from outrider.registry import AUTO
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,11 +33,11 @@ EXAMPLES = """Examples:
 
 outrider audit
 
-outrider audit --methods draft,suffix,medusa:draft=./heads --temperature 0.8 --top-p 0.95 --out audit.json --html audit.html
+outrider audit --method draft,suffix,medusa:draft=./heads --temperature 0.8 --top-p 0.95 --out audit.json --html audit.html
 
 outrider audit --target ./my-model --draft ./my-draft --prompts mine.jsonl
 
-outrider audit --same-text --methods all --k 1,3,5,8 --batch 1,4 --prompts HumanEval.jsonl.gz --out same-text.json
+outrider audit --same-text --method all -k 1,3,5,8 --batch 1,4 --prompts HumanEval.jsonl.gz --out same-text.json
 """
 EXIT_NOT_CERTIFIED = 3
 MOST_TEXTS = 256  # sequences per batch by default
@@ -47,17 +49,10 @@ MEMORY = 1 << 30  # bytes of KV cache for these sequences
 class AuditOptions:
     """What to audit, and with which error probabilities."""
 
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            help="Methods, separated by commas; name:draft=folder gives a method its own draft; all adds every other method"
-            " (default: draft if there is one, else ngram).",
-            rich_help_panel=WHAT,
-        ),
-    ] = None
-    k: Annotated[
-        str | None, typer.Option("--k", help="Drafts per round (default: 4; with --same-text: 1,3,5,8).", rich_help_panel=WHAT)
-    ] = None
+    method: str | None = given(Speculation, several=True, more="all adds every other method.", panel=WHAT)
+    num_draft_tokens: str | None = given(
+        Speculation, several=True, more="An audit needs fixed numbers (default: 4; with --same-text: 1,3,5,8).", panel=WHAT
+    )
     batch: Annotated[
         str | None,
         typer.Option(
@@ -108,25 +103,26 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     """
     from outrider.cli.bench_documents import check_outputs
     from outrider.cli.session import load, resolve
-    from outrider.engine.config import build_verifiers, default_method
-    from outrider.engine.methods import ALL, chosen_methods, fitting_proposers
-    from outrider.method_text import split_methods
+    from outrider.engine.config import build_verifiers
+    from outrider.engine.methods import ALL, chosen_methods, fitting_proposers, methods_in
     from outrider.types import OutriderError
 
     check_outputs({"--out": output.out, "--html": output.html})
-    lengths = parse_list("--k", asked.k or ("1,3,5,8" if models.same_text else "4"), _parse_length)
+    lengths = parse_list(
+        "--num-draft-tokens", asked.num_draft_tokens or ("1,3,5,8" if models.same_text else "4"), _parse_length
+    )
     batches = parse_list("--batch", asked.batch or ("1,4" if models.same_text else str(MOST_TEXTS)), int)
     if min(batches) < 1:
         raise OutriderError("invalid --batch: expected numbers of at least 1")
     if not models.same_text and (len(lengths) > 1 or len(batches) > 1 or output.resume):
-        raise OutriderError("several values of --k or --batch, and --resume, need --same-text")
+        raise OutriderError("several values of --num-draft-tokens or --batch, and --resume, need --same-text")
     params = sampling.params(
         max_tokens=64 if sampling.max_tokens is None else sampling.max_tokens,
         seed=sampling.seed or 0,
         temperature=(0.8 if models.same_text else 1.0) if sampling.temperature is None else sampling.temperature,
     )
     drafts = resolve(models, MethodOptions()).get("drafts") or {}
-    names = [name.strip() for name in split_methods(asked.methods or default_method(models.draft, drafts))]
+    names = methods_in(asked.method or AUTO, models.draft, drafts)
     methods = chosen_methods(names)
     texts = read_prompts(asked, models.same_text)
     llm = load(
@@ -316,8 +312,8 @@ def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: i
     for number, prompt in enumerate(found, start=1):
         if not prompt or len(prompt) + more > llm.runner.max_len:
             raise OutriderError(
-                f"prompt {number} has {len(prompt)} tokens; with the {more} tokens of --max-tokens and --k it exceeds the"
-                f" context of {llm.runner.max_len}"
+                f"prompt {number} has {len(prompt)} tokens; with the {more} tokens of --max-tokens and --num-draft-tokens it"
+                f" exceeds the context of {llm.runner.max_len}"
             )
     return found
 
@@ -325,7 +321,8 @@ def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: i
 def texts_in_memory(llm: LLM, num_tokens: int) -> int:
     """Return how many sequences of that length fit into ``MEMORY``, at least two. Rows have 256 slots and grow by doubling."""
     cache = llm.runner.cache
-    return max(2, MEMORY // (cache.shape.floats_per_token * cache.dtype.itemsize * max(256, 2 * num_tokens)))
+    states = 4 * cache.shape.states.floats_per_row(cache.states.slots)
+    return max(2, MEMORY // (states + cache.shape.floats_per_token * cache.dtype.itemsize * max(256, 2 * num_tokens)))
 
 
 def settings_of(params: SamplingParams) -> dict[str, Any]:
@@ -373,5 +370,5 @@ def _parse_length(text: str) -> int:
 
     k = parse_k(text)
     if not isinstance(k, int) or k < 1:
-        raise OutriderError(f"invalid --k {text}: an audit needs a fixed number of drafts, at least 1")
+        raise OutriderError(f"invalid --num-draft-tokens {text}: an audit needs a fixed number of drafts, at least 1")
     return k

@@ -12,8 +12,10 @@ import typer
 from outrider.cli import bench_documents, bench_serve
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.bench_target import inflate_target
-from outrider.cli.options import MethodOptions, ModelOptions, parse_k, parse_list, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, given, parse_k, parse_list, with_groups
 from outrider.cli.progress import progress
+from outrider.engine.options import Speculation
+from outrider.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,9 +29,9 @@ EXAMPLES = """Examples:
 
 outrider bench
 
-outrider bench --methods draft,ngram --k 2,4,8,auto --temperature 0,0.8 --workloads code,edit
+outrider bench --method draft,ngram -k 2,4,8,auto --temperature 0,0.8 --workloads code,edit
 
-outrider bench --inflate 1b --methods draft --k 5 --prompts HumanEval.jsonl.gz --num-prompts 10 --out results/1b.json
+outrider bench --inflate 1b --method draft -k 5 --prompts HumanEval.jsonl.gz --num-prompts 10 --out results/1b.json
 
 outrider bench --target ./my-model --draft ./my-draft --batch 1,4,8 --repeat 5 --out new.json --html new.html
 
@@ -45,11 +47,9 @@ __all__ = ["COMMANDS", "EXAMPLES", "command"]
 class GridOptions:
     """Axes of the measurement; values are separated by commas."""
 
-    methods: Annotated[
-        str | None, typer.Option(help="Methods (default: draft if there is one, and ngram).", rich_help_panel=GRID)
-    ] = None
-    k: Annotated[str, typer.Option("--k", help="Drafts per round: numbers, auto.", rich_help_panel=GRID)] = "4,auto"
-    temperature: Annotated[str, typer.Option(help="Temperatures; 0 is greedy.", rich_help_panel=GRID)] = "0"
+    method: str | None = given(Speculation, several=True, more="(default: draft if there is one, and ngram).", panel=GRID)
+    num_draft_tokens: str = given(Speculation, "4,auto", several=True, panel=GRID)
+    temperature: str = given(SamplingParams, "0", several=True, panel=GRID)
     batch: Annotated[str, typer.Option(help="Batch sizes.", rich_help_panel=GRID)] = "1"
     workloads: Annotated[
         str | None,
@@ -114,7 +114,7 @@ def command(
     width = max([contender.k for contender in chosen if isinstance(contender.k, int)], default=0)
     llm = load(
         replace(models, draft=None),
-        MethodOptions(method=PLAIN, k=str(width)),
+        MethodOptions(method=PLAIN, num_draft_tokens=width),
         max_batch=max(batches),
         compile=models.compile or "always",
         drafts=given.get("drafts", {}),
@@ -175,15 +175,16 @@ def parse_contenders(grid: GridOptions, draft: object, drafts: Mapping[str, obje
     """
     from outrider.bench.contenders import Contender
     from outrider.engine.config import default_method
-    from outrider.method_text import split_method, split_methods
+    from outrider.engine.methods import methods_in
+    from outrider.method_text import split_method
     from outrider.registry import DEFAULT_METHOD, PROPOSERS
 
     default = dict.fromkeys([default_method(draft, drafts), DEFAULT_METHOD])
-    methods = dict.fromkeys(method.strip() for method in (split_methods(grid.methods) if grid.methods else default))
+    methods = list(default) if grid.method is None else methods_in(grid.method, draft, drafts)
     for method in methods:
         name, options = split_method(method)
         PROPOSERS.get(name).drafts_in(options, draft, drafts)
-    lengths = parse_list("--k", grid.k, parse_k)
+    lengths = parse_list("--num-draft-tokens", grid.num_draft_tokens, parse_k)
     found = (Contender(method, k) for method in methods for k in lengths)
     return tuple(contender for contender in found if not contender.is_plain)
 

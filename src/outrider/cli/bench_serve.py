@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options import MethodOptions, ModelOptions, parse_list, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, given, parse_list, with_groups
+from outrider.runner.config import RunnerConfig
+from outrider.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from outrider.bench.load.arrivals import Load
@@ -31,7 +33,7 @@ class LoadOptions:
     requests: Annotated[int, typer.Option(min=1, help="Requests per client.", rich_help_panel=LOAD)] = 4
     arrivals: Annotated[int, typer.Option(min=1, help="Requests per run with a rate.", rich_help_panel=LOAD)] = 32
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.", rich_help_panel=LOAD)] = 64
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.", rich_help_panel=LOAD)] = 0.0
+    temperature: float = given(SamplingParams, 0.0, panel=LOAD)
     workloads: Annotated[
         str, typer.Option(help="Built-in prompts, mixed: code,edit,json,summary,math,chat,story.", rich_help_panel=LOAD)
     ] = "code,edit,json,summary,math,chat,story"
@@ -64,7 +66,7 @@ class ServerOptions:
         ),
     ] = None
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="For it.", rich_help_panel=SERVER)] = None
-    max_batch: Annotated[int | None, typer.Option(help="--max-batch of the started server.", rich_help_panel=SERVER)] = None
+    max_batch: int | None = given(RunnerConfig, panel=SERVER)
     inflate: Annotated[
         str | None,
         typer.Option(help="Inflate its target to a larger model's cost: 350m, 1b, 8b.", rich_help_panel=SERVER),
@@ -173,7 +175,7 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
         return
     if server.plain_url is not None:
         raise OutriderError("--plain-url needs --url: a started server serves both modes")
-    known = joined(Plan() if plan is None else Plan.read(plan), models, methods, max_batch=server.max_batch)
+    known = joined(Plan() if plan is None else Plan.read(plan), models, methods, server)
     known = Plan({"compile": "always", **known.values})  # compile first, or the compiler is measured
     if server.inflate is not None:
         inflated, _ = inflate_target(replace(ModelOptions(), target=known.given("target")), server.inflate)
@@ -208,7 +210,7 @@ def modes(url: str, plain_url: str | None, headers: dict[str, str]) -> list[Mode
         owner_of(root(plain_url), headers)
         return [Mode(PLAIN, root(plain_url)), Mode(SPECULATIVE, url)]
     if owner == "outrider":
-        return [Mode(PLAIN, url, {"speculative": {"k": 0}}), Mode(SPECULATIVE, url)]
+        return [Mode(PLAIN, url, {"speculative": {"num_draft_tokens": 0}}), Mode(SPECULATIVE, url)]
     return [Mode("as served", url)]
 
 

@@ -22,7 +22,7 @@ EXAMPLES = """Examples:
 
 outrider compare
 
-outrider compare --k 5 --max-tokens 100 "The ship left the harbour"
+outrider compare -k 5 --max-tokens 100 "The ship left the harbour"
 
 outrider compare --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --temperature 0 "Dear Sir,"
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options import MethodOptions, ModelOptions, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, given, with_groups
+from outrider.engine.options import Speculation
+from outrider.server.config import ServerConfig
 
 if TYPE_CHECKING:
     from outrider.server.demo.track import Track
@@ -15,7 +18,7 @@ EXAMPLES = """Examples:
 
 outrider demo --open
 
-outrider demo --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --methods draft,suffix
+outrider demo --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --method draft,suffix
 
 outrider demo --host 0.0.0.0 --port 8080
 """
@@ -25,17 +28,24 @@ LARGE = (
 )
 
 
+@dataclass(frozen=True)
+class PageOptions:
+    """What the page offers, and where."""
+
+    method: str | None = given(
+        Speculation,
+        several=True,
+        more="(default: all that fit a small target; of a large one the draft, if there is one, and ngram).",
+        panel=SERVER,
+    )
+    host: str = given(ServerConfig, ServerConfig.host, panel=SERVER)
+    port: int = given(ServerConfig, ServerConfig.port, panel=SERVER)
+
+
 @with_groups
 def command(
     *,
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            help="Methods to offer (default: all that fit a small target; otherwise draft, if there is one, and ngram)."
-        ),
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=SERVER)] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 selects a free one.", rich_help_panel=SERVER)] = 8000,
+    page: PageOptions,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.", rich_help_panel=SERVER)] = False,
     models: ModelOptions,
 ) -> None:
@@ -53,12 +63,14 @@ def command(
         from outrider.server.run import listen
     except ImportError as missing:
         raise OutriderError(f"the demo needs {missing.name}: pip install 'outrider[serve]'") from None
-    with listen(host, port) as listening:
-        track = load_aside(lambda: load_track(models, methods))
+    config = ServerConfig(host=page.host, port=page.port)
+    with listen(config.host, config.port) as listening:
+        track = load_aside(lambda: load_track(models, page.method))
         with waiting("warming up"):
             speed = load_aside(track.warm_up)
         demo = Demo(track, {"target": models.target or "embedded", "draft": models.draft, "plain_tok_s": speed})
-        url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/"
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        url = f"http://{host}:{listening.getsockname()[1]}/"
         err.print(Text.assemble((url, "bold"), ("  (Ctrl-C to stop)", "dim")), soft_wrap=True)
         if open_page:
             import webbrowser
@@ -76,11 +88,12 @@ def load_track(models: ModelOptions, methods: str | None) -> Track:
     from outrider.cli.console import waiting
     from outrider.cli.session import load, resolve
     from outrider.engine.config import default_method
-    from outrider.method_text import split_methods
+    from outrider.engine.methods import methods_in
     from outrider.registry import DEFAULT_METHOD, PROPOSERS
     from outrider.server.demo.track import Track
 
-    wanted = [method.strip() for method in split_methods(methods)] if methods else []
+    drafts = resolve(models, MethodOptions()).get("drafts", {})
+    wanted = methods_in(methods, models.draft, drafts) if methods else []
     for method in wanted:  # errors appear before the seconds of loading
         resolve(models, MethodOptions(method=method))
     plain: Any = PROPOSERS.get("plain")

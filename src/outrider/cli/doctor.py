@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, with_groups
+from outrider.registry import AUTO
 
 if TYPE_CHECKING:
     from outrider.doctor import Checkup
@@ -43,7 +44,8 @@ def command(
     show_notices()
     options = resolve(models, methods)
     options.pop("num_draft_tokens", None)
-    named = options.pop("method", None)
+    named = None if methods.method == AUTO else options.pop("method", None)
+    options.pop("method", None)
     method = named or default_method(options.get("draft"), options.get("drafts", {}))
     target: object = models.target
     if target is None:

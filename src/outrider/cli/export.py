@@ -13,7 +13,7 @@ EXAMPLES = """Examples:
 
 outrider export plan.toml --to vllm
 
-outrider export --to sglang --target Qwen/Qwen3-8B --method eagle:draft=./head --k 5 --out sglang
+outrider export --to sglang --target Qwen/Qwen3-8B --method eagle:draft=./head -k 5 --out sglang
 
 outrider export plan.toml --to vllm --own-code && ./outrider-vllm/run.sh --tensor-parallel-size 2
 """

@@ -21,7 +21,7 @@ EXAMPLES = """Examples:
 
 outrider generate "def quicksort("
 
-outrider generate --show --k 4 "Once upon a time"
+outrider generate --show -k 4 "Once upon a time"
 
 outrider generate --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --temperature 0.7 --seed 1 "Dear Sir,"
 

@@ -1,6 +1,7 @@
 """Groups of command-line options, shared by the commands. Each dataclass field is an option.
 
-Defaults here mean "not given"; the default values are declared once, in the dataclasses that use them.
+Name, values and help of an option are declared once, in ``SamplingParams``, ``Speculation``, ``RunnerConfig`` or
+``ServerConfig``; a field here adds the option to a command. A default of None means "not given".
 """
 
 from __future__ import annotations
@@ -8,115 +9,76 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-if TYPE_CHECKING:
-    from outrider.types import SamplingParams
+from outrider.engine.options import Speculation
+from outrider.errors import OutriderError
+from outrider.options import declared, flag_name
+from outrider.registry import AUTO
+from outrider.runner.config import RunnerConfig
+from outrider.sampling_params import SamplingParams
 
 Result = TypeVar("Result")
-MODEL, METHOD, SAMPLING = "Models", "Drafts", "Sampling"
 READABLE_TEMPERATURE, READABLE_TOP_P = 0.7, 0.9
+FLAG = "flag"  # key of a Flag in a field's metadata
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A command's use of an option that is declared elsewhere."""
+
+    config: type  # where: the field of the same name
+    several: bool  # several values, separated by commas
+    more: str  # help that this command adds
+    panel: str | None  # heading of the help, where it is not the declared one
+
+
+def given(config: type, default: Any = None, *, several: bool = False, more: str = "", panel: str | None = None) -> Any:
+    """An option of a command, as the field of the same name in ``config`` declares it."""
+    return field(default=default, metadata={FLAG: Flag(config, several, more, panel)})
 
 
 @dataclass(frozen=True)
 class ModelOptions:
     """Models and how to run them."""
 
-    target: Annotated[
-        str | None,
-        typer.Option(help="Folder or hub id of the target (default: the embedded model).", rich_help_panel=MODEL),
-    ] = None
-    draft: Annotated[
-        str | None,
-        typer.Option(help="Folder or hub id of a draft model or of heads.", rich_help_panel=MODEL),
-    ] = None
-    verifier: Annotated[
-        str | None,
-        typer.Option(
-            help="Acceptance rule: block, rejection, exact, or typical, which is lossy (default: block).",
-            rich_help_panel=MODEL,
-        ),
-    ] = None
-    same_text: Annotated[
-        bool,
-        typer.Option(
-            "--same-text", help="Emit the same tokens with and without drafts, at a small cost.", rich_help_panel=MODEL
-        ),
-    ] = False
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bfloat16, float16 or auto (default: auto).", rich_help_panel=MODEL),
-    ] = None
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1 (default: a GPU if there is one).", rich_help_panel=MODEL)
-    ] = None
-    max_len: Annotated[
-        int | None,
-        typer.Option(help="Context length in tokens, prompt included; determines the cache size.", rich_help_panel=MODEL),
-    ] = None
-    compile: Annotated[
-        str | None,
-        typer.Option(help="Compile the passes: auto, always or never (default: auto).", rich_help_panel=MODEL),
-    ] = None
+    target: str | None = given(Speculation)
+    draft: str | None = given(Speculation)
+    verifier: str | None = given(Speculation)
+    same_text: bool = given(Speculation, False)
+    dtype: str | None = given(RunnerConfig)
+    device: str | None = given(RunnerConfig)
+    max_len: int | None = given(RunnerConfig)
+    compile: str | None = given(RunnerConfig)
+    self_check: bool = given(RunnerConfig, True)
 
 
 @dataclass(frozen=True)
 class MethodOptions:
     """Source and number of drafts."""
 
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="Drafting method: plain, draft, cross-tokenizer, ngram, suffix, early-exit, low-bit, medusa, eagle, or"
-            " two joined by a plus; append :option=value for options (default: draft if there is one, else"
-            " ngram).",
-            rich_help_panel=METHOD,
-        ),
-    ] = None
-    k: Annotated[
-        str | None,
-        typer.Option("--k", help="Drafts per round: a number, or auto (default: auto).", rich_help_panel=METHOD),
-    ] = None
+    method: str | None = given(Speculation)
+    num_draft_tokens: str | int | None = given(Speculation)
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
     """Sampling settings."""
 
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Maximum number of tokens to generate (default: 256).", rich_help_panel=SAMPLING)
-    ] = None
-    temperature: Annotated[
-        float | None,
-        typer.Option("--temperature", "-t", help="Temperature; 0 is greedy (default: 0).", rich_help_panel=SAMPLING),
-    ] = None
-    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.", rich_help_panel=SAMPLING)] = (
-        None
-    )
-    top_p: Annotated[
-        float | None, typer.Option(help="Keep the likeliest tokens up to this total probability.", rich_help_panel=SAMPLING)
-    ] = None
-    min_p: Annotated[
-        float | None,
-        typer.Option(help="Drop tokens less likely than this fraction of the likeliest.", rich_help_panel=SAMPLING),
-    ] = None
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Penalty on tokens of prompt and output; 1 is off.", rich_help_panel=SAMPLING)
-    ] = None
-    presence_penalty: Annotated[
-        float | None, typer.Option(help="Over the output, -2 to 2; 0 is off.", rich_help_panel=SAMPLING)
-    ] = None
-    frequency_penalty: Annotated[
-        float | None, typer.Option(help="Over the output, -2 to 2; 0 is off.", rich_help_panel=SAMPLING)
-    ] = None
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.", rich_help_panel=SAMPLING)] = None
-    ignore_eos: Annotated[
-        bool | None, typer.Option("--ignore-eos", help="Continue after the end-of-text token.", rich_help_panel=SAMPLING)
-    ] = None
-    seed: Annotated[int | None, typer.Option(help="Random seed.", rich_help_panel=SAMPLING)] = None
+    max_tokens: int | None = given(SamplingParams)
+    temperature: float | None = given(SamplingParams)
+    top_k: int | None = given(SamplingParams)
+    top_p: float | None = given(SamplingParams)
+    min_p: float | None = given(SamplingParams)
+    repetition_penalty: float | None = given(SamplingParams)
+    presence_penalty: float | None = given(SamplingParams)
+    frequency_penalty: float | None = given(SamplingParams)
+    stop: list[str] | None = given(SamplingParams)
+    ignore_eos: bool | None = given(SamplingParams)
+    seed: int | None = given(SamplingParams)
 
     def or_readable(self) -> SamplingOptions:
         """These options; without a temperature those at which a model's text reads best: greedy text of small ones loops."""
@@ -126,11 +88,8 @@ class SamplingOptions:
 
     def params(self, **more: Any) -> SamplingParams:
         """Return ``SamplingParams`` with the given values. Raises ``OutriderError`` for a value out of range."""
-        from outrider.types import SamplingParams
-
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        given["stop"] = tuple(self.stop or ()) or None
-        return SamplingParams(**{name: value for name, value in (given | more).items() if value is not None})
+        named = {each.name: getattr(self, each.name) for each in fields(self)} | {"stop": self.stop or None}
+        return SamplingParams(**{name: value for name, value in (named | more).items() if value is not None})
 
 
 def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
@@ -146,15 +105,20 @@ def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
         groups[parameter.name] = kind
         options = get_type_hints(kind, include_extras=True)
         parameters += [
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=options[field.name])
-            for field in fields(kind)
+            inspect.Parameter(
+                each.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=each.default,
+                annotation=_annotation(each) if FLAG in each.metadata else options[each.name],
+            )
+            for each in fields(kind)
         ]
     parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
 
     @functools.wraps(command)
     def flat(**values: Any) -> Result:
         for name, kind in groups.items():
-            values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+            values[name] = kind(**{each.name: values.pop(each.name) for each in fields(kind)})
         return command(**values)
 
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -162,25 +126,42 @@ def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
     return flat
 
 
-def parse_k(value: str | None) -> int | str:
-    """Parse ``"auto"`` or a number of drafts. Raises ``OutriderError`` for anything else, negative numbers included."""
-    from outrider.types import OutriderError
+def _annotation(own: Field[Any]) -> Any:
+    """What typer reads of a declared option: its type, its flags and its help."""
+    flag: Flag = own.metadata[FLAG]
+    option = declared(flag.config)[own.name]
+    flags = [flag_name(own.name), *([f"-{option.letter}"] if option.letter else [])]
+    if own.default is True:
+        flags = [f" /--no-{flag_name(own.name)[2:]}"]
+    kind: Any = str if flag.several else option.kind.flag_type
+    about = [option.help, "Several are separated by commas." if flag.several else "", flag.more]
+    default = getattr(flag.config, own.name, None)
+    is_said = "(default:" in "".join(about) or own.default is not None
+    if not is_said and isinstance(default, (str, int, float)) and default is not False:
+        about.append(f"(default: {default:g})." if isinstance(default, float) else f"(default: {default}).")
+    text = " ".join(part for part in about if part).replace(". (default", " (default")
+    panel = option.panel if flag.panel is None else flag.panel
+    return Annotated[kind | None, typer.Option(*flags, help=text, rich_help_panel=panel, show_default=own.default is not True)]
 
-    if value is None or value.strip().lower() == "auto":
-        return "auto"
-    try:
-        number = int(value)
-    except ValueError:
-        raise OutriderError(f"invalid --k {value!r}: expected a number of drafts, or auto") from None
-    if number < 0:
-        raise OutriderError(f"invalid --k {number}: expected 0 (plain decoding) or more")
-    return number
+
+def read_option(config: type, name: str, value: Any) -> Any:
+    """A value from the command line in its one form, None where it was not given. Raises ``OutriderError`` for a wrong one."""
+    return None if value is None else declared(config)[name].in_text().read(flag_name(name), value)
+
+
+def values_given(group: Any) -> dict[str, Any]:
+    """The options of a group that differ from its defaults, by name: those given on the command line."""
+    return {each.name: value for each in fields(group) if (value := getattr(group, each.name)) is not each.default}
+
+
+def parse_k(value: str | int | None) -> int | str:
+    """The number of drafts, "auto" where none is given. Raises ``OutriderError`` for anything else."""
+    k: int | str = AUTO if value is None else read_option(Speculation, "num_draft_tokens", value)
+    return k
 
 
 def parse_list(option: str, text: str, parse: Callable[[str], Result]) -> tuple[Result, ...]:
     """Parse ``"1,4,8"`` into distinct items. Raises ``OutriderError`` for an item that ``parse`` refuses."""
-    from outrider.types import OutriderError
-
     items: list[Result] = []
     for item in (part.strip() for part in text.split(",")):
         try:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
-from outrider.cli.options import MethodOptions, ModelOptions, parse_k, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, given, with_groups
+from outrider.options import LISTEN, declared, flag_name
+from outrider.runner.config import RunnerConfig
+from outrider.server.config import KEYS_VARIABLE, KeyRing, ServerConfig
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from outrider.engine import LLM
     from outrider.engine.plan import Plan
+
+Options = TypeVar("Options", bound="DataclassInstance")
 
 EXAMPLES = """Examples:
 
@@ -26,7 +33,7 @@ outrider serve --engine vllm plan.toml -- --tensor-parallel-size 4 --pipeline-pa
 
 curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "def quicksort(", "max_tokens": 64}'
 """
-LISTEN, LIMITS, ELSEWHERE = "Listening", "Limits", "Another engine"
+ELSEWHERE = "Another engine"
 MAX_BATCH = 32  # default limit of concurrent sequences; the cache grows with them
 
 
@@ -34,95 +41,42 @@ MAX_BATCH = 32  # default limit of concurrent sequences; the cache grows with th
 class ListenOptions:
     """Address, keys and logging."""
 
-    host: Annotated[
-        str | None, typer.Option(help="Address to listen on (default: 127.0.0.1, this machine only).", rich_help_panel=LISTEN)
-    ] = None
-    port: Annotated[int | None, typer.Option(help="Default: 8000.", rich_help_panel=LISTEN)] = None
-    name: Annotated[
-        str | None, typer.Option(help="Model name for clients (default: the target's folder or id).", rich_help_panel=LISTEN)
-    ] = None
+    host: str | None = given(ServerConfig)
+    port: int | None = given(ServerConfig)
+    name: str | None = given(ServerConfig, more="(default: the target's folder or id).")
     api_keys: Annotated[
         Path | None,
         typer.Option(
-            help="File with one KEY [NAME [PRIORITY]] per line (default: OUTRIDER_API_KEYS; without either, no key is"
-            " required).",
+            help=f"File of lines KEY [NAME [PRIORITY]] (default: {KEYS_VARIABLE}; without either no key is asked for).",
             rich_help_panel=LISTEN,
         ),
     ] = None
-    record: Annotated[
-        Path | None,
-        typer.Option(help="Append requests, text included, to this file for outrider tune.", rich_help_panel=LISTEN),
-    ] = None
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code from the model repository.", rich_help_panel=LISTEN)
-    ] = False
+    record: Path | None = given(ServerConfig)
+    trust_remote_code: bool = given(RunnerConfig, False, panel=LISTEN)
 
 
 @dataclass(frozen=True)
 class LimitOptions:
-    """Limits of the server."""
+    """What the server allows."""
 
-    max_batch: Annotated[int | None, typer.Option(help="Concurrent sequences (default: 32).", rich_help_panel=LIMITS)] = None
-    max_queue: Annotated[
-        int | None, typer.Option(help="Waiting sequences before 429 is returned (default: 256).", rich_help_panel=LIMITS)
-    ] = None
-    kv_memory: Annotated[
-        float | None,
-        typer.Option(help="GiB limit of the target's KV cache (default: no limit).", rich_help_panel=LIMITS),
-    ] = None
-    max_body: Annotated[
-        int | None, typer.Option(help="Maximum bytes per request body (default: 4 MiB).", rich_help_panel=LIMITS)
-    ] = None
-    request_timeout: Annotated[
-        float | None,
-        typer.Option(help="Seconds from a call's first byte to the end of its answer (default: 600).", rich_help_panel=LIMITS),
-    ] = None
-    stream_interval: Annotated[
-        float | None,
-        typer.Option(help="Minimum seconds between two chunks of a stream (default: 0.02).", rich_help_panel=LIMITS),
-    ] = None
-    shutdown_grace: Annotated[
-        float | None,
-        typer.Option(help="Seconds from a signal to the end of the process, at most (default: 60).", rich_help_panel=LIMITS),
-    ] = None
-    header_timeout: Annotated[
-        float | None, typer.Option(help="Seconds for a call's headers (default: 10).", rich_help_panel=LIMITS)
-    ] = None
-    body_timeout: Annotated[
-        float | None, typer.Option(help="Seconds for a call's body (default: 30).", rich_help_panel=LIMITS)
-    ] = None
-    idle_timeout: Annotated[
-        float | None,
-        typer.Option(help="Seconds between two calls, or with an answer left unread (default: 30).", rich_help_panel=LIMITS),
-    ] = None
-    stall_timeout: Annotated[
-        float | None,
-        typer.Option(help="Seconds without a step after which /ready is 503 (default: 60).", rich_help_panel=LIMITS),
-    ] = None
-    workers: Annotated[
-        int | None,
-        typer.Option(help="Processes that tokenise, and as many that try schemas out (default: 2).", rich_help_panel=LIMITS),
-    ] = None
-    worker_memory: Annotated[
-        float | None, typer.Option(help="GiB that each of them may take (default: 1).", rich_help_panel=LIMITS)
-    ] = None
-    text_timeout: Annotated[
-        float | None, typer.Option(help="Processor seconds to tokenise one call (default: 10).", rich_help_panel=LIMITS)
-    ] = None
-    schema_timeout: Annotated[
-        float | None, typer.Option(help="Processor seconds to compile a JSON schema (default: 2).", rich_help_panel=LIMITS)
-    ] = None
-    max_schema_values: Annotated[
-        int | None,
-        typer.Option(help="Objects, lists, strings and numbers in a JSON schema (default: 5000).", rich_help_panel=LIMITS),
-    ] = None
-    max_schema_depth: Annotated[
-        int | None, typer.Option(help="Levels of a JSON schema (default: 64).", rich_help_panel=LIMITS)
-    ] = None
-    max_schema_choices: Annotated[
-        int | None,
-        typer.Option(help="Alternatives in one anyOf, oneOf or allOf of it (default: 256).", rich_help_panel=LIMITS),
-    ] = None
+    max_batch: int | None = given(RunnerConfig, more=f"(default: {MAX_BATCH}).")
+    kv_memory: float | None = given(RunnerConfig)
+    max_queue: int | None = given(ServerConfig)
+    max_body: int | None = given(ServerConfig)
+    request_timeout: float | None = given(ServerConfig)
+    stream_interval: float | None = given(ServerConfig)
+    shutdown_grace: float | None = given(ServerConfig)
+    header_timeout: float | None = given(ServerConfig)
+    body_timeout: float | None = given(ServerConfig)
+    idle_timeout: float | None = given(ServerConfig)
+    stall_timeout: float | None = given(ServerConfig)
+    workers: int | None = given(ServerConfig)
+    worker_memory: float | None = given(ServerConfig)
+    text_timeout: float | None = given(ServerConfig)
+    schema_timeout: float | None = given(ServerConfig)
+    max_schema_values: int | None = given(ServerConfig)
+    max_schema_depth: int | None = given(ServerConfig)
+    max_schema_choices: int | None = given(ServerConfig)
 
 
 @dataclass(frozen=True)
@@ -159,7 +113,7 @@ def command(
 ) -> None:
     """Run an OpenAI-compatible server with lossless speculative decoding."""
     from outrider.cli.bench_documents import check_writable
-    from outrider.engine.plan import Plan, served_name
+    from outrider.engine.plan import Plan
     from outrider.types import OutriderError
 
     passed = list(engine_options or ())
@@ -171,24 +125,17 @@ def command(
         raise OutriderError("options after -- need --engine: outrider serve --engine vllm plan.toml -- ...")
     try:
         from outrider.server.bridge import load_aside
-        from outrider.server.config import KeyRing, ServerConfig
         from outrider.server.run import listen, log_json, serve
     except ModuleNotFoundError as error:
         raise OutriderError(f"serving needs {error.name}: pip install 'outrider[serve]'") from error
     known = Plan() if plan is None else Plan.read(plan)
-    models, methods = merged(known, models, methods)
-    given = {
-        name: value
-        for group in (listening, limits)
-        for name, value in asdict(group).items()
-        if value is not None and name in ServerConfig.__dataclass_fields__
-    }
-    config = ServerConfig(**({"name": served_name(models.target)} | given))
+    models, methods, limits = filled(models, known), filled(methods, known), filled(limits, known)
+    config = server_config(models, listening, limits)
     keys = KeyRing.load(listening.api_keys)
     check_writable("--record", listening.record)
     more = {
-        "max_batch": first_given(limits.max_batch, known.given("max_batch"), MAX_BATCH),
-        "kv_memory": first_given(limits.kv_memory, known.given("kv_memory")),
+        "max_batch": MAX_BATCH if limits.max_batch is None else limits.max_batch,
+        "kv_memory": limits.kv_memory,
         "prefix_cache": True,
         "trust_remote_code": listening.trust_remote_code,
     }
@@ -231,13 +178,9 @@ def serve_elsewhere(
     shared = {"host", "port", "name", "max_batch", "kv_memory"}
     for name, value in {**asdict(listening), **asdict(limits)}.items():
         if name not in shared and is_given(value):
-            raise OutriderError(
-                f"--{name.replace('_', '-')} is an option of Outrider's own server: give the engine's own options after --"
-            )
+            raise OutriderError(f"{flag_name(name)} is of Outrider's own server: give the engine's own options behind --")
     engine = ENGINES.get(elsewhere.engine or "")()
-    known = joined(
-        Plan() if plan is None else Plan.read(plan), *drafting, max_batch=limits.max_batch, kv_memory=limits.kv_memory
-    )
+    known = joined(Plan() if plan is None else Plan.read(plan), *drafting, limits)
     command = find_command(engine, elsewhere.engine_python)
     asked = wanted(known, check_source)
     folder = working_folder(engine, asked, elsewhere.own_code)
@@ -247,31 +190,33 @@ def serve_elsewhere(
     become([*command, *export.options, *more, *passed], folder, export)
 
 
-def merged(plan: Plan, models: ModelOptions, methods: MethodOptions) -> tuple[ModelOptions, MethodOptions]:
+def server_config(models: ModelOptions, listening: ListenOptions, limits: LimitOptions) -> ServerConfig:
+    """What was given for the server, over its defaults; the model is called by its folder or id."""
+    from outrider.engine.plan import served_name
+
+    given = {**asdict(listening), **asdict(limits)}
+    named = {name: value for name, value in given.items() if name in declared(ServerConfig) and value is not None}
+    return ServerConfig(**({"name": served_name(models.target)} | named))
+
+
+def filled(options: Options, plan: Plan) -> Options:
     """Return the options, completed by the plan's values."""
-    own = {"target", "draft", "verifier", "same_text", "max_len", "dtype", "device", "compile"}
-    for option in own:
-        if not is_given(getattr(models, option)) and plan.given(option) is not None:
-            models = replace(models, **{option: plan.given(option)})
-    k = first_given(methods.k, plan.given("k"))
-    return models, MethodOptions(first_given(methods.method, plan.given("method")), None if k is None else str(k))
+    from outrider.engine.plan import KEYS
+
+    left = [each.name for each in fields(options) if each.name in KEYS and not is_given(getattr(options, each.name))]
+    return replace(options, **{name: plan.given(name) for name in left if plan.given(name) is not None})
 
 
-def joined(plan: Plan, models: ModelOptions, methods: MethodOptions, **limits: float | None) -> Plan:
-    """Return the plan with the command line's values. ``limits``: values of ``max_batch`` and ``kv_memory``."""
+def joined(plan: Plan, *groups: Any) -> Plan:
+    """A plan with the command line's values in it: those of its keys that the option groups hold."""
     from outrider.engine.plan import KEYS, Plan
 
-    models, methods = merged(plan, models, methods)
-    given = {**asdict(models), "method": methods.method, "k": None if methods.k is None else parse_k(methods.k)}
-    given |= {name: first_given(limits.get(name), plan.given(name)) for name in ("max_batch", "kv_memory")}
-    return Plan({name: value for name, value in given.items() if name in KEYS and is_given(value)})
+    given = {name: value for group in groups for name, value in asdict(filled(group, plan)).items()}
+    return Plan(
+        {name: KEYS[name].read(flag_name(name), value) for name, value in given.items() if name in KEYS and is_given(value)}
+    )
 
 
 def is_given(value: Any) -> bool:
-    """Return whether an option was given. 0 is a value (``--k 0``); False is an absent flag."""
+    """Return whether an option was given. 0 is a value (``--num-draft-tokens 0``); False is an absent flag."""
     return value is not None and value is not False
-
-
-def first_given(*values: Any) -> Any:
-    """Return the first value that is not None, or None."""
-    return next((value for value in values if value is not None), None)

@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from outrider.cli.console import show_notices, waiting
-from outrider.cli.options import MethodOptions, ModelOptions, parse_k
+from outrider.cli.options import MethodOptions, ModelOptions, read_option, values_given
+from outrider.engine.options import Speculation
+from outrider.options import declared
+from outrider.registry import AUTO, PROPOSERS, VERIFIERS
+from outrider.runner.config import RunnerConfig
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -53,9 +57,11 @@ def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
     Raises ``OutriderError`` for errors that can be found without loading a model.
     """
     from outrider.method_text import split_method
-    from outrider.registry import PROPOSERS, VERIFIERS
 
-    k = parse_k(methods.k)
+    values = {
+        name: read_option(Speculation if name in declared(Speculation) else RunnerConfig, name, value)
+        for name, value in {**values_given(models), **values_given(methods)}.items()
+    }
     if models.verifier is not None:
         VERIFIERS.get(models.verifier)
     check_machine(models)
@@ -66,33 +72,20 @@ def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
         from outrider.family import drafts as embedded
 
         drafts = embedded()
-    if methods.method is not None:
+    if methods.method not in (None, AUTO):
         name, options = split_method(methods.method)
         for source in PROPOSERS.get(name).drafts_in(options, models.draft, drafts or {}):
             check_source(str(source))
-    given = {
-        "draft": models.draft,
-        "drafts": drafts,
-        "method": methods.method,
-        "num_draft_tokens": k,
-        "verifier": models.verifier,
-        "same_text": models.same_text or None,
-        "dtype": models.dtype,
-        "device": models.device,
-        "max_len": models.max_len,
-        "compile": models.compile,
-    }
-    return {name: value for name, value in given.items() if value is not None}
+    values.pop("target", None)
+    return values if drafts is None else values | {"drafts": drafts}
 
 
 def check_machine(models: ModelOptions) -> None:
-    """Check device and context length."""
+    """Refuses a device that is not there."""
     import torch
 
     from outrider.types import OutriderError
 
-    if models.max_len is not None and models.max_len < 2:
-        raise OutriderError(f"invalid --max-len {models.max_len}: expected at least 2 tokens")
     if models.device in (None, "auto"):
         return
     try:

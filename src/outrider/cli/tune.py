@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.bench_documents import check_outputs
-from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, parse_list, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, given, parse_list, with_groups
 from outrider.cli.progress import progress
+from outrider.engine.options import Speculation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +30,7 @@ outrider tune --traffic requests.jsonl
 
 outrider tune --target ./my-model --draft ./my-draft --traffic requests.jsonl --temperature 0.7 --report tune.html
 
-outrider tune --workloads code --methods suffix,draft,eagle:draft=./head --batch 1,4 --out code.toml
+outrider tune --workloads code --method suffix,draft,eagle:draft=./head --batch 1,4 --out code.toml
 
 outrider tune --traffic requests.jsonl --resume
 """
@@ -59,17 +60,10 @@ class TrafficOptions:
 class SearchOptions:
     """The search space."""
 
-    methods: Annotated[
-        str,
-        typer.Option(
-            help="Methods, separated by commas; name:draft=folder gives a method its own draft; all adds every other method.",
-            rich_help_panel=SEARCH,
-        ),
-    ] = "all"
-    k: Annotated[
-        str | None,
-        typer.Option("--k", help="Drafts per round to try, in addition to auto (default: 1,2,4,8,15).", rich_help_panel=SEARCH),
-    ] = None
+    method: str = given(Speculation, "all", several=True, more="all adds every other method.", panel=SEARCH)
+    num_draft_tokens: str | None = given(
+        Speculation, several=True, more="auto is always included (default: 1,2,4,8,15).", panel=SEARCH
+    )
     batch: Annotated[str, typer.Option(help="Batch sizes that the plan is for.", rich_help_panel=SEARCH)] = "1"
     repeat: Annotated[
         int, typer.Option(min=1, help="Times that the finalists run on all prompts, at most.", rich_help_panel=SEARCH)
@@ -125,9 +119,9 @@ def command(
     All methods and draft lengths run in turn with plain decoding on a few prompts; the slower half is dropped and the rest run
     on more of them, until one is left or the others are as fast.
     """
-    from outrider.cli.session import load
+    from outrider.cli.session import load, resolve
     from outrider.engine.config import build_verifiers
-    from outrider.engine.methods import chosen_methods, fitting_proposers
+    from outrider.engine.methods import chosen_methods, fitting_proposers, methods_in
     from outrider.method_text import split_methods
     from outrider.search import Search
     from outrider.search.journal import Journal
@@ -136,9 +130,10 @@ def command(
 
     output.check()
     question = read_question(asked)
-    methods = chosen_methods([name.strip() for name in split_methods(asked.methods)])
+    drafts = resolve(models, MethodOptions()).get("drafts", {})
+    methods = chosen_methods(methods_in(asked.method, models.draft, drafts))
     prompts = read_traffic(traffic, sampling)
-    check_drafts(models, asked)
+    check_drafts(asked)
     llm = load(
         replace(models, draft=None),
         MethodOptions(method="plain"),
@@ -150,7 +145,7 @@ def command(
     speculation = replace(llm.speculation, draft=models.draft)
     verifier = build_verifiers(speculation)[0]
     proposers, reasons = fitting_proposers(speculation, llm.runner, llm.tokenizer, methods, verifier)
-    missing = [name for name in reasons if name in split_methods(asked.methods)]
+    missing = [name for name in reasons if name in split_methods(asked.method)]
     if missing:
         raise OutriderError(f"{missing[0]}: {reasons[missing[0]]}")
     try:
@@ -199,7 +194,7 @@ def plan_values(models: ModelOptions, chosen: Choice, search: Search) -> dict[st
         "target": models.target and _findable(models.target),
         "draft": _findable(models.draft) if takes_draft and models.draft else None,
         "method": with_drafts(contender.method, lambda draft: draft if draft in known else _findable(draft)),
-        "k": contender.k,
+        "num_draft_tokens": contender.k,
         "same_text": models.same_text or None,
     }
     return {name: value for name, value in given.items() if value is not None}
@@ -217,9 +212,11 @@ def read_question(asked: SearchOptions) -> Question:
     from outrider.types import OutriderError
 
     batches = parse_list("--batch", asked.batch, int)
-    lengths = Question.lengths if asked.k is None else parse_list("--k", asked.k, int)
+    lengths = (
+        Question.lengths if asked.num_draft_tokens is None else parse_list("--num-draft-tokens", asked.num_draft_tokens, int)
+    )
     if min(batches) < 1 or min(lengths) < 1:
-        raise OutriderError("invalid --batch or --k: expected numbers of at least 1; auto and plain decoding are always tried")
+        raise OutriderError("--batch and --num-draft-tokens hold numbers from 1 on; auto and plain decoding are always tried")
     return Question(lengths, batches, asked.repeat)
 
 
@@ -237,14 +234,13 @@ def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[Ask
     return read_builtin(parse_list("--workloads", traffic.workloads, str), traffic.num_prompts, defaults)
 
 
-def check_drafts(models: ModelOptions, asked: SearchOptions) -> None:
+def check_drafts(asked: SearchOptions) -> None:
     """Refuse an invalid folder before loading."""
-    from outrider.cli.session import check_source, resolve
+    from outrider.cli.session import check_source
     from outrider.method_text import split_method, split_methods
 
-    resolve(models, MethodOptions())
-    for method in split_methods(asked.methods):
-        for option, value in split_method(method.strip())[1].items():
+    for method in split_methods(asked.method):
+        for option, value in split_method(method)[1].items():
             if option.rpartition(".")[2] == "draft" and "/" in value:
                 check_source(value)
 
@@ -254,7 +250,7 @@ def fingerprint(models: ModelOptions, asked: SearchOptions, question: Question, 
     traffic = repr([(text.prompt, text.params) for text in texts])
     return {
         "models": asdict(models),
-        "methods": asked.methods,
+        "methods": asked.method,
         "k": list(question.lengths),
         "batch": list(question.batches),
         "repeat": question.repeat,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from outrider.engine.config import build_proposer
+from outrider.engine.config import build_proposer, default_method
 from outrider.engine.options import Speculation
-from outrider.method_text import split_method
+from outrider.method_text import split_method, split_methods
 from outrider.proposers.base import Proposer
-from outrider.registry import PROPOSERS
+from outrider.registry import AUTO, PROPOSERS
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ALL = "all"
+
+
+def methods_in(text: str, draft: object, drafts: Mapping[str, object]) -> list[str]:
+    """The methods of a list separated by commas, each once and written as for one method; ``auto`` is the one it means."""
+    named = (default_method(draft, drafts) if method == AUTO else method for method in split_methods(text))
+    return list(dict.fromkeys(named))
 
 
 def chosen_methods(names: Sequence[str]) -> list[str]:

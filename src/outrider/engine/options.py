@@ -1,4 +1,4 @@
-"""What a user may choose about drafting and judging. Imports no torch: the command line reads these declarations."""
+"""Options of drafting and verification. Imports no torch, so that the command line can read the declarations fast."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TokenizerLike:
 
 @dataclass(frozen=True)
 class Speculation:
-    """Which target, how to draft for it and how to judge the drafts.
+    """Options of drafting and verification.
 
     Raises ``OutriderError`` for a value of the wrong type or out of bounds.
     """
@@ -65,7 +65,7 @@ class Speculation:
     target: ModelSource | None = option(
         Source(),
         None,
-        "Model whose text is wanted: a folder or a hub id (default: the embedded model).",
+        "Folder or hub id of the target (default: the embedded model).",
         panel=MODELS,
         in_plan=True,
     )
@@ -73,23 +73,23 @@ class Speculation:
         TokenizerLike(), None, "Tokenizer of the target (default: the one in its folder; a loaded model has none)."
     )
     draft: ModelSource | None = option(
-        Source(heads=True), None, "What drafts, a small model or heads: a folder or a hub id.", panel=MODELS, in_plan=True
+        Source(heads=True), None, "Folder or hub id of a draft model or of heads.", panel=MODELS, in_plan=True
     )
     drafts: Mapping[str, ModelSource] = option(
-        Keyed("a mapping from names to models", Source()), dict, "Drafts that come with the target, by name."
+        Keyed("a mapping from names to models", Source()), dict, "Drafts that belong to the target, by name."
     )
     method: str = option(
         Text("a method: name, name:option=value or two names joined by a plus"),
         AUTO,
-        "Where drafts come from: a method's name, with :option=value after it where wanted, or two methods joined by a plus; "
-        "auto: the draft if there is one, else n-grams of the text itself.",
+        f"Drafting method: {', '.join(PROPOSERS)}, or two joined by a plus; append :option=value for options; auto: draft if "
+        "there is one, else ngram.",
         panel=METHOD,
         in_plan=True,
     )
     num_draft_tokens: int | str | LengthPolicy = option(
         Either(DraftLength(), has_methods("next_lengths", "observe", "release"), "a LengthPolicy"),
         AUTO,
-        "Drafts of a round (K); 0 is plain decoding; auto: chosen each round from what drafts gain and cost.",
+        "Drafts per round (K); 0 is plain decoding; auto adapts K each round to measured costs and acceptance.",
         panel=METHOD,
         letter="k",
         in_plan=True,
@@ -102,14 +102,14 @@ class Speculation:
         in_plan=True,
     )
     proposer: Proposer | None = option(
-        Objects("a Proposer", has_methods("propose", "commit", "release")), None, "A proposer of your own."
+        Objects("a Proposer", has_methods("propose", "commit", "release")), None, "Custom proposer, instead of a method."
     )
     draft_tokenizer: TokenizerSource | None = option(
-        TokenizerLike(), None, "Tokenizer of the draft, where its folder has none."
+        TokenizerLike(), None, "Tokenizer of the draft (default: the one in its folder)."
     )
     method_options: Mapping[str, Any] = option(Keyed("a mapping from names to values"), dict, "Options of the method, by name.")
     same_text: bool = option(
-        Flag(), False, "The same tokens with and without drafts, at a small cost.", panel=MODELS, in_plan=True
+        Flag(), False, "Emit the same tokens with and without drafts, at a small cost.", panel=MODELS, in_plan=True
     )
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """Plans: models, method and limits in a readable TOML file.
 
-Every key is an option of ``LLM`` under its command-line name; missing keys have their defaults.
+The keys are the options declared with ``in_plan``, under their Python names; missing keys have their defaults.
 """
 
 from __future__ import annotations
@@ -12,28 +12,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from outrider.engine.options import Speculation
+from outrider.errors import OutriderError
 from outrider.method_text import with_drafts
-from outrider.types import OutriderError
+from outrider.options import Option, declared
+from outrider.runner.config import RunnerConfig
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-# key -> type, option of LLM (None: the same name), comment in the file
-KEYS: dict[str, tuple[type | tuple[type, ...], str | None, str]] = {
-    "target": (str, None, "folder or hub id; default: the embedded model"),
-    "draft": (str, None, "folder or hub id of a small model or of heads"),
-    "method": (str, None, "source of drafts"),
-    "k": ((int, str), "num_draft_tokens", "drafts per round: a number, or auto"),
-    "verifier": (str, None, "acceptance rule"),
-    "same_text": (bool, None, "the same tokens with and without drafts"),
-    "max_batch": (int, None, "sequences that run concurrently"),
-    "max_len": (int, None, "longest context in tokens, prompt included"),
-    "kv_memory": ((int, float), None, "GiB limit of the target's KV cache"),
-    "dtype": (str, None, "float32, bfloat16, float16 or auto"),
-    "device": (str, None, "cpu, cuda, cuda:1"),
-    "compile": (str, None, "auto, always or never"),
+KEYS: dict[str, Option] = {
+    name: option.in_text()
+    for config in (Speculation, RunnerConfig)
+    for name, option in declared(config).items()
+    if option.in_plan
 }
 FOLDERS = frozenset(("target", "draft"))  # keys that may name a folder
 HEAD = "# A plan for outrider serve. Every line is optional.\n"
@@ -48,7 +42,7 @@ class Plan:
 
     @classmethod
     def read(cls, file: Path) -> Plan:
-        """Read a plan. Raises ``OutriderError`` for an unreadable file, an unknown key or a value of the wrong type."""
+        """Read a plan. Raises ``OutriderError`` for an unreadable file, an unknown key or an invalid value."""
         if file.is_char_device() or file.is_block_device():  # /dev/null would be a plan of nothing but defaults
             raise OutriderError(f"{file} is a device: give a plan file")
         try:
@@ -60,8 +54,10 @@ class Plan:
         for key, value in values.items():
             if key not in KEYS:
                 raise OutriderError(f"{file}: unknown key {key!r}; known: {', '.join(KEYS)}")
-            if not isinstance(value, KEYS[key][0]) or (isinstance(value, bool) and KEYS[key][0] is not bool):
-                raise OutriderError(f"{file}: {key} = {value!r} has the wrong type")
+            try:
+                values[key] = KEYS[key].read(key, value)
+            except OutriderError as error:
+                raise OutriderError(f"{file}: {error}") from None
         return cls(values, file.parent)
 
     def write(self, file: Path, notes: Sequence[str] = ()) -> None:
@@ -70,9 +66,7 @@ class Plan:
 
     def text(self, notes: Sequence[str] = ()) -> str:
         """Return the text that ``write`` writes."""
-        lines = [
-            f"{key} = {_toml(self.values[key])}  # {comment}" for key, (_, _, comment) in KEYS.items() if key in self.values
-        ]
+        lines = [f"{key} = {_toml(self.values[key])}  # {option.help}" for key, option in KEYS.items() if key in self.values]
         said = "".join(f"# {line}\n" for note in notes for line in note.splitlines())
         return HEAD + said + "\n" + "\n".join(lines) + "\n"
 

@@ -61,7 +61,7 @@ class Engine(ABC):
     def refuse(self, kind: Portable, wanted: Wanted) -> OutriderError:
         """Return the error for an unsupported method."""
         advice = self.instead.get(type(kind), "serve the plan with `outrider serve`")
-        return OutriderError(f"{self.name} does not support {kind.what} (method {wanted.method!r}): {advice}")
+        return OutriderError(f"{self.name} cannot draft with {kind.what} (method {wanted.method!r}): {advice}")
 
 
 def gpu_environment(device: str | None) -> dict[str, str]:

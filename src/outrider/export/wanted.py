@@ -65,16 +65,17 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
     check(target)
     verifier = plan.given("verifier") or "rejection"  # supported everywhere; the output distribution is the same
     VERIFIERS.get(verifier)
-    method = plan.given("method") or default_method(draft, drafts_there)
+    named = plan.given("method") not in (None, AUTO)
+    method = plan.given("method") if named else default_method(draft, drafts_there)
     kind = _kind(method, draft, drafts_there)
     if isinstance(kind, (SmallModel, ParallelHeads, FeatureHead)):
         check(kind.source)
     if isinstance(kind, SmallModel) and not kind.other_tokenizer and _tokenizers_differ(target, kind.source):
-        if plan.given("method") is not None:
+        if named:
             raise OutriderError(f"{kind.source} has another tokenizer than the target: remove the method from the plan")
         method = DEFAULT_METHOD_WITH_FOREIGN_DRAFT
         kind = _kind(method, draft, drafts_there)
-    k = plan.given("k")
+    k = plan.given("num_draft_tokens")
     if k == 0:
         kind = NoDrafts()
     dtype, device = plan.given("dtype"), plan.given("device")

@@ -58,7 +58,9 @@ def find_folder(source: str | Path) -> Path:
 def folder_of(source: object) -> Path:
     """Return ``find_folder`` of a user's value. Raises ``OutriderError`` if it is neither a folder nor a hub id."""
     if not isinstance(source, (str, Path)):
-        raise OutriderError(f"invalid heads {type(source).__name__}: expected a folder, a hub id or a module of outrider.heads")
+        raise OutriderError(
+            f"invalid heads of type {type(source).__name__}: expected a folder, a hub id or a module of outrider.heads"
+        )
     return find_folder(source)
 
 

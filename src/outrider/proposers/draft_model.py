@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from outrider.options import shown
 from outrider.proposers.base import Proposer, spread
 from outrider.proposers.method import MethodSpec, NoOptions, Setting
 from outrider.proposers.portable import Portable, SmallModel
@@ -161,7 +162,7 @@ def draft_tokenizer(setting: Setting) -> PreTrainedTokenizerBase | None:
     """Return the draft's tokenizer, if any. Raises ``OutriderError`` for what cannot be a draft."""
     draft = setting.draft
     if not isinstance(draft, (str, Path, PreTrainedModel)):
-        raise OutriderError(f"invalid draft {type(draft).__name__}: expected a folder, a hub id or a loaded model")
+        raise OutriderError(f"invalid draft {shown(draft)}: expected a folder, a hub id or a loaded model")
     return setting.draft_tokenizer or _tokenizer_of(draft, setting.target.config.trust_remote_code)
 
 

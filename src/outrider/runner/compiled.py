@@ -27,7 +27,7 @@ from torch.export import ExportedProgram
 from transformers import PreTrainedModel
 
 from outrider import disk_cache, progress
-from outrider.cpp_library import cpu_flags, find_compiler
+from outrider.native.build import cpu_flags, find_compiler
 from outrider.runner.forward import Pass
 from outrider.runner.gates import fuse_gates
 from outrider.runner.linear import is_packed
@@ -52,7 +52,7 @@ TRACED = (
     "linear.py",
     "longrope.py",
     "recurrence.py",
-    "kernels/__init__.py",
+    "kernels.py",
 )
 
 

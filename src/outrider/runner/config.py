@@ -41,42 +41,49 @@ class RunnerConfig:
     dtype: str | torch.dtype = option(
         Choice(("auto", "bfloat16", "float16", "float32"), _dtype_name),
         "auto",
-        "Type of the weights; auto: as in the checkpoint, arithmetic in float32 where 16 bits are slow.",
+        "Type of the weights; auto: as in the checkpoint, with arithmetic in float32 where 16 bits are slow.",
         panel=MODELS,
         in_plan=True,
     )
     device: str | torch.device = option(
-        Device(), "auto", "Where the model runs; auto: a GPU if there is one.", panel=MODELS, in_plan=True
+        Device(), "auto", "Device: cpu, cuda, cuda:1; auto: a GPU if there is one.", panel=MODELS, in_plan=True
     )
     max_len: int | None = option(
         Whole(2),
         None,
-        "Longest context in tokens, prompt included; it sets the memory of the cache (default: the model's own).",
+        "Context length in tokens, prompt included; determines the cache size (default: the model's own).",
         panel=MODELS,
         in_plan=True,
     )
-    max_batch: int = option(Whole(1, 65536), 8, "Sequences that run at once.", panel=LIMITS, in_plan=True)
+    max_batch: int = option(
+        Whole(1, 65536), 8, "Maximum number of sequences that run concurrently.", panel=LIMITS, in_plan=True
+    )
     compile: str = option(
         Choice(("auto", "always", "never")),
         "auto",
-        "Whether to compile the passes; auto: where a compiled pass is cached or pays off.",
+        "Compile the passes; auto: where a compiled pass is cached or pays off.",
         panel=MODELS,
         in_plan=True,
     )
-    prefill_chunk: int = option(Whole(1, INT32), 256, "Tokens of prompts that are read between two rounds.")
+    prefill_chunk: int = option(Whole(1, INT32), 256, "Prompt tokens that are processed between two rounds.")
     kv_memory: float | None = option(
         Number(above=0, at_most=2**20),
         None,
-        "GiB that the target's cache may take (default: what max_batch and max_len come to).",
+        "GiB limit of the target's KV cache (default: enough for max_batch sequences of max_len).",
         panel=LIMITS,
         in_plan=True,
     )
-    prefix_cache: bool = option(Flag(), False, "Keep the cache of ended requests for prompts that begin with the same text.")
-    trust_remote_code: bool = option(Flag(), False, "Run Python code that comes with the model.", panel=MODELS)
+    prefix_cache: bool = option(Flag(), False, "Reuse the KV cache of finished requests for prompts with the same prefix.")
+    trust_remote_code: bool = option(Flag(), False, "Allow Python code of the model repository to run.", panel=MODELS)
     max_drafts: int = option(
-        Whole(1, 4096), 16, "Most drafts of a request in one pass where layers are recurrent: each takes memory for a state."
+        Whole(1, 4096), 16, "Maximum drafts per request and pass with recurrent layers, which keep one state per draft."
     )
-    self_check: bool = option(Flag(), True, "Check a loaded model against its own forward pass without a cache.")
+    self_check: bool = option(
+        Flag(),
+        True,
+        "Compare a loaded model with its own forward pass without a cache, and refuse it if they differ.",
+        panel=MODELS,
+    )
 
     def __post_init__(self) -> None:
         check(self)

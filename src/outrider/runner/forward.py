@@ -76,6 +76,8 @@ class Pass(nn.Module):
         finally:
             for handle in handles:
                 handle.remove()
+        if missing := [layer for layer in self.layers if layer not in captured]:  # cross-attention without an image
+            raise OutriderError(f"no hidden states before layers {missing}: the model skips these layers for text alone")
         return (*out, *(captured[layer] for layer in self.layers))
 
     def _capture(self, index: int, captured: dict[int, Tensor]) -> torch.utils.hooks.RemovableHandle:

@@ -186,7 +186,6 @@ class KVCache(PassThrough):
                 self._free.append(self._evicted())
             found = self._row_of[request_id] = self._free.pop()
             self.cached_lens[found] = 0
-            self.states.restart(found)
         return found
 
     def release(self, request_ids: Sequence[str]) -> None:
@@ -259,9 +258,11 @@ class KVCache(PassThrough):
         self.states.copy(source, target)
 
     def go_back(self, row: int, num_tokens: int) -> None:
-        """No more than a row's first ``num_tokens`` tokens count as cached; none where a state after them is gone."""
-        if num_tokens < self.cached_lens[row]:
-            self.cached_lens[row] = self.states.usable(row, num_tokens)
+        """No more than a row's first ``num_tokens`` tokens count as cached; none where the state after them is gone.
+
+        Drafts that were written after them may have taken its place.
+        """
+        self.cached_lens[row] = self.states.usable(row, min(num_tokens, self.cached_lens[row]))
 
     def _evicted(self) -> int:
         """Return the least recently used row of a finished request. Raises ``OutriderError`` if there is none."""

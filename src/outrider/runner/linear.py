@@ -60,6 +60,8 @@ class PackedLinear(nn.Module):
 class PackedEmbedding(nn.Module):
     """Embedding that reads rows from the packed weight of its tied output head, so that the table is stored once."""
 
+    packed: Tensor
+
     def __init__(self, head: PackedLinear, original: nn.Embedding) -> None:
         super().__init__()
         self.register_buffer("packed", head.packed, persistent=False)
@@ -69,8 +71,8 @@ class PackedEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Empty tensor with dtype and device, which some models read from their layers."""
-        return torch.empty(0, dtype=torch.float32)
+        """NaN in the table's shape [V, H], one number in memory: models read dtype, shape, or a row that text does not use."""
+        return torch.full((), torch.nan, device=self.packed.device).expand(self.num_embeddings, self.embedding_dim)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         rows: Tensor = torch.ops.outrider.embed(

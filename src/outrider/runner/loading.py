@@ -144,7 +144,8 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
     path = Path(source)
     looks_local = path.exists() or str(source).startswith((".", "/", "~"))
     if looks_local and not path.is_dir():
-        raise OutriderError(f"model folder {source} does not exist")
+        problem = "is a file" if Path(source).is_file() else "does not exist"
+        raise OutriderError(f"no model folder at {source}: it {problem}")
     if looks_local and not (path / "config.json").exists():
         raise OutriderError(f"{source} is not a Hugging Face model folder: config.json is missing")
     if looks_local:

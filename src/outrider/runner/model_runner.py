@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outrider.runner import kernels, linear, loading
+from outrider import native
+from outrider.runner import linear, loading
 from outrider.runner.config import RunnerConfig
 from outrider.runner.cost_book import CostBook
 from outrider.runner.kv_cache import CacheShape, KVCache
@@ -79,7 +80,7 @@ class ModelRunner:
             return cls._from_object(model, config)
         if not isinstance(model, (str, Path)):
             raise OutriderError(
-                f"invalid model {type(model).__name__}: expected a folder, a hub id or a transformers PreTrainedModel"
+                f"invalid model of type {type(model).__name__}: expected a folder, a hub id or a transformers PreTrainedModel"
             )
         device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
         if device.type == "cuda" and not torch.cuda.is_available():
@@ -107,7 +108,7 @@ class ModelRunner:
         if shape is None:
             shape = survey(model)
         loading.adopt(model, shape.by_request)
-        if device.type == "cpu" and linear.is_plain(model) and kernels.load_cpu_kernels():
+        if device.type == "cpu" and linear.is_plain(model) and native.load():
             linear.pack_model(model)
         runner = cls(model, config, device, name, shape)
         if config.self_check:
@@ -249,6 +250,10 @@ class ModelRunner:
         self._prefill(request_ids, texts, rows, spare, hidden)
         return rows, [list(text[lens[row] :]) for text, row in zip(texts, rows, strict=True)]
 
+    def read_to_last(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+        """Prefill what is uncached of sequences that ``catch_up`` has returned, but for the last token of each."""
+        self._read_on(request_ids, texts, rows, self._unread(texts, rows), ())
+
     def feed(
         self,
         passes: PassRunner,
@@ -280,7 +285,7 @@ class ModelRunner:
         step's tokens are picked but not fed.
         """
         self.cache.reserve(max(bases) + steps)
-        self.cache.states.wrote(rows, [base + steps - 1 for base in bases])
+        self.cache.states.wrote(rows, bases, [base + steps - 1 for base in bases])
         batch = len(rows)
         # One set of inputs for all steps, updated in place: creating them per step takes half as long as a pass.
         start, token_ids = torch.tensor(bases, device=self.device), torch.empty(1, batch, dtype=torch.long, device=self.device)

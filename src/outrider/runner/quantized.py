@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outrider import native
 from outrider.runner import huge_pages, kernels
 from outrider.runner.linear import FusedLinears, PackedLinear, arithmetic, pack_model, packed_layers, structural_copy
 from outrider.types import OutriderError
@@ -121,5 +122,5 @@ def quantize_in_fours(packed: Tensor) -> tuple[Tensor, Tensor]:
 @cache
 def _nearest_codes() -> Tensor:
     """Return uint8 [2^16]: the nearest 4-bit code of evenly spaced numbers from -1 to 1."""
-    numbers = torch.tensor(kernels.CODES)
+    numbers = torch.tensor(native.NF4)
     return torch.bucketize(torch.linspace(-1, 1, 1 << 16), (numbers[1:] + numbers[:-1]) / 2).to(torch.uint8)

@@ -99,7 +99,9 @@ def _cached_logits(model: PreTrainedModel, cache: KVCache, layouts: Layouts, tex
             if max(stops) > len(text):  # of a context window that is too short
                 break
             parts = [text[start:stop] for start, stop, _ in zip(starts, stops, rows, strict=False)]
-            fed = [part + wrong[stop : stop + more] for part, stop, more in zip(parts, stops, spare, strict=False)]
+            # Of recurrent layers the state before what is rejected must still be there.
+            extra = [min(more, cache.states.slots - 1) for more in spare]
+            fed = [part + wrong[stop : stop + more] for part, stop, more in zip(parts, stops, extra, strict=False)]
             laid = layouts.chain(fed, rows, list(starts[: len(rows)]))
             lens = [len(part) for part in parts]
             logits, _ = passes.run(laid.ids, laid.layout, (), layouts.places(laid.starts, lens))

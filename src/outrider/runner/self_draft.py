@@ -55,6 +55,9 @@ class SelfDraft:
         """
         runner = self._runner
         self._rows, self._fed = runner.catch_up(request_ids, texts, spare=0)
+        if runner.max_drafts is not None:  # drafts take the place of older states, from one of which the score begins
+            runner.read_to_last(request_ids, texts, self._rows)
+            self._fed = [fed[-1:] for fed in self._fed]
         self._slots = [runner.cache.cached_lens[row] for row in self._rows]
         logits, hidden = runner.feed(self.passes, self._fed, self._rows, self._slots, self._layers, self._span)
         self._hidden = [] if self._depth is None else hidden[behind(self._depth)]

@@ -82,18 +82,14 @@ class StateCache:
                     new[:, row] = old[:, source]
         self.stores, self._lost = stores, lost
 
-    def wrote(self, rows: Sequence[int], ends: Sequence[int]) -> None:
-        """A pass writes the states of these rows up to positions ``ends``, exclusive."""
+    def wrote(self, rows: Sequence[int], bases: Sequence[int], ends: Sequence[int]) -> None:
+        """A pass writes these rows' states at positions ``bases`` to ``ends``, exclusive; from 0 on a text begins anew."""
         if self.stores:
-            for row, end in zip(rows, ends, strict=True):
-                self._lost[row] = max(self._lost[row], end - self.slots)
-
-    def restart(self, row: int) -> None:
-        """The row is another request's from now on."""
-        self._lost[row] = 0
+            for row, base, end in zip(rows, bases, ends, strict=True):
+                self._lost[row] = max(self._lost[row] if base else 0, end - self.slots)
 
     def usable(self, row: int, num_tokens: int) -> int:
-        """How many of a row's first ``num_tokens`` tokens need not be read again: all of them, or none."""
+        """How many of a row's first ``num_tokens`` tokens, cached by now, need not be read again: all of them, or none."""
         return num_tokens if not self.stores or num_tokens > self._lost[row] else 0
 
     def copy(self, source: int, target: int) -> None:

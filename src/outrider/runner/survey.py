@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.masking_utils import AttentionMaskInterface
 
 from outrider.runner import attention, recurrence
@@ -78,6 +78,7 @@ def _survey_attention(model: PreTrainedModel) -> CacheShape:
     """By what attention is called with."""
     global _seen
     name, _seen = type(model).__name__, _Seen(model.device)
+    _refuse_own_caches(model)
     recurrence.bind(model)
     try:
         model.set_attn_implementation(NAME)
@@ -100,6 +101,15 @@ def _survey_attention(model: PreTrainedModel) -> CacheShape:
     if not ran <= known | {layer for layer, kind in enumerate(kinds) if kind in WITHOUT_CACHE}:
         raise OwnAttention(_not_attending(name))
     return CacheShape.of(_seen.layers, _seen.shared, StateShapes.of(_seen.states))
+
+
+def _refuse_own_caches(model: PreTrainedModel) -> None:
+    """Raises ``OutriderError`` for layers whose architecture brings a cache of its own, which decides what they attend to."""
+    config = text_config(model)
+    caches: dict[str, type] = cache_utils.DYNAMIC_LAYER_TYPE_MAPPING
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind in caches and caches[kind].__module__ != cache_utils.__name__:
+            raise OutriderError(f"{config.model_type}: its layers need a cache of their own ({kind}); {INSTEAD}")
 
 
 def _survey_stores(model: PreTrainedModel) -> CacheShape | None:

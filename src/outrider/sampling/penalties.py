@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.sampling.native import rows_for
+from outrider import native
 from outrider.types import Request
 
 
@@ -30,7 +30,7 @@ class Penalties:
     """Token counts of requests with penalties, updated in O(new tokens) per call."""
 
     def __init__(self, requests: Sequence[Request], vocab_size: int, device: torch.device) -> None:
-        self._native = rows_for(device)
+        self._native = native.serves(device)
         self._counted = [
             _Counted(
                 row,
@@ -53,8 +53,9 @@ class Penalties:
             self._count(one)
             rows = logits[one.row, : counts[one.row]]
             own, tree = (None if tensor is None else tensor[one.row].contiguous() for tensor in (drafts, parents))
-            if self._native is not None:
-                self._native.penalise_(rows, one.ids, one.num_ids, one.counts, own, tree, start, one.factors)
+            if self._native:
+                committed = (one.ids, one.num_ids, one.counts)
+                torch.ops.outrider.penalise_(rows, *committed, own, tree, start, *one.factors)
             else:
                 reference_penalise_(rows, one.seen, one.counts, own, tree, start, one.factors)
 
@@ -65,8 +66,8 @@ class Penalties:
         num_prompt = max(one.request.num_prompt_tokens - first, 0)
         one.num_tokens = len(text)
         fresh = torch.tensor(text[first:], device=one.seen.device)
-        if self._native is not None:
-            one.num_ids = self._native.count_tokens(fresh, num_prompt, one.ids, one.num_ids, one.seen, one.counts)
+        if self._native:
+            one.num_ids = torch.ops.outrider.count_tokens(fresh, num_prompt, one.ids, one.num_ids, one.seen, one.counts)
             return
         one.seen[fresh] = 1
         output = fresh[num_prompt:]
@@ -82,7 +83,7 @@ def reference_penalise_(
     start: int,
     factors: tuple[float, float, float],
 ) -> None:
-    """Apply one request's penalties in place; reference of ``Rows.penalise_``."""
+    """Apply one request's penalties in place; reference of ``outrider::penalise_``."""
     width = logits.shape[0]
     occurs, times = seen.float().unsqueeze(0), counts.unsqueeze(0)  # [1, V]
     if drafts is not None and start + width > 1:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.sampling.native import rows_for
+from outrider import native
 
 GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
@@ -52,8 +52,10 @@ def first_above(probs: Tensor, heights: Sequence[float]) -> Tensor:
 
     Heights are in [0, 1). A token with probability 0 is never returned.
     """
-    native = rows_for(probs.device)
-    return reference_first_above(probs, heights) if native is None else native.first_above(probs, heights)
+    if not native.serves(probs.device):
+        return reference_first_above(probs, heights)
+    token_ids: Tensor = torch.ops.outrider.first_above(probs, heights)
+    return token_ids
 
 
 def reference_first_above(probs: Tensor, heights: Sequence[float]) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.sampling.native import rows_for
+from outrider import native
 from outrider.types import SamplingParams
 
 _COLDEST = 1e-6  # lower temperatures would overflow and are greedy anyway
@@ -30,7 +30,7 @@ class Shaping:
         ]
         self._settings = torch.tensor(rows, dtype=torch.float64, device=device).view(-1, 4)
         self.truncates = any(row[1:] != (0, 1.0, 0.0) for row in rows)
-        self._native = rows_for(device)
+        self._native = native.serves(device)
 
     @property
     def temperatures(self) -> Tensor:
@@ -43,8 +43,9 @@ class Shaping:
 
         Only the first ``counts[b]`` rows of request b are defined.
         """
-        if self._native is not None:
-            return self._native.probs(scores.contiguous(), self._settings, counts)
+        if self._native:
+            shaped: tuple[Tensor, Tensor] = torch.ops.outrider.shape_probs(scores.contiguous(), self._settings, counts)
+            return shaped
         probs = torch.softmax(scores / self.temperatures.to(scores.dtype), dim=-1)
         witness = probs[..., 0]  # softmax propagates NaN over its row
         if self.truncates:

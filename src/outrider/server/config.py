@@ -4,55 +4,59 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.types import OutriderError
+from outrider.errors import OutriderError
+from outrider.options import INT32, LIMITS, LISTEN, File, Number, Text, Whole, check, option
 
 KEYS_VARIABLE = "OUTRIDER_API_KEYS"
 
 
+COUNT, SECONDS = Whole(1, INT32), Number(above=0)
+
+
 @dataclass(frozen=True)
 class ServerConfig:
-    """Address and limits of the server."""
+    """Where the server listens and what it allows. Raises ``OutriderError`` for a value of the wrong type or out of bounds."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    name: str = "outrider"  # model name in /v1/models and in every answer
-    max_queue: int = 256  # waiting sequences; beyond them the answer is 429
-    max_choices: int = 64  # sequences of one call: prompts times n
-    max_body: int = 4 << 20  # bytes
-    header_timeout: float = 10.0  # seconds for a call's headers to arrive
-    body_timeout: float = 30.0  # seconds for a body to arrive
-    idle_timeout: float = 30.0  # seconds that a connection may lie still between two calls, or with an answer that is not read
-    request_timeout: float = 600.0  # seconds from a call's first byte to its last token
-    stream_interval: float = 0.02  # minimum seconds between two chunks of a stream; 0: every round's tokens are sent at once
-    shutdown_grace: float = 60.0  # seconds that running streams get to finish
-    workers: int = 2  # processes that tokenise, and as many that try schemas out once there are some
-    worker_memory: float = 1.0  # GiB that each of them may take beside what it starts with
-    text_timeout: float = 10.0  # seconds of processor time for the tokenization of one call's prompts
-    schema_timeout: float = 2.0  # seconds of processor time for a JSON schema's compilation
-    max_schema_values: int = 5000  # objects, lists, strings and numbers in a JSON schema
-    max_schema_depth: int = 64  # levels of them
-    max_schema_choices: int = 256  # alternatives in one anyOf, oneOf or allOf of it
-    stall_timeout: float = 60.0  # seconds without a step of the engine, or of the workers, after which /ready is 503
-    record: Path | None = None  # file to which requests are appended, text included
+    host: str = option(Text(), "127.0.0.1", "Address to listen on; 127.0.0.1 accepts only this machine.", panel=LISTEN)
+    port: int = option(Whole(0, 65535), 8000, "Port; 0 selects a free one.", panel=LISTEN)
+    name: str = option(Text(), "outrider", "Model name that clients see.", panel=LISTEN)
+    max_queue: int = option(COUNT, 256, "Maximum number of waiting sequences; beyond it the answer is 429.", panel=LIMITS)
+    max_choices: int = option(COUNT, 64, "Maximum number of sequences per call: prompts times n.", panel=LIMITS)
+    max_body: int = option(COUNT, 4 << 20, "Maximum bytes of a call's body.", panel=LIMITS)
+    header_timeout: float = option(SECONDS, 10.0, "Seconds to receive a call's headers.", panel=LIMITS)
+    body_timeout: float = option(SECONDS, 30.0, "Seconds to receive a call's body.", panel=LIMITS)
+    idle_timeout: float = option(
+        SECONDS, 30.0, "Seconds that a connection may be idle between calls or leave an answer unread.", panel=LIMITS
+    )
+    request_timeout: float = option(SECONDS, 600.0, "Seconds from a call's first byte to its last token.", panel=LIMITS)
+    stream_interval: float = option(
+        Number(0), 0.02, "Minimum seconds between two chunks of a stream; 0 sends the tokens of every round.", panel=LIMITS
+    )
+    shutdown_grace: float = option(SECONDS, 60.0, "Maximum seconds from SIGTERM to the end of the process.", panel=LIMITS)
+    workers: int = option(COUNT, 2, "Processes that tokenise, and as many that test schemas.", panel=LIMITS)
+    worker_memory: float = option(SECONDS, 1.0, "GiB limit of each of these processes.", panel=LIMITS)
+    text_timeout: float = option(SECONDS, 10.0, "Processor seconds to tokenise the prompts of one call.", panel=LIMITS)
+    schema_timeout: float = option(SECONDS, 2.0, "Processor seconds to compile a JSON schema.", panel=LIMITS)
+    max_schema_values: int = option(COUNT, 5000, "Maximum number of values in a JSON schema.", panel=LIMITS)
+    max_schema_depth: int = option(COUNT, 64, "Maximum depth of a JSON schema.", panel=LIMITS)
+    max_schema_choices: int = option(
+        COUNT, 256, "Maximum alternatives in one anyOf, oneOf or allOf of a JSON schema.", panel=LIMITS
+    )
+    stall_timeout: float = option(
+        SECONDS, 60.0, "Seconds without progress of the engine or of a worker until /ready answers 503.", panel=LIMITS
+    )
+    record: Path | None = option(
+        File(), None, "Append the requests to this file, text included; outrider tune reads it.", panel=LISTEN
+    )
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.type == "int" and each.name != "port" and value < 1:
-                raise OutriderError(f"invalid {each.name} {value}: expected at least 1")
-            if each.type == "float" and each.name != "stream_interval" and not 0 < value < math.inf:
-                raise OutriderError(f"invalid {each.name} {value}: expected a number above 0")
-        if not 0 <= self.stream_interval < float("inf"):
-            raise OutriderError(f"invalid stream_interval {self.stream_interval}: expected 0 seconds or more")
-        if not 0 <= self.port < 1 << 16:
-            raise OutriderError(f"invalid port {self.port}: expected 0 to 65535")
+        check(self)
 
 
 @dataclass(frozen=True)

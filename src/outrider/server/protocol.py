@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from outrider.engine.options import Speculation
 from outrider.options import declared
 from outrider.types import Grammar, OutriderError, SamplingParams
 
@@ -76,7 +77,9 @@ class Speculative(Body):
     """Drafting options of this request. They do not change the answer's distribution."""
 
     method: Text | None = Field(None, description="The served method, or plain for no drafts.")
-    k: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = Field("auto", description="Drafts per round; 0 disables drafts.")
+    num_draft_tokens: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = Field(
+        "auto", description=declared(Speculation)["num_draft_tokens"].help
+    )
 
 
 class TextFormat(Body):
@@ -188,7 +191,8 @@ class SamplingFields(Body):
             raise OutriderError(f"method {wanted.method!r} is not served: expected {served!r} or {PLAIN!r}")
         if wanted.method == PLAIN:
             return 0
-        return wanted.k if isinstance(wanted.k, int) else None
+        k = wanted.num_draft_tokens
+        return k if isinstance(k, int) else None
 
 
 class CompletionBody(SamplingFields):

@@ -38,7 +38,7 @@ def claim(path: Path, about: Mapping[str, Any]) -> None:
     odd = [key for key in about if known.get(key) != about[key]]
     if odd:
         raise OutriderError(
-            f"{path.parent} belongs to a run with another {' and '.join(odd)}: give another folder (--work) or delete it"
+            f"{path.parent} belongs to a run with other {' and '.join(odd)}: give another folder (--work) or delete it"
         )
 
 

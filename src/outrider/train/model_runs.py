@@ -100,8 +100,10 @@ def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRu
     runner, teaching = bench.runner, kind.teaching
     if teaching.loss not in DIVERGENCES:
         raise OutriderError(f"invalid loss {teaching.loss!r}: expected {' or '.join(DIVERGENCES)}")
-    if not (0 <= teaching.on_policy <= 1 and teaching.prompt_len >= 1):
-        raise OutriderError(f"invalid {teaching}: expected on_policy from 0 to 1 and prompt_len of at least 1")
+    if not 0 <= teaching.on_policy <= 1:
+        raise OutriderError(f"invalid on_policy {teaching.on_policy}: expected a share from 0 to 1")
+    if teaching.prompt_len < 1:
+        raise OutriderError(f"invalid prompt_len {teaching.prompt_len}: expected at least 1")
     if teaching.on_policy and teaching.prompt_len >= bench.seq_len:
         raise OutriderError(f"rows of {bench.seq_len} tokens leave nothing to generate after prompts of {teaching.prompt_len}")
     target = trainable(runner).requires_grad_(False).eval()

@@ -30,7 +30,7 @@ from outrider.train.progress import Progress
 from outrider.train.soft_entropy import SoftEntropy, compiled, soft_entropy
 from outrider.train.text import regenerate, token_rows
 from outrider.train.trainer import Batches, Job, Loss, Trainer
-from outrider.types import OutriderError, first_line
+from outrider.types import OutriderError
 
 Evaluate = Callable[[bool], dict[str, Any]]
 Found = TypeVar("Found")
@@ -253,8 +253,7 @@ def run_job(bench: Bench, name: str, model: nn.Module, batches: Batches, loss: L
     try:
         trainer = Trainer(Job(name, model, batches, loss, plan, folder, evaluate))
     except Exception as error:  # truncated or foreign files raise many kinds of exceptions
-        said = f"cannot resume from the checkpoint in {folder}; delete it to start again"
-        raise OutriderError(f"{said}: {first_line(error)}") from error
+        raise OutriderError(f"cannot read the checkpoint in {folder}: delete it to start again") from error
     finished = trainer.run()
     model.eval().requires_grad_(False)
     return finished

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from outrider.sampling.native import rows_for
+from outrider import native
 from outrider.types import Proposal, Randomness, Verdict
 
 _TINY = 1e-30
@@ -45,9 +45,9 @@ def left_over(proposal: Proposal, target_probs: Tensor, num_accepted: Tensor) ->
     """Return the distribution of a chain's last token, [B, V]: the target after the accepted drafts, or the residual."""
     width, device = proposal.num_nodes, target_probs.device
     tokens, lens, draft_probs = proposal.token_ids.to(device), proposal.lens.to(device), proposal.probs
-    native = rows_for(device)
-    if native is not None:
-        return native.left_over(target_probs, draft_probs, tokens, num_accepted, lens)
+    if native.serves(device):
+        left: Tensor = torch.ops.outrider.left_over(target_probs, draft_probs, tokens, num_accepted, lens)
+        return left
     rejected = num_accepted < lens
     left = _rows(target_probs, num_accepted)  # nothing is subtracted without a rejection
     first = num_accepted.clamp_max(width - 1)

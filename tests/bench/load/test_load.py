@@ -187,7 +187,7 @@ def test_the_document_and_the_table_name_the_worst_cell() -> None:
     json.dumps(result)
     assert result["kind"] == "serve" and result["worst"] == worst(result["cells"])
     assert result["worst"]["speedup"] == pytest.approx(1, rel=0.02)
-    assert "least speedup 1.00x" in verdict(result)
+    assert "smallest speedup 1.00x" in verdict(result)
     assert table(result).row_count == 4
     only = swept(FakeServer(owner="vllm"), Load(concurrency=1), modes=(Mode("as served", URL),))
     assert "--plain-url" in verdict(document(only, Objective(), {}))
@@ -237,7 +237,7 @@ def test_virtual_time_is_nobodys_time() -> None:
     [
         (["--url", "http://fake", "--max-batch", "4"], "--max-batch"),
         (["--url", "http://fake", "--inflate", "1b"], "--inflate"),
-        (["--plain-url", "http://fake"], "goes with --url"),
+        (["--plain-url", "http://fake"], "needs --url"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

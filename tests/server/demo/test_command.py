@@ -37,6 +37,6 @@ def test_without_the_server_s_libraries_it_says_what_to_install(
 def test_methods_that_do_not_exist_or_have_no_draft_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("uvicorn")
     (tmp_path / "config.json").write_text("{}")
-    assert "unknown method 'magic'" in refusal(capsys, "--port", "0", "--methods", "magic")
-    told = refusal(capsys, "--port", "0", "--methods", "draft", "--target", str(tmp_path))
+    assert "unknown method 'magic'" in refusal(capsys, "--port", "0", "--method", "magic")
+    told = refusal(capsys, "--port", "0", "--method", "draft", "--target", str(tmp_path))
     assert "'draft' needs a draft model" in told

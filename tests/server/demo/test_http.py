@@ -81,18 +81,18 @@ def server(demo: Demo, track: HandTrack) -> Iterator[Server]:
         (b"{}", 400, "prompt must be"),
         (b'{"prompt": "", "method": "draft"}', 400, "prompt must be"),
         (b'{"prompt": 3, "method": "draft"}', 400, "prompt must be"),
-        (b'{"prompt": "\\ud800", "method": "draft"}', 400, "no text"),
-        (json.dumps(GOOD | {"prompt": "x" * 101}).encode(), 400, "101 characters; 100 are allowed"),
+        (b'{"prompt": "\\ud800", "method": "draft"}', 400, "invalid Unicode"),
+        (json.dumps(GOOD | {"prompt": "x" * 101}).encode(), 400, "101 characters; the limit is 100"),
         (json.dumps(GOOD | {"method": "magic"}).encode(), 400, "no such method"),
-        (json.dumps(GOOD | {"k": -1}).encode(), 400, "k must be a whole number from 0 to 16"),
+        (json.dumps(GOOD | {"k": -1}).encode(), 400, "k must be an integer from 0 to 16"),
         (json.dumps(GOOD | {"k": "many"}).encode(), 400, "k must be"),
         (json.dumps(GOOD | {"k": True}).encode(), 400, "k must be"),
         (json.dumps(GOOD | {"temperature": 9}).encode(), 400, "temperature must be"),
         (b'{"prompt": "a", "method": "draft", "temperature": NaN}', 400, "temperature must be"),
-        (json.dumps(GOOD | {"seed": 10**400}).encode(), 400, "seed must be a whole number from 0"),
+        (json.dumps(GOOD | {"seed": 10**400}).encode(), 400, "seed must be an integer from 0"),
         (json.dumps(GOOD | {"accuracy": 1.5}).encode(), 400, "accuracy must be a number from 0 to 1"),
         (json.dumps(GOOD | {"max_tokens": 10**6}).encode(), 400, "max_tokens must be"),
-        (json.dumps(GOOD | {"max_tokens": 2.5}).encode(), 400, "whole number"),
+        (json.dumps(GOOD | {"max_tokens": 2.5}).encode(), 400, "max_tokens must be an integer"),
         (json.dumps(GOOD | {"colour": "red"}).encode(), 400, "unknown field 'colour'"),
         (b"[" * 1900, 400, "not JSON"),
         (b" " * 2001, 413, "longer than 2000 bytes"),
@@ -145,7 +145,7 @@ def test_a_full_line_refuses_and_says_when_to_come_back(server: Server, track: H
         visit.next()
     late = server.race(**GOOD)
     assert late.status == 429 and int(late.headers["Retry-After"]) > 0
-    assert "in line already" in late.body
+    assert "already waiting" in late.body
     late.leave()
     track.may_end.set()
     for visit in visits:

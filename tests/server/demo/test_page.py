@@ -182,7 +182,7 @@ def test_a_race_that_is_refused_leaves_the_one_before_it_to_be_replayed(visitor:
     first, said = visitor.page.input_value("#prompt"), visitor.said("speculative")
     visitor.page.fill("#prompt", "x y z " * 600)
     visitor.page.click("#start")
-    visitor.see("#status.error", "tokens; with")
+    visitor.see("#status.error", "with max_tokens=")
     visitor.page.click("#replay")
     visitor.see("#verdict small", "The same text")
     assert visitor.page.inner_text("#lane-plain .prompt-text").strip() == first.strip()
@@ -206,7 +206,7 @@ def test_mistakes_and_a_server_that_is_gone_are_said_on_the_page(visitor: Visito
     page = visitor.page
     page.fill("#prompt", "x y z " * 600)
     page.click("#start")
-    visitor.see("#status.error", "tokens; with 128 to come")
+    visitor.see("#status.error", "with max_tokens=128")
     page.route("**/api/race", lambda route: route.abort())
     page.click("#start")
     visitor.see("#status.error", "does not answer")

@@ -77,6 +77,7 @@ IN_TEXT_SECTIONS = {"text_config": {"rope_parameters": {**ROPE, "mrope_section":
 HALF_ROTATED = {"text_config": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}}}
 GEMMA_4 = {"global_head_dim": 32, "layer_types": SLIDING}
 CHANGES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
     "chameleon": {"vocabulary_map": {"<image>": 5}},
     "cohere_compass": {
         "text_config": {
@@ -104,9 +105,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "glm4v_moe": HALF_ROTATED,
     "glm_ocr": IN_TEXT_SECTIONS,
     "glmga": IN_TEXT_SECTIONS,
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
     "hunyuan_v1_moe": {"head_dim": HEAD_DIM},
     "hunyuan_vl": {"text_config": {"head_dim": HEAD_DIM}},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "llama4": {"text_config": {"layer_types": ["chunked_attention", "full_attention"] * 2, "no_rope_layers": [1, 0, 1, 0]}},
     "llama4_text": {
@@ -116,11 +119,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": HEAD_DIM},
+    "moshi": {"sliding_window": LENGTH},  # as in the checkpoints: transformers' cache cuts at it, its forward does not
     "nemotron": {"head_dim": HEAD_DIM, "num_key_value_heads": KV_HEADS},
     "paddleocr_vl": IN_TEXT_SECTIONS,
-    "qwen2_5_omni_thinker": IN_TEXT_SECTIONS,
+    "qwen2_5_omni_thinker": IN_TEXT_SECTIONS | {"vision_start_token_id": 2},
     "qwen2_5_vl": IN_TEXT_SECTIONS,
     "qwen2_vl": IN_TEXT_SECTIONS,
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 2},
     "whisper": {"is_encoder_decoder": False},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},

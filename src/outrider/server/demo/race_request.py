@@ -78,5 +78,5 @@ def _is_text(value: str) -> bool:
 def _number(name: str, value: Any, low: float, high: float, whole: bool = False) -> float:
     kinds = (int,) if whole else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
-        raise OutriderError(f"{name} must be {'an integer' if whole else 'a number'} from {low:g} to {high:g}")
+        raise OutriderError(f"{name} must be {'an integer' if whole else 'a number'} from {low} to {high}")
     return value

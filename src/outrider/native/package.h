@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+namespace outrider {
+
 class Package : public torch::CustomClassHolder {
  public:
   explicit Package(const std::string& path) : loader_(path) {}
@@ -30,3 +32,5 @@ class Package : public torch::CustomClassHolder {
  private:
   torch::inductor::AOTIModelPackageLoader loader_;
 };
+
+}  // namespace outrider

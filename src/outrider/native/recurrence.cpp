@@ -3,9 +3,12 @@
 // A layer's cache is a ring over positions: the state after position p lies in slot p mod S. A pass starts from the state after the
 // last cached position and writes the state after each of its last S positions, so going back to any of them moves no data. Each
 // request runs token by token, whatever else is in the pass: its bits depend neither on the batch nor on how many tokens come at once.
+
 #include <ATen/Parallel.h>
-#include <ATen/ATen.h>
-#include <torch/library.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
+
+#include "operators.h"
 
 #include <algorithm>
 #include <cmath>
@@ -13,9 +16,11 @@
 #include <type_traits>
 #include <vector>
 
-namespace {
+namespace outrider {
 
 using at::Tensor;
+
+namespace {
 
 struct Requests {  // of one pass: tokens [start, end) of request b stand at positions base, base + 1, ...
   const int64_t *rows, *bases, *ends;
@@ -84,6 +89,8 @@ float inverse_norm(const float* x, int64_t size) {
   for (int64_t i = 0; i < size; ++i) sum += x[i] * x[i];
   return 1.0f / std::sqrt(sum + 1e-6f);
 }
+
+}  // namespace
 
 // query, key [1, T, Hk, D], value [1, T, H, Dv], decay (its logarithm) [1, T, H, D or 1], beta [1, T, H]; states [L, R, S, H, D, Dv].
 Tensor delta_scan(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& decay,
@@ -198,10 +205,4 @@ Tensor short_conv(const Tensor& x, const Tensor& weight, const std::optional<Ten
   return out;
 }
 
-TORCH_LIBRARY_IMPL(outrider, CPU, library) {
-  library.impl("delta_scan", &delta_scan);
-  library.impl("selective_scan", &selective_scan);
-  library.impl("short_conv", &short_conv);
-}
-
-}  // namespace
+}  // namespace outrider

@@ -1,26 +1,20 @@
-"""Outrider's operators, such as ``outrider::linear`` and ``outrider::attend``: a torch reference, and C++ for the CPU.
+"""Declares the operators of a pass, such as ``outrider::linear`` and ``outrider::attend``, with their references in torch.
 
-The C++ is tested against the reference, which also runs on CUDA and on machines without a C++ compiler.
+On a CPU ``outrider.native`` replaces them with C++ once it is loaded. The references run on CUDA and on machines without a C++
+compiler, and the C++ is tested against them.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Callable, Sequence
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider import cpp_library
+from outrider import native
 from outrider.runner import huge_pages
 
-logger = logging.getLogger(__name__)
-
-SOURCES = ("cpu.cpp", "recurrence.cpp", "blocks.cpp")
 PANEL = 32  # adjacent outputs in a packed weight
 DEEP, DEEP_BYTES = 32, 64  # inputs per step of bfloat16 and of 8-bit products
 
@@ -36,49 +30,23 @@ _library.define(f"attend_general({ATTEND}, int chunk, Tensor? sinks) -> Tensor")
 _library.define("embed(Tensor token_ids, Tensor packed) -> Tensor")
 _library.define("linear_scaled(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int outputs) -> Tensor")
 _library.define("linear_gated(Tensor x, Tensor packed, Tensor? scales, str activation) -> Tensor")
-_library.define("gate_halves(Tensor both, str activation) -> Tensor")
-_library.define("linear_blocks(Tensor x, Tensor packed, Tensor? bias, int outputs, int activation_bits) -> Tensor")
-_library.define("embed_blocks(Tensor token_ids, Tensor packed, int inputs) -> Tensor")
-_library.define("pack_blocks(Tensor weight, int bits, Tensor(a!) packed) -> ()")
-_library.define("block_activation_bits() -> int")
-_library.define("has_matrix_units() -> bool")
-_library.define("prefers_pairs() -> bool")
-_library.define("takes_fours() -> bool")
 
 SCALED = 128  # inputs of an output that share a scale, for 8-bit and 4-bit codes
-# Values of the 4-bit codes: quantiles of the normal distribution (NF4: Dettmers et al. 2023, appendix E).
-CODES = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
-    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-)
-
-BLOCK = 32  # inputs of an output that share a scale, in weights of blocks
-BLOCK_SCALES = 2 * PANEL  # bytes of a block's scales: bfloat16
-BLOCK_BYTES = {bits: BLOCK_SCALES + PANEL * BLOCK * bits // 8 for bits in (4, 8)}
-# Values of the 4-bit codes of blocks: denser around 0, where most weights are (llama.cpp's IQ4_NL).
-BLOCK_CODES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def has_matrix_units() -> bool:
     """Return whether this CPU has matrix units (AMX) that this process may use."""
-    return load_cpu_kernels() and bool(torch.ops.outrider.has_matrix_units())
+    return native.load() and bool(torch.ops.outrider.has_matrix_units())
 
 
 def prefers_pairs() -> bool:
     """Return whether this CPU multiplies bfloat16 faster than float32: AMX or AVX-512 BF16."""
-    return load_cpu_kernels() and bool(torch.ops.outrider.prefers_pairs())
+    return native.load() and bool(torch.ops.outrider.prefers_pairs())
 
 
 def takes_fours() -> bool:
     """Return whether this CPU has 8-bit dot products: AMX or AVX-512 VNNI."""
-    return load_cpu_kernels() and bool(torch.ops.outrider.takes_fours())
-
-
-@cache
-def block_activation_bits() -> int:
-    """Return the bits of activations that this CPU multiplies fastest with blocks: 8 (AVX-512 VNNI), 16 (BF16) or 32."""
-    return int(torch.ops.outrider.block_activation_bits()) if load_cpu_kernels() else 32
+    return native.load() and bool(torch.ops.outrider.takes_fours())
 
 
 def suits_pairs(weight: Tensor) -> bool:
@@ -103,64 +71,6 @@ def pack_weight(weight: Tensor, in_pairs: bool = False) -> Tensor:
     turned = padded.view(panels, PANEL, inputs // 2, 2) if in_pairs else padded.view(panels, PANEL, inputs)
     turned = turned.transpose(1, 2)
     return huge_pages.empty(turned.shape, weight.dtype).copy_(turned) if weight.is_cpu else turned.contiguous()
-
-
-def pack_blocks(weight: Tensor, bits: int) -> Tensor:
-    """Round [outputs, inputs] to codes of 8 or 4 bits, in blocks: uint8 [panels, blocks, bytes]. Needs the C++ kernels."""
-    outputs, inputs = weight.shape
-    packed = huge_pages.empty((-(-outputs // PANEL), -(-inputs // BLOCK), BLOCK_BYTES[bits]), torch.uint8)
-    torch.ops.outrider.pack_blocks(weight, bits, packed)
-    return packed
-
-
-def in_blocks(packed: Tensor) -> bool:
-    """Return whether a packed weight consists of blocks with scales of their own: uint8 [panels, blocks, bytes]."""
-    return packed.dtype == torch.uint8 and packed.dim() == 3 and packed.shape[2] in BLOCK_BYTES.values()
-
-
-def block_bits(packed: Tensor) -> int:
-    """Return the bits of each code of a weight in blocks: 4 or 8."""
-    return next(bits for bits, size in BLOCK_BYTES.items() if size == packed.shape[2])
-
-
-def unpack_blocks(packed: Tensor, outputs: int, inputs: int) -> Tensor:
-    """Decode a weight in blocks to [outputs, inputs] float32. A block's layout is described in blocks.cpp."""
-    panels, blocks = packed.shape[:2]
-    scales = packed[..., :BLOCK_SCALES].contiguous().view(torch.bfloat16).float()  # [panels, blocks, 32]
-    codes = packed[..., BLOCK_SCALES:].reshape(panels, blocks, -1, PANEL, 4)
-    if block_bits(packed) == 8:
-        values = codes.view(torch.int8).float()
-    else:
-        table = torch.tensor(BLOCK_CODES, dtype=torch.float32, device=packed.device)
-        values = table[torch.cat([codes & 15, codes >> 4], -1).long()]
-    values = values * scales[:, :, None, :, None]  # [panels, blocks, words, 32, inputs of a word]
-    return values.permute(0, 3, 1, 2, 4).reshape(panels * PANEL, blocks * BLOCK)[:outputs, :inputs]
-
-
-def round_activations(x: Tensor, bits: int) -> Tensor:
-    """Return x [..., inputs] float32 as a layer in blocks rounds it: to bfloat16, or to 8 bits with a scale for 32 inputs."""
-    if bits == 32:
-        return x.float()
-    if bits == 16:
-        return x.bfloat16().float()
-    inputs = x.shape[-1]
-    parts = functional.pad(x.float(), (0, -inputs % BLOCK)).unflatten(-1, (-1, BLOCK))
-    most = parts.abs().amax(-1, keepdim=True)
-    codes = (parts * torch.where(most > 1e-30, 127 / most, 0)).round()
-    return (codes * (most / 127)).flatten(-2)[..., :inputs]
-
-
-def reference_linear_blocks(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, activation_bits: int) -> Tensor:
-    """Compute x [..., inputs] times a weight in blocks -> [..., outputs]; sums are float32."""
-    weight = unpack_blocks(packed, outputs, x.shape[-1])
-    return functional.linear(round_activations(x, activation_bits), weight, None if bias is None else bias.float()).to(x.dtype)
-
-
-def reference_embed_blocks(token_ids: Tensor, packed: Tensor, inputs: int) -> Tensor:
-    """Return rows [..., inputs] float32 of a weight in blocks for token_ids [...]."""
-    rows = unpack_blocks(packed[(token_ids // PANEL).flatten()], token_ids.numel() * PANEL, inputs).view(-1, PANEL, inputs)
-    picked = rows[torch.arange(token_ids.numel(), device=token_ids.device), (token_ids % PANEL).flatten()]
-    return picked.view(*token_ids.shape, inputs)
 
 
 def in_groups(packed: Tensor) -> bool:
@@ -203,7 +113,7 @@ def unpack_codes(packed: Tensor, scales: Tensor) -> Tensor:
         return one_by_one(packed).float() * scales.view(-1, 1, PANEL)
     panels, inputs = packed.shape[:2]
     if packed.dtype == torch.uint8:
-        codes = torch.tensor(CODES, device=packed.device)
+        codes = torch.tensor(native.NF4, device=packed.device)
         values = codes[torch.cat([packed & 15, packed >> 4], -1).long()]
     else:
         values = packed.float()
@@ -234,13 +144,8 @@ def reference_linear_gated(x: Tensor, packed: Tensor, scales: Tensor | None, act
         both = reference_linear(x, packed, None, outputs)
     else:
         both = reference_linear_scaled(x, packed, scales, None, outputs)
-    return reference_gate_halves(both, activation)
-
-
-def reference_gate_halves(both: Tensor, activation: str) -> Tensor:
-    """Compute activation(first half) * second half of both [..., 2 N] -> [..., N]."""
     gate, up = both.float().chunk(2, -1)
-    return (GATES[activation](gate) * up).to(both.dtype)
+    return (GATES[activation](gate) * up).to(x.dtype)
 
 
 def reference_embed(token_ids: Tensor, packed: Tensor) -> Tensor:
@@ -334,9 +239,6 @@ def _visible_slots(bases: Tensor, positions: Tensor, visible: Tensor, capacity: 
 _library.impl("linear", reference_linear, "CompositeExplicitAutograd")
 _library.impl("linear_scaled", reference_linear_scaled, "CompositeExplicitAutograd")
 _library.impl("linear_gated", reference_linear_gated, "CompositeExplicitAutograd")
-_library.impl("gate_halves", reference_gate_halves, "CompositeExplicitAutograd")
-_library.impl("linear_blocks", reference_linear_blocks, "CompositeExplicitAutograd")
-_library.impl("embed_blocks", reference_embed_blocks, "CompositeExplicitAutograd")
 _library.impl("embed", reference_embed, "CompositeExplicitAutograd")
 _library.impl("attend", reference_attend, "CompositeExplicitAutograd")
 _library.impl("attend_general", reference_attend, "CompositeExplicitAutograd")
@@ -354,18 +256,6 @@ def _fake_linear_gated(x: Tensor, packed: Tensor, scales: Tensor | None, activat
     return x.new_empty(*x.shape[:-1], packed.shape[0] * PANEL // 2)
 
 
-def _fake_gate_halves(both: Tensor, activation: str) -> Tensor:
-    return both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
-
-
-def _fake_linear_blocks(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, activation_bits: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], outputs)
-
-
-def _fake_embed_blocks(token_ids: Tensor, packed: Tensor, inputs: int) -> Tensor:
-    return packed.new_empty(*token_ids.shape, inputs, dtype=torch.float32)
-
-
 def _fake_embed(token_ids: Tensor, packed: Tensor) -> Tensor:
     return packed.new_empty(*token_ids.shape, packed_shape(packed)[1], dtype=torch.float32)
 
@@ -378,43 +268,9 @@ _FAKES: dict[str, Callable[..., Tensor]] = {
     "linear": _fake_linear,
     "linear_scaled": _fake_linear_scaled,
     "linear_gated": _fake_linear_gated,
-    "gate_halves": _fake_gate_halves,
-    "linear_blocks": _fake_linear_blocks,
-    "embed_blocks": _fake_embed_blocks,
     "embed": _fake_embed,
     "attend": _fake_attend,
     "attend_general": _fake_attend,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"outrider::{_name}", _fake)
-
-
-# ---------------------------------------------------------------------------------------------------------------------------
-# C++
-# ---------------------------------------------------------------------------------------------------------------------------
-
-
-@cache
-def load_cpu_kernels() -> bool:
-    """Build the C++ operators for this CPU (about 20 s, once per machine) and load them. Return False on failure."""
-    try:
-        compiler = cpp_library.find_compiler()
-        if compiler is None:
-            logger.warning("no C++ compiler found: passes use torch's kernels, several times slower; install g++")
-            return False
-        for source in SOURCES:
-            torch.ops.load_library(_library_file(compiler, source))
-    except cpp_library.FAILURES as error:
-        logger.warning("the CPU kernels cannot be built or loaded, torch's own are used: %s", cpp_library.first_line(error))
-        return False
-    return True
-
-
-def _library_file(compiler: Sequence[str], source: str) -> Path:
-    torch_folder = Path(torch.__file__).parent  # torch.utils.cpp_extension knows it too, but takes a second to import
-    flags = ["-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
-    if sys.platform == "linux":
-        flags += ["-fopenmp", "-DAT_PARALLEL_OPENMP=1"]
-    flags += [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
-    libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
-    return cpp_library.library(compiler, Path(__file__).with_name(source), flags, libraries, [torch.__version__, sys.abiflags])

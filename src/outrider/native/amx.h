@@ -22,7 +22,7 @@
 #include <type_traits>
 #include <vector>
 
-namespace amx {
+namespace outrider::amx {
 
 constexpr int64_t kSide = 16;                // rows, or outputs, of a tile
 constexpr int64_t kLine = 64;                // bytes of a row of a tile
@@ -369,6 +369,6 @@ inline void mix(const uint16_t* weights, const uint16_t* values, int64_t slots, 
   }
 }
 
-}  // namespace amx
+}  // namespace outrider::amx
 
 #endif

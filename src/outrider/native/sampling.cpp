@@ -1,7 +1,11 @@
-// What a CPU does with single rows of logits or probabilities, one pass or two over each where tensor operations take dozens.
+// The sampler's operators on rows of logits and probabilities: one or two passes over a row, where tensor operations take dozens.
 //
-// Plain C functions on plain memory: no header of torch, so it compiles in seconds. Each computes what its reference in Python
-// does (penalties.py, shaping.py, randomness.py); `f32` and `f64` are the types of the rows.
+// Each computes what its reference in Python does (outrider/sampling, outrider/verifiers/base.py).
+
+#include <ATen/Dispatch.h>
+#include <ATen/core/Tensor.h>
+
+#include "operators.h"
 
 #include <algorithm>
 #include <cmath>
@@ -12,6 +16,7 @@
 #include <numeric>
 #include <vector>
 
+namespace outrider {
 namespace {
 
 // The k-th highest of the maxima of interleaved classes: k values are at least that high, so nothing below it is in the top k.
@@ -155,22 +160,19 @@ void truncate_row(T* row, int64_t size, int64_t top_k, double top_p, double min_
 }
 
 // Row r is of request r / width, whose settings are temperature (0: the argmax), top_k, top_p and min_p. The first counts[b] rows
-// of each request are looked at, and `out` is left as it is in the others. Sets `invalid` for rows of NaN.
+// of each request are looked at, and `out` is left as it is in the others. `witness`: NaN for rows of NaN.
 template <typename T>
-int64_t probs(const T* logits, T* out, int64_t num_rows, int64_t size, const double* settings, int64_t width, const int64_t* counts,
-              uint8_t* invalid) {
+void shape_rows(const T* logits, T* out, int64_t num_rows, int64_t size, const double* settings, int64_t width, const int64_t* counts,
+                float* witness) {
   std::vector<T> found(size + 1), maxima;
-  int64_t num_invalid = 0;
   for (int64_t r = 0; r < num_rows; ++r) {
-    invalid[r] = 0;
     if (r % width >= counts[r / width]) continue;
     const double* setting = settings + r / width * 4;
     const T* row = logits + r * size;
     T* result = out + r * size;
     const bool is_greedy = setting[0] == 0;
-    invalid[r] = !softmax_row(row, result, size, is_greedy ? T(1) : static_cast<T>(setting[0]));
-    num_invalid += invalid[r];
-    if (invalid[r]) {
+    if (!softmax_row(row, result, size, is_greedy ? T(1) : static_cast<T>(setting[0]))) {
+      witness[r] = std::numeric_limits<float>::quiet_NaN();
       std::fill(result, result + size, std::numeric_limits<T>::quiet_NaN());
     } else if (is_greedy) {
       std::fill(result, result + size, T(0));
@@ -179,15 +181,14 @@ int64_t probs(const T* logits, T* out, int64_t num_rows, int64_t size, const dou
       truncate_row(result, size, static_cast<int64_t>(setting[1]), setting[2], setting[3], found, maxima);
     }
   }
-  return num_invalid;
 }
 
 // What is left of a target's row when a rejected draft's is taken away: norm(max(0, target - draft)), the target where that is 0
 // (nothing was rejected: num_accepted[b] = lens[b], or rounding). target [B, width + 1, size], draft [B, width, size] or null for
 // point masses at `tokens` [B, width].
 template <typename T>
-void left_over(const T* target, const T* draft, const int64_t* tokens, const int64_t* num_accepted, const int64_t* lens,
-               int64_t batch, int64_t width, int64_t size, T* out) {
+void left_over_rows(const T* target, const T* draft, const int64_t* tokens, const int64_t* num_accepted, const int64_t* lens,
+                    int64_t batch, int64_t width, int64_t size, T* out) {
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t accepted = num_accepted[b], node = b * width + accepted;
     const T* row = target + (b * (width + 1) + accepted) * size;
@@ -216,7 +217,7 @@ void left_over(const T* target, const T* draft, const int64_t* tokens, const int
 }
 
 template <typename T>
-void first_above(const T* rows, int64_t num_rows, int64_t size, int64_t stride, const double* heights, int64_t* token_ids) {
+void first_above_rows(const T* rows, int64_t num_rows, int64_t size, int64_t stride, const double* heights, int64_t* token_ids) {
   constexpr int64_t kBlock = 64;
   std::vector<double> sums((size + kBlock - 1) / kBlock);
   for (int64_t r = 0; r < num_rows; ++r) {
@@ -261,8 +262,8 @@ T penalised(T score, float count, const Factors& factors) {
 // rows [width, size], of which row j follows draft start + j - 1: what stands before it is the text, whose distinct tokens are
 // `ids` and `counts` [size] how often they stand in the output, and the drafts on its path (`parents` null: a chain).
 template <typename T>
-void penalise(T* rows, int64_t width, int64_t size, const int64_t* ids, int64_t num_ids, const float* counts,
-              const int64_t* drafts, const int64_t* parents, int64_t start, const Factors& factors) {
+void penalise_rows(T* rows, int64_t width, int64_t size, const int64_t* ids, int64_t num_ids, const float* counts,
+                   const int64_t* drafts, const int64_t* parents, int64_t start, const Factors& factors) {
   struct Drafted {
     int64_t token;
     T score;
@@ -286,56 +287,82 @@ void penalise(T* rows, int64_t width, int64_t size, const int64_t* ids, int64_t 
   }
 }
 
+const int64_t* ids_of(const std::optional<at::Tensor>& ids) { return ids.has_value() ? ids->const_data_ptr<int64_t>() : nullptr; }
+
 }  // namespace
 
-extern "C" {
-
-int64_t probs_f32(const float* logits, float* out, int64_t num_rows, int64_t size, const double* settings, int64_t width,
-                  const int64_t* counts, uint8_t* invalid) {
-  return probs(logits, out, num_rows, size, settings, width, counts, invalid);
-}
-int64_t probs_f64(const double* logits, double* out, int64_t num_rows, int64_t size, const double* settings, int64_t width,
-                  const int64_t* counts, uint8_t* invalid) {
-  return probs(logits, out, num_rows, size, settings, width, counts, invalid);
-}
-
-void left_over_f32(const float* target, const float* draft, const int64_t* tokens, const int64_t* num_accepted, const int64_t* lens,
-                   int64_t batch, int64_t width, int64_t size, float* out) {
-  left_over(target, draft, tokens, num_accepted, lens, batch, width, size, out);
-}
-void left_over_f64(const double* target, const double* draft, const int64_t* tokens, const int64_t* num_accepted,
-                   const int64_t* lens, int64_t batch, int64_t width, int64_t size, double* out) {
-  left_over(target, draft, tokens, num_accepted, lens, batch, width, size, out);
+// scores [B, M, V], settings float64 [B, 4] of temperature, top_k, top_p and min_p -> probabilities [B, M, V] and float32 [B, M], NaN
+// where scores were. Only the first counts[b] rows of request b are looked at: the others are undefined.
+std::tuple<at::Tensor, at::Tensor> shape_probs(const at::Tensor& scores, const at::Tensor& settings, at::IntArrayRef counts) {
+  const int64_t batch = scores.size(0), width = scores.size(1), size = scores.size(2);
+  TORCH_CHECK(scores.is_contiguous() && settings.is_contiguous() && settings.numel() == 4 * batch &&
+                  static_cast<int64_t>(counts.size()) == batch,
+              "shape_probs: settings ", settings.sizes(), " for scores ", scores.sizes());
+  at::Tensor probs = scores.new_empty(scores.sizes()), witness = scores.new_zeros({batch, width}, at::kFloat);
+  AT_DISPATCH_FLOATING_TYPES(scores.scalar_type(), "shape_probs", [&] {
+    shape_rows(scores.const_data_ptr<scalar_t>(), probs.mutable_data_ptr<scalar_t>(), batch * width, size,
+               settings.const_data_ptr<double>(), width, counts.data(), witness.mutable_data_ptr<float>());
+  });
+  return {probs, witness};
 }
 
-void first_above_f32(const float* rows, int64_t num_rows, int64_t size, int64_t stride, const double* heights, int64_t* token_ids) {
-  first_above(rows, num_rows, size, stride, heights, token_ids);
-}
-void first_above_f64(const double* rows, int64_t num_rows, int64_t size, int64_t stride, const double* heights, int64_t* token_ids) {
-  first_above(rows, num_rows, size, stride, heights, token_ids);
+// target [B, N + 1, V], draft [B, N, V] or none for point masses at tokens [B, N]; num_accepted and lens [B] -> [B, V]: what is left of
+// the target's row after the accepted drafts when the rejected one's is taken away.
+at::Tensor left_over(const at::Tensor& target, const std::optional<at::Tensor>& draft, const at::Tensor& tokens,
+                     const at::Tensor& num_accepted, const at::Tensor& lens) {
+  const at::Tensor rows = target.contiguous(), ids = tokens.contiguous(), accepted = num_accepted.contiguous(), counts = lens.contiguous();
+  const at::Tensor taken = draft.has_value() ? draft->to(target.scalar_type()).contiguous() : at::Tensor();
+  const int64_t batch = ids.size(0), width = ids.size(1), size = rows.size(2);
+  TORCH_CHECK(rows.size(0) == batch && rows.size(1) == width + 1, "left_over: target ", rows.sizes(), " for drafts ", ids.sizes());
+  at::Tensor out = rows.new_empty({batch, size});
+  AT_DISPATCH_FLOATING_TYPES(rows.scalar_type(), "left_over", [&] {
+    left_over_rows(rows.const_data_ptr<scalar_t>(), taken.defined() ? taken.const_data_ptr<scalar_t>() : nullptr,
+                   ids.const_data_ptr<int64_t>(), accepted.const_data_ptr<int64_t>(), counts.const_data_ptr<int64_t>(), batch, width,
+                   size, out.mutable_data_ptr<scalar_t>());
+  });
+  return out;
 }
 
-void penalise_f32(float* rows, int64_t width, int64_t size, const int64_t* ids, int64_t num_ids, const float* counts,
-                  const int64_t* drafts, const int64_t* parents, int64_t start, double repetition,
-                  double presence, double frequency) {
-  penalise(rows, width, size, ids, num_ids, counts, drafts, parents, start, {repetition, presence, frequency});
-}
-void penalise_f64(double* rows, int64_t width, int64_t size, const int64_t* ids, int64_t num_ids, const float* counts,
-                  const int64_t* drafts, const int64_t* parents, int64_t start, double repetition,
-                  double presence, double frequency) {
-  penalise(rows, width, size, ids, num_ids, counts, drafts, parents, start, {repetition, presence, frequency});
+// probs [B, V], heights [B] in [0, 1) -> int64 [B]: the first token whose cumulative probability exceeds that part of the total.
+at::Tensor first_above(const at::Tensor& probs, at::ArrayRef<double> heights) {
+  const at::Tensor rows = probs.stride(1) == 1 ? probs : probs.contiguous();
+  TORCH_CHECK(static_cast<int64_t>(heights.size()) == rows.size(0), "first_above: ", heights.size(), " heights for ", rows.sizes());
+  at::Tensor token_ids = rows.new_empty({rows.size(0)}, at::kLong);
+  AT_DISPATCH_FLOATING_TYPES(rows.scalar_type(), "first_above", [&] {
+    first_above_rows(rows.const_data_ptr<scalar_t>(), rows.size(0), rows.size(1), rows.stride(0), heights.data(),
+                     token_ids.mutable_data_ptr<int64_t>());
+  });
+  return token_ids;
 }
 
-// Takes committed tokens into `ids` (the distinct ones), `seen` and, from `num_prompt` on, `counts`. Returns the new number of ids.
-int64_t count_tokens(const int64_t* tokens, int64_t num_tokens, int64_t num_prompt, int64_t* ids, int64_t num_ids, uint8_t* seen,
-                     float* counts) {
-  for (int64_t i = 0; i < num_tokens; ++i) {
-    const int64_t token = tokens[i];
-    if (!seen[token]) ids[num_ids++] = token;
-    seen[token] = 1;
-    if (i >= num_prompt) counts[token] += 1;
+// Penalties of one request on logits [M, V], in place. Its text has the distinct tokens ids[:num_ids], counts [V] of them in the
+// output; drafts [N] and, of a tree, parents [N] stand before the rows, the first of which follows draft start - 1.
+void penalise_(at::Tensor logits, const at::Tensor& ids, int64_t num_ids, const at::Tensor& counts, const std::optional<at::Tensor>& drafts,
+               const std::optional<at::Tensor>& parents, int64_t start, double repetition, double presence, double frequency) {
+  const int64_t width = logits.size(0), size = logits.size(1);
+  TORCH_CHECK(logits.is_contiguous() && (!drafts.has_value() || drafts->is_contiguous()) && (!parents.has_value() || parents->is_contiguous()) &&
+                  counts.numel() == size && num_ids <= ids.numel(),
+              "penalise_: counts ", counts.sizes(), " for logits ", logits.sizes());
+  AT_DISPATCH_FLOATING_TYPES(logits.scalar_type(), "penalise_", [&] {
+    penalise_rows(logits.mutable_data_ptr<scalar_t>(), width, size, ids.const_data_ptr<int64_t>(), num_ids, counts.const_data_ptr<float>(),
+                  ids_of(drafts), ids_of(parents), start, {repetition, presence, frequency});
+  });
+}
+
+// Takes committed tokens, of which the first `num_prompt` are of the prompt, into ids (the distinct ones, `num_ids` before), seen [V]
+// and counts [V]. Returns the new number of ids.
+int64_t count_tokens(const at::Tensor& tokens, int64_t num_prompt, at::Tensor ids, int64_t num_ids, at::Tensor seen, at::Tensor counts) {
+  const int64_t* from = tokens.const_data_ptr<int64_t>();
+  int64_t* distinct = ids.mutable_data_ptr<int64_t>();
+  uint8_t* is_seen = seen.mutable_data_ptr<uint8_t>();
+  float* times = counts.mutable_data_ptr<float>();
+  for (int64_t i = 0; i < tokens.numel(); ++i) {
+    TORCH_CHECK_INDEX(from[i] >= 0 && from[i] < seen.numel(), "count_tokens: no token ", from[i]);
+    if (!is_seen[from[i]]) distinct[num_ids++] = from[i];
+    is_seen[from[i]] = 1;
+    if (i >= num_prompt) times[from[i]] += 1;
   }
   return num_ids;
 }
 
-}
+}  // namespace outrider

@@ -1,0 +1,1 @@
+"""A small hybrid on the family's text."""

@@ -1,0 +1,91 @@
+"""Trains a small hybrid of Qwen3.5's shape on the family's text: `python -m recipes.hybrid --minutes 60`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import GenerationConfig, PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from outrider.train.plan import Plan
+from outrider.train.precision import arithmetic, autocast_dtype
+from outrider.train.trainer import Batches, Job, Trainer
+from recipes import run
+from recipes.family import data, tokenizer
+
+app = typer.Typer(add_completion=False, help=__doc__)
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 8,
+    "intermediate_size": 768,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "max_position_embeddings": 1024,
+}
+
+
+def build(vocab_size: int, seed: int, **changes: Any) -> Qwen3_5ForCausalLM:
+    """A fresh model; three of four layers are Gated DeltaNet."""
+    torch.manual_seed(seed)
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    config = Qwen3_5TextConfig(vocab_size=vocab_size, tie_word_embeddings=True, **ids, **(SHAPE | changes))
+    return Qwen3_5ForCausalLM(config).float()
+
+
+def next_token_loss(model: PreTrainedModel) -> Callable[[Tensor, int, float], tuple[Tensor, dict[str, Any]]]:
+    """Mean cross entropy of ids [B, S + 1], in the arithmetic that is fast here."""
+    dtype = autocast_dtype(model.device)
+
+    def loss(ids: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
+        with arithmetic(ids.device, dtype):
+            logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+        found = cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+        return found, {"loss": found.detach()}
+
+    return loss
+
+
+def job(model: PreTrainedModel, batches: Batches, plan: Plan, folder: Path) -> Job:
+    """The training run."""
+    return Job("hybrid", model, batches, next_token_loss(model), plan, folder)
+
+
+def export(model: PreTrainedModel, tokenizer_folder: Path, out: Path) -> None:
+    """Write a Hugging Face folder in bfloat16."""
+    model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0, do_sample=False)
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.load(tokenizer_folder).save_pretrained(out)
+    tokenizer.write_config(out)
+
+
+@app.command()
+def main(
+    minutes: Annotated[float, typer.Option(help="of training")] = 60.0,
+    family: Annotated[Path, typer.Option(help="the family recipe's work folder: tokens and tokenizer")] = Path("build/family"),
+    work: Annotated[Path, typer.Option(help="folder for the checkpoint, and for the model in model/")] = Path("build/hybrid"),
+) -> None:
+    """Train and export; run again to resume."""
+    if not (family / "tokens" / "tokens.json").exists():
+        raise typer.BadParameter(f"there is no tokenised text in {family}: run `python -m recipes.family tokenizer` first")
+    plan = Plan(10**9, 4096, ((1.0, 256),), minutes=minutes, muon_lr=0.01, adam_lr=0.0025, warmup=0.02)
+    model = build(len(tokenizer.load(family / "tokenizer")), plan.seed)
+    model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if not Trainer(job(model, data.training_mixture(family / "tokens", plan.seed), plan, work)).run():
+        sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
+    export(model, family / "tokenizer", work / "model")
+
+
+if __name__ == "__main__":
+    run(app)

@@ -1,0 +1,43 @@
+"""The C++ operators of the CPU, one library: linear layers, attention, recurrent layers, and the sampler's work on rows.
+
+``build`` compiles the library for this CPU, once per machine; ``load`` loads it at its first use. Every operator has a
+reference in torch, which the C++ is tested against and which runs without a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import TYPE_CHECKING
+
+from outrider.native import build
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+# Values of the 4-bit codes: quantiles of the normal distribution (NF4: Dettmers et al. 2023, appendix E).
+NF4 = tuple(map(float, (build.FOLDER / "nf4.inc").read_text().split(",")))
+
+
+@cache
+def load() -> bool:
+    """Build the library (about 25 s, once per machine) and load it into ``torch.ops.outrider``. Return False on failure."""
+    import torch
+
+    try:
+        compiler = build.find_compiler()
+        if compiler is None:
+            logger.warning("no C++ compiler found: passes use torch's kernels, several times slower; install g++")
+            return False
+        torch.ops.load_library(build.library(compiler))
+    except build.FAILURES as error:
+        logger.warning("the CPU kernels cannot be built or loaded, torch's own are used: %s", build.first_line(error))
+        return False
+    return True
+
+
+def serves(device: torch.device) -> bool:
+    """Return whether the sampler's operators can run on tensors of that device."""
+    return device.type == "cpu" and load()

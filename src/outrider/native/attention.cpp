@@ -1,0 +1,486 @@
+// Attention over Outrider's KV cache. Batch-invariant: a row's additions and their order do not depend on the rest of the pass.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include "operators.h"
+#include "panels.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+namespace outrider {
+namespace {
+
+// The tokens of a pass stand one behind the other, those of request b up to ends[b]; the longest text has `width` of them.
+struct Pass {
+  int64_t rows, total, heads, kv_heads, width, reach, key_dim, value_dim, capacity, window;
+  float scale, softcap;
+  const int64_t *cache_rows, *bases, *ends, *positions;
+  const bool* visible;  // [rows, width, reach]: which of the last `reach` slots, the widest pass's at their end, each query sees
+  int64_t start(int64_t b) const { return b ? ends[b - 1] : 0; }
+  int64_t length(int64_t b) const { return ends[b] - start(b); }
+};
+
+// Adds neighbouring runs of `half` lanes of two vectors: the first halves of the result come from a, the second from b.
+template <int half, int... lane>
+inline vec add_pairs(vec a, vec b, std::integer_sequence<int, lane...>) {
+  return pick<((lane / half % 2 ? kLanes : 0) + lane / half / 2 * 2 * half + lane % half)...>(a, b) +
+         pick<((lane / half % 2 ? kLanes : 0) + lane / half / 2 * 2 * half + lane % half + half)...>(a, b);
+}
+template <int half>
+inline void add_level(vec* v) {
+  for (int i = 0; i < half; ++i) v[i] = add_pairs<half>(v[i], v[i + half], std::make_integer_sequence<int, kLanes>{});
+}
+// Sums 16 vectors to one, lane i holding the sum of vector i: four levels of pairwise additions, in a fixed order.
+inline vec sum_each(vec* v) {
+  add_level<8>(v);
+  add_level<4>(v);
+  add_level<2>(v);
+  add_level<1>(v);
+  return v[0];
+}
+
+// Scores of one query against 16 keys: [16, dim] . [dim]. `chunks`: dim / 16 where the compiler may know it, else 0.
+template <typename Cache, int chunks>
+inline vec score_block(const float* query, const Cache* keys, int64_t dim) {
+  vec sums[kLanes];
+  const int64_t whole = chunks ? chunks : dim / kLanes;
+  for (int i = 0; i < kLanes; ++i) {
+    vec acc = vec{};
+    for (int64_t c = 0; c < whole; ++c) acc = fused(load(query + c * kLanes), load(keys + i * dim + c * kLanes), acc);
+    sums[i] = acc;
+  }
+  vec total = sum_each(sums);
+  for (int64_t d = whole * kLanes; d < dim; ++d)
+    for (int i = 0; i < kLanes; ++i) total[i] += query[d] * static_cast<float>(keys[i * dim + d]);
+  return total;
+}
+
+template <typename Cache>
+inline vec score_block(const float* query, const Cache* keys, int64_t dim) {
+  if (dim == 64) return score_block<Cache, 4>(query, keys, dim);
+  if (dim == 128) return score_block<Cache, 8>(query, keys, dim);
+  return score_block<Cache, 0>(query, keys, dim);
+}
+
+// 16 keys [16, dim] -> [dim, 16] float32; dim is a multiple of 16.
+template <typename Cache>
+inline void turn_keys(const Cache* keys, int64_t dim, float* to) {
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    vec block[kLanes];
+    for (int i = 0; i < kLanes; ++i) block[i] = load(keys + i * dim + d);
+    transpose(block);
+    for (int i = 0; i < kLanes; ++i) store(to + (d + i) * kLanes, block[i]);
+  }
+}
+
+// What score_block says of `count` queries, `stride` apart, by the same additions in the same order: of each lane over the chunks,
+// then of the lanes by a tree. Turned keys need no exchange of lanes, and are loaded once for all.
+template <int count>
+inline void score_turned(const float* queries, int64_t stride, const float* turned, int64_t dim, float* scores,
+                         int64_t scores_stride) {
+  vec part[4][count];
+  for (int lane = 0; lane < 4; ++lane) {
+    vec acc[4][count];
+    for (int j = 0; j < 4; ++j) for (int i = 0; i < count; ++i) acc[j][i] = vec{};
+    for (int64_t c = lane; c < dim; c += kLanes)
+      for (int j = 0; j < 4; ++j) {
+        const vec key = load(turned + (c + 4 * j) * kLanes);
+        for (int i = 0; i < count; ++i) acc[j][i] = fused(splat(queries[i * stride + c + 4 * j]), key, acc[j][i]);
+      }
+    for (int i = 0; i < count; ++i) part[lane][i] = (acc[0][i] + acc[2][i]) + (acc[1][i] + acc[3][i]);
+  }
+  for (int i = 0; i < count; ++i)
+    store(scores + i * scores_stride, (part[0][i] + part[2][i]) + (part[1][i] + part[3][i]));
+}
+
+// out[i][0..16 * chunks) += sum over slots of weights[i][s] * values[s][...], in slot order, for `count` rows of weights. `masked`:
+// slots of weight 0 are passed over, for they may hold anything, NaN too.
+template <typename Cache, int count, int chunks, bool masked>
+inline void mix(const float* weights, int64_t weights_stride, const Cache* values, int64_t slots, int64_t dim, float* out,
+                int64_t out_stride) {
+  vec acc[count][chunks];
+  for (int i = 0; i < count; ++i) for (int c = 0; c < chunks; ++c) acc[i][c] = load(out + i * out_stride + c * kLanes);
+  for (int64_t s = 0; s < slots; ++s) {
+    if (masked && weights[s] == 0) continue;
+    vec value[chunks];
+    for (int c = 0; c < chunks; ++c) value[c] = load(values + s * dim + c * kLanes);
+    for (int i = 0; i < count; ++i) {
+      const vec weight = splat(weights[i * weights_stride + s]);
+      for (int c = 0; c < chunks; ++c) acc[i][c] = fused(weight, value[c], acc[i][c]);
+    }
+  }
+  for (int i = 0; i < count; ++i) for (int c = 0; c < chunks; ++c) store(out + i * out_stride + c * kLanes, acc[i][c]);
+}
+
+inline int64_t to_lanes(int64_t rows) { return (rows + kLanes - 1) / kLanes * kLanes; }  // a tile puts out 16, be they fewer
+
+// Queries of one request that look at the same keys and values: those of `tokens` tokens from `token` on, of a group of heads. Row
+// w * group + g of `queries`, `scores` and `out`. Slots count from `first`, and `padded` of them are looked at.
+template <typename Cache>
+struct Attention {
+  static constexpr int64_t kTogether = 4;  // queries that share what is loaded
+  static constexpr int64_t kSlots = 32;    // of a block
+  static constexpr float kUnseen = -std::numeric_limits<float>::infinity();
+  const Pass& pass;
+  const int64_t b, length, token, tokens, group, base, open, first, count, padded;
+  const Cache *keys, *values;
+  float *queries, *scores, *out, *turned, *tiles;
+
+  Attention(const Pass& of, int64_t row, int64_t from, const Cache* k_plane, const Cache* v_plane, float* buffer)
+      : pass(of), b(row), length(of.length(row)), token(from), tokens(std::min(tokens_at_once(of), length - from)),
+        group(of.heads / of.kv_heads),
+        base(of.bases[row]), open(base + of.width - of.reach),  // slots before it are seen by all, but for a window
+        first(std::min(earliest(), open) / kSlots * kSlots),  // blocks start at the same slots whatever the pass
+        count(end() - first), padded((count + kSlots - 1) / kSlots * kSlots), keys(k_plane), values(v_plane), queries(buffer),
+        scores(queries + rows() * of.key_dim), out(scores + rows() * padded), turned(out + to_lanes(rows()) * of.value_dim),
+        tiles(turned + kLanes * (of.key_dim + kLanes)) {}
+
+  // Whether this runs on matrix units, or by products of pairs: queries and weights are then rounded to bfloat16, as keys and values are.
+  static bool on_units(const Pass& pass) {
+    return std::is_same_v<Cache, at::BFloat16> && has_matrix_units() && pass.key_dim % 32 == 0 && pass.value_dim % 16 == 0;
+  }
+  static bool in_pairs(const Pass& pass) {
+    return std::is_same_v<Cache, at::BFloat16> && kHasPairs && !on_units(pass) && pass.key_dim % kPanel == 0 && pass.value_dim % kPanel == 0;
+  }
+  // So that about 32 queries are looked at together, or 64 where they take less: their scores stay in the cache.
+  static int64_t tokens_at_once(const Pass& pass) {
+    return std::clamp<int64_t>((on_units(pass) || in_pairs(pass) ? 64 : 32) * pass.kv_heads / pass.heads, 1, pass.width);
+  }
+  static int64_t buffer_size(const Pass& pass, int64_t longest) {
+    const int64_t rows = tokens_at_once(pass) * pass.heads / pass.kv_heads, slots = longest + 2 * kSlots;
+    int64_t size = rows * (pass.key_dim + slots) + to_lanes(rows) * pass.value_dim + kLanes * (pass.key_dim + kLanes);
+#if defined(OUTRIDER_AMX)
+    if (on_units(pass)) size += amx::attention_size(to_lanes(rows), slots, pass.key_dim, pass.value_dim);
+#endif
+    if (in_pairs(pass)) size += pairs_size(rows, slots, pass.key_dim, pass.value_dim);
+    return size;
+  }
+  int64_t rows() const { return tokens * group; }
+  int64_t position(int64_t w) const { return pass.positions[pass.start(b) + w]; }
+  const bool* visible(int64_t w) const { return pass.visible + (b * pass.width + w) * pass.reach; }
+  // The first slot that token w sees of those committed before.
+  int64_t begin(int64_t w) const { return pass.window > 0 ? std::max<int64_t>(0, position(w) - pass.window + 1) : 0; }
+  // The first that any of the tokens sees: in a tree a later node may stand at an earlier position.
+  int64_t earliest() const {
+    int64_t least = begin(token);
+    for (int64_t w = token + 1; pass.window > 0 && w < token + tokens; ++w) least = std::min(least, begin(w));
+    return least;
+  }
+  // The slot behind the last that any of the tokens sees.
+  int64_t end() const {
+    int64_t last = open;
+    for (int64_t w = token; w < token + tokens; ++w)
+      for (int64_t slot = base + length; slot > last; --slot)
+        if (visible(w)[slot - 1 - open]) last = slot;
+    return last;
+  }
+
+  void run() {
+    score();
+    std::vector<float> inverse(rows());
+    for (int64_t row = 0; row < rows(); ++row) inverse[row] = weigh(token + row / group, scores + row * padded);
+    gather();
+    for (int64_t row = 0; row < rows(); ++row)
+      for (int64_t d = 0; d < pass.value_dim; ++d) out[row * pass.value_dim + d] *= inverse[row];
+  }
+
+#if defined(OUTRIDER_AMX)
+  // `score` by tiles: keys as they lie in the cache times queries, turned once.
+  void score_on_units() {
+    uint16_t* turned_queries = amx::next_line(tiles);
+    amx::turn_queries<vec>(queries, rows(), pass.key_dim, turned_queries, [](vec* block) { transpose(block); });
+    for (int64_t i = 0; i < padded; i += kLanes) {
+      const int64_t slot = first + i, there = std::min<int64_t>(kLanes, pass.capacity - slot);
+      if (there <= 0) {  // behind the cache's end: seen by none
+        for (int64_t row = 0; row < rows(); ++row) store(scores + row * padded + i, vec{});
+        continue;
+      }
+      const uint16_t* block = reinterpret_cast<const uint16_t*>(keys + slot * pass.key_dim);
+      amx::fetch(keys + (slot + 4 * kLanes) * pass.key_dim, kLanes * pass.key_dim * 2);
+      amx::fetch(values + slot * pass.value_dim, kLanes * pass.value_dim * 2);
+      std::vector<uint16_t> copied;
+      if (there < kLanes) {
+        copied.resize(kLanes * pass.key_dim);
+        std::copy_n(block, there * pass.key_dim, copied.data());
+        block = copied.data();
+      }
+      for (int64_t from = 0; from < rows(); from += amx::kSide) {
+        alignas(64) float products[kLanes * kLanes];
+        amx::score_block(block, pass.key_dim, turned_queries + from * pass.key_dim, products);
+        vec by_query[kLanes];
+        for (int j = 0; j < kLanes; ++j) by_query[j] = load(products + j * kLanes);
+        transpose(by_query);
+        const int64_t till = std::min(rows(), from + amx::kSide);
+        for (int64_t row = from; row < till; ++row) store(scores + row * padded + i, by_query[row - from]);
+      }
+    }
+  }
+
+  // `gather` by tiles. Sums run through the slots in blocks of 32 that stand at the same places whatever the pass, so that
+  // a row's bits do not depend on the other rows either; what a row does not see has weight 0, and what was never written counts as 0.
+  void gather_on_units() {
+    uint16_t *weights = amx::next_line(tiles), *paired = weights + to_lanes(rows()) * padded;
+    const int64_t written = base + length - first;  // slots behind it may hold anything
+    for (int64_t row = 0; row < rows(); ++row)
+      amx::to_line_of_tiles(scores + row * padded, padded, weights + row / amx::kSide * amx::kSide * padded + row % amx::kSide * 32);
+    for (int64_t from = 0; from < padded; from += amx::kSlotsAtOnce) {
+      const int64_t slots = std::min(amx::kSlotsAtOnce, padded - from);
+      amx::pair_values(reinterpret_cast<const uint16_t*>(values + (first + from) * pass.value_dim), slots,
+                       std::clamp<int64_t>(written - from, 0, slots), pass.value_dim, paired);
+      for (int64_t row = 0; row < rows(); row += amx::kSide)
+        amx::mix(weights + row * padded + from * amx::kSide, paired, slots, pass.value_dim, out + row * pass.value_dim, from > 0);
+    }
+  }
+#endif
+
+  // Room for queries or weights in pairs, as they stand and turned, and for a panel of keys or values.
+  static int64_t pairs_size(int64_t rows, int64_t slots, int64_t key_dim, int64_t value_dim) {
+    return rows * std::max(key_dim, slots + kPanel) + kPanel * std::max(key_dim / 2, value_dim);
+  }
+
+#if defined(__AVX512BF16__)
+  // `score` as a linear layer whose weights are the keys: 32 of them are a panel.
+  void score_in_pairs() {
+    const int64_t depth = pass.key_dim / 2, at_once = rows_of_a_tile(rows());
+    float *rounded = tiles, *turned_queries = rounded + rows() * depth, *panel = turned_queries + rows() * depth;
+    for (int64_t i = 0; i < rows() * depth; i += kLanes) to_pairs(queries + 2 * i, rounded + i);
+    for (int64_t row = 0; row < rows(); row += at_once)
+      turn_rows(rounded + row * depth, depth, std::min(at_once, rows() - row), depth, turned_queries + row * depth);
+    for (int64_t i = 0; i < padded; i += kPanel) {
+      for (int64_t half = 0; half < kPanel; half += kLanes)
+        for (int64_t d = 0; d < depth; d += kLanes) {
+          vec block[kLanes];
+          for (int64_t j = 0; j < kLanes; ++j) {
+            const int64_t slot = first + i + half + j;  // behind the cache's end: seen by none
+            block[j] = slot < pass.capacity ? load(reinterpret_cast<const float*>(keys + slot * pass.key_dim) + d) : vec{};
+          }
+          transpose(block);
+          for (int64_t j = 0; j < kLanes; ++j) store(panel + (d + j) * kPanel + half, block[j]);
+        }
+      products(turned_queries, depth, panel, scores + i, padded, true);
+    }
+  }
+
+  // `gather` as linear layers of 32 slots each, which stand at the same places whatever the pass: a row's bits do not depend on the
+  // other rows. What a row does not see has weight 0, and what was never written counts as 0.
+  void gather_in_pairs() {
+    const int64_t written = base + length - first, at_once = rows_of_a_tile(rows()), depth = padded / 2;
+    float *rounded = tiles, *turned_weights = rounded + rows() * depth, *panel = turned_weights + rows() * kLanes;
+    for (int64_t i = 0; i < rows() * depth; i += kLanes) to_pairs(scores + 2 * i, rounded + i);
+    for (int64_t from = 0; from < padded; from += kSlots) {
+      for (int64_t row = 0; row < rows(); row += at_once)
+        turn_rows(rounded + row * depth + from / 2, depth, std::min(at_once, rows() - row), kLanes, turned_weights + row * kLanes);
+      for (int64_t d = 0; d < pass.value_dim; d += kPanel) {
+        for (int64_t k = 0; k < kLanes; ++k) {
+          const auto value = [&](int64_t slot) {
+            return slot < written ? _mm512_loadu_si512(values + (first + slot) * pass.value_dim + d) : _mm512_setzero_si512();
+          };
+          const __m512i even = value(from + 2 * k), odd = value(from + 2 * k + 1);
+          _mm512_storeu_si512(panel + k * kPanel, _mm512_permutex2var_epi16(even, kLowTwos, odd));
+          _mm512_storeu_si512(panel + k * kPanel + kLanes, _mm512_permutex2var_epi16(even, kHighTwos, odd));
+        }
+        products(turned_weights, kLanes, panel, out + d, pass.value_dim, from == 0);
+      }
+    }
+  }
+
+  // Turned rows of pairs, for each tile [depth][rows of it], times a panel [depth][32] -> to[row][32], rows `stride` apart.
+  void products(const float* turned_rows, int64_t depth, const float* panel, float* to, int64_t stride, bool fresh) {
+    const int64_t at_once = rows_of_a_tile(rows());
+    for (int64_t row = 0; row < rows(); row += at_once)
+      kRunPairs[std::min(at_once, rows() - row) - 1](turned_rows + row * depth, reinterpret_cast<const Pair*>(panel), depth * kPanel, depth,
+                                                     kNoScales, to + row * stride, stride, fresh, 1, 0, false);
+  }
+#endif
+
+  // Products of all queries with all keys, 16 slots at a time.
+  void score() {
+#if defined(OUTRIDER_AMX)
+    if (on_units(pass)) return score_on_units();
+#endif
+#if defined(__AVX512BF16__)
+    if (in_pairs(pass)) return score_in_pairs();
+#endif
+    const int64_t dim = pass.key_dim;
+    const bool turn = rows() >= kTogether && dim % kLanes == 0;  // where turning the keys pays off; the bits are the same
+    for (int64_t i = 0; i < padded; i += kLanes) {
+      const int64_t slot = first + i;
+      const Cache* block = keys + slot * dim;
+      int64_t row = 0;
+      if (slot + kLanes > pass.capacity) {  // the cache ends within this block
+        for (; row < rows(); ++row) score_end(queries + row * dim, slot, scores + row * padded + i);
+      } else if (turn) {
+        turn_keys(block, dim, turned);
+        for (; row + kTogether <= rows(); row += kTogether)
+          score_turned<kTogether>(queries + row * dim, dim, turned, dim, scores + row * padded + i, padded);
+        for (; row < rows(); ++row) score_turned<1>(queries + row * dim, dim, turned, dim, scores + row * padded + i, padded);
+      } else {
+        for (; row < rows(); ++row) store(scores + row * padded + i, score_block(queries + row * dim, block, dim));
+      }
+    }
+  }
+
+  void score_end(const float* query, int64_t slot, float* to) {
+    TORCH_CHECK(pass.key_dim <= 1024, "attend: head size over 1024");
+    vec score = vec{};
+    for (int64_t j = 0; slot + j < first + count; ++j) {
+      Cache block[kLanes * 1024];
+      for (int64_t d = 0; d < pass.key_dim; ++d) block[d] = keys[(slot + j) * pass.key_dim + d];
+      for (int64_t d = pass.key_dim; d < kLanes * pass.key_dim; ++d) block[d] = static_cast<Cache>(0.0f);
+      score[j] = score_block(query, block, pass.key_dim)[0];
+    }
+    store(to, score);
+  }
+
+  // Products of token w -> weights that are yet to be divided by their sum. Returns one over it.
+  float weigh(int64_t w, float* from) {
+    vec peak = splat(kUnseen);
+    for (int64_t i = 0; i < padded; i += kLanes) {
+      const int64_t slot = first + i;
+      vec score = load(from + i) * pass.scale;
+      if (pass.softcap > 0) for (int j = 0; j < kLanes; ++j) score[j] = pass.softcap * std::tanh(score[j] / pass.softcap);
+      if (slot < begin(w) || slot + kLanes > open) {
+        for (int64_t j = 0; j < kLanes; ++j)
+          if (!sees(w, slot + j)) score[j] = kUnseen;
+      }
+      store(from + i, score);
+      peak = score > peak ? score : peak;
+    }
+    const vec top = splat(largest(peak));
+    vec total = vec{};
+    for (int64_t i = 0; i < padded; i += kLanes) {
+      const vec weight = exp_nonpositive(load(from + i) - top);
+      store(from + i, weight);
+      total += weight;
+    }
+    return 1.0f / sum(total);
+  }
+
+  bool sees(int64_t w, int64_t slot) const {
+    if (slot >= first + count || (slot >= open && !visible(w)[slot - open])) return false;
+    if (slot < base) return slot >= begin(w);
+    return pass.window <= 0 || position(w) - position(slot - base) < pass.window;
+  }
+
+  // All values by weight.
+  void gather() {
+#if defined(OUTRIDER_AMX)
+    if (on_units(pass)) return gather_on_units();
+#endif
+#if defined(__AVX512BF16__)
+    if (in_pairs(pass)) return gather_in_pairs();
+#endif
+    std::fill_n(out, rows() * pass.value_dim, 0.0f);
+    const int64_t shared = pass.window > 0 ? 0 : std::max<int64_t>(0, open - first);
+    int64_t row = 0;
+    for (; row + kTogether <= rows(); row += kTogether) add_values<kTogether, false>(row, 0, shared);
+    for (; row < rows(); ++row) add_values<1, false>(row, 0, shared);
+    for (row = 0; row < rows(); ++row) add_values<1, true>(row, shared, count);
+  }
+
+  // Adds the values of the slots from..to, by weight, to what `together` rows put out.
+  template <int together, bool masked>
+  void add_values(int64_t row, int64_t from, int64_t to) {
+    const int64_t dim = pass.value_dim, slots = to - from;
+    const float* weights = scores + row * padded + from;
+    const Cache* start = values + (first + from) * dim;
+    float* into = out + row * dim;
+    int64_t d = 0;
+    for (; d + 4 * kLanes <= dim; d += 4 * kLanes)
+      mix<Cache, together, 4, masked>(weights, padded, start + d, slots, dim, into + d, dim);
+    for (; d + kLanes <= dim; d += kLanes) mix<Cache, together, 1, masked>(weights, padded, start + d, slots, dim, into + d, dim);
+    for (; d < dim; ++d)
+      for (int i = 0; i < together; ++i)
+        for (int64_t s = 0; s < slots; ++s)
+          if (!masked || weights[i * padded + s] != 0)
+            into[i * dim + d] += weights[i * padded + s] * static_cast<float>(start[s * dim + d]);
+  }
+};
+
+template <typename Cache>
+void attend_all(const Pass& pass, const float* query, const float* key, const float* value, Cache* keys, Cache* values, float* out) {
+  const int64_t group = pass.heads / pass.kv_heads;
+  int64_t longest = 0;
+  for (int64_t b = 0; b < pass.rows; ++b) longest = std::max(longest, pass.bases[b]);
+  longest += pass.width;
+  const int64_t work = pass.width * group * longest * (pass.key_dim + pass.value_dim);
+  at::parallel_for(0, pass.rows * pass.kv_heads, std::max<int64_t>(1, 100'000 / work), [&](int64_t from, int64_t to) {
+    std::vector<float> buffer(Attention<Cache>::buffer_size(pass, longest));
+#if defined(OUTRIDER_AMX)
+    const bool on_units = Attention<Cache>::on_units(pass);
+    if (on_units) amx::shape(amx::kSide, amx::kSide);
+#endif
+    for (int64_t task = from; task < to; ++task) {
+      const int64_t b = task / pass.kv_heads, h = task % pass.kv_heads;
+      const int64_t plane = (pass.cache_rows[b] * pass.kv_heads + h) * pass.capacity;
+      Cache* k_plane = keys + plane * pass.key_dim;
+      Cache* v_plane = values + plane * pass.value_dim;
+      const int64_t start = pass.start(b), length = pass.length(b);
+      for (int64_t w = 0; w < length; ++w) {  // this pass's keys and values go to the slots after the committed ones
+        const int64_t at = h * pass.total + start + w, slot = pass.bases[b] + w;
+        for (int64_t d = 0; d < pass.key_dim; ++d) k_plane[slot * pass.key_dim + d] = static_cast<Cache>(key[at * pass.key_dim + d]);
+        for (int64_t d = 0; d < pass.value_dim; ++d)
+          v_plane[slot * pass.value_dim + d] = static_cast<Cache>(value[at * pass.value_dim + d]);
+      }
+      for (int64_t token = 0; token < length; token += Attention<Cache>::tokens_at_once(pass)) {
+        Attention<Cache> attention(pass, b, token, k_plane, v_plane, buffer.data());
+        for (int64_t w = 0; w < attention.tokens; ++w)
+          for (int64_t g = 0; g < group; ++g)
+            std::copy_n(query + ((h * group + g) * pass.total + start + token + w) * pass.key_dim, pass.key_dim,
+                        attention.queries + (w * group + g) * pass.key_dim);
+        attention.run();
+        for (int64_t w = 0; w < attention.tokens; ++w)
+          std::copy_n(attention.out + w * group * pass.value_dim, group * pass.value_dim,
+                      out + ((start + token + w) * pass.heads + h * group) * pass.value_dim);
+      }
+    }
+#if defined(OUTRIDER_AMX)
+    if (on_units) _tile_release();
+#endif
+  });
+}
+
+}  // namespace
+
+// Writes the key and value [1, Hkv, T, D] of request b's tokens into slots base.. of its cache row of layer `layer`, then attends.
+// query [1, H, T, D] -> [1, T, H, Dv]. keys / values: [L, R, Hkv, S, D], changed in place: hidden from the compiler on purpose, for
+// each layer's slots are written and read in this one call, so that nothing can be reordered around it and nothing be copied.
+at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& keys,
+                  const at::Tensor& values, int64_t layer, const at::Tensor& cache_rows, const at::Tensor& bases,
+                  const at::Tensor& ends, const at::Tensor& positions, const at::Tensor& visible, double scale, double softcap, int64_t window) {
+  const at::Tensor q = query.to(at::kFloat).contiguous(), k = key.to(at::kFloat).contiguous(), v = value.to(at::kFloat).contiguous();
+  const at::Tensor seen = visible.contiguous();
+  const at::Tensor rows = cache_rows.contiguous(), starts = bases.contiguous(), places = positions.contiguous(), till = ends.contiguous();
+  Pass pass{rows.size(0), q.size(2), q.size(1), k.size(1), seen.size(1), seen.size(2), k.size(3), v.size(3), keys.size(3), window,
+            static_cast<float>(scale), static_cast<float>(softcap), rows.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>(),
+            till.const_data_ptr<int64_t>(), places.const_data_ptr<int64_t>(), seen.const_data_ptr<bool>()};
+  TORCH_CHECK(pass.key_dim == keys.size(4) && pass.value_dim == values.size(4) && pass.kv_heads == keys.size(2) &&
+                  q.size(3) == pass.key_dim && pass.heads % pass.kv_heads == 0 && layer < keys.size(0) && v.size(1) == pass.kv_heads,
+              "attend: heads of query ", q.sizes(), ", key ", k.sizes(), " and value ", v.sizes(), " do not fit the cache ", keys.sizes());
+  TORCH_CHECK(q.size(0) == 1 && places.numel() == pass.total && till.size(0) == pass.rows && pass.ends[pass.rows - 1] == pass.total,
+              "attend: ", pass.total, " tokens do not stand as their ends say");
+  for (int64_t b = 0; b < pass.rows; ++b)
+    TORCH_CHECK(pass.length(b) >= 0 && pass.length(b) <= pass.width && pass.bases[b] + pass.width <= pass.capacity && pass.cache_rows[b] < keys.size(1) &&
+                    pass.reach >= pass.width && pass.bases[b] + pass.width >= pass.reach,
+                "attend: the pass does not fit the cache");
+  at::Tensor out = at::empty({1, pass.total, pass.heads, pass.value_dim}, q.options());
+  float* to = out.mutable_data_ptr<float>();
+  const at::Tensor k_layer = keys.select(0, layer), v_layer = values.select(0, layer);
+  const float *qp = q.const_data_ptr<float>(), *kp = k.const_data_ptr<float>(), *vp = v.const_data_ptr<float>();
+  if (keys.scalar_type() == at::kBFloat16)
+    attend_all(pass, qp, kp, vp, k_layer.data_ptr<at::BFloat16>(), v_layer.data_ptr<at::BFloat16>(), to);
+  else if (keys.scalar_type() == at::kHalf)
+    attend_all(pass, qp, kp, vp, k_layer.data_ptr<at::Half>(), v_layer.data_ptr<at::Half>(), to);
+  else
+    attend_all(pass, qp, kp, vp, k_layer.data_ptr<float>(), v_layer.data_ptr<float>(), to);
+  return query.scalar_type() == at::kFloat ? out : out.to(query.scalar_type());
+}
+
+}  // namespace outrider

@@ -1,0 +1,124 @@
+"""Compile the C++ of this folder for this CPU, once per machine, and cache the library on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from threading import Event
+
+from outrider import disk_cache, progress
+
+logger = logging.getLogger(__name__)
+
+SECONDS = 25.0  # that compiling a library takes, roughly
+
+FAILURES = (subprocess.SubprocessError, OSError, ValueError)  # what ``find_compiler`` and ``library`` raise
+FOLDER = Path(__file__).parent
+UNITS = ("linear", "operators", "attention", "sampling", "recurrence")  # the slowest to compile first
+TIMEOUT = 600  # seconds for one unit
+# -ffp-contract=off: otherwise compilers fuse a product and a sum in one copy of a function and not in another (GCC avoids
+# chains of fused additions on AMD CPUs), and a row's bits would depend on the copy that computes it.
+FLAGS = (
+    *("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
+    *("-fPIC", "-fvisibility=hidden"),
+)
+OPENMP = ("-fopenmp", "-DAT_PARALLEL_OPENMP=1") if sys.platform == "linux" else ()
+
+
+def find_compiler() -> list[str] | None:
+    """``$CXX``, a command line, else the first of g++, clang++ and c++ that is there; None on Windows and where there is none.
+
+    Raises ``ValueError`` where ``$CXX`` ends within quotes.
+    """
+    if sys.platform == "win32":
+        return None
+    try:
+        own = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise ValueError(f"CXX={os.environ['CXX']!r} is not a command line: {error}") from error
+    found = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+    return own or ([found] if found else None)
+
+
+def library(compiler: Sequence[str]) -> Path:
+    """Return the library from the disk cache, or compile it. Raises one of ``FAILURES``.
+
+    The cache key depends on the sources, the compiler's command, the flags, torch and the CPU.
+    """
+    import torch
+
+    sources = [path.read_text() for path in sorted(FOLDER.iterdir()) if path.suffix in (".cpp", ".h", ".inc")]
+    what = [*sources, *compiler, *FLAGS, *OPENMP, torch.__version__, sys.abiflags, platform.machine(), cpu_flags()]
+    key = f"native-{hashlib.sha256('|'.join(what).encode()).hexdigest()[:16]}"
+    found = disk_cache.find("kernels", key, ".so")
+    if found is not None:
+        return found
+    said = "compiling the CPU kernels, once per machine"
+    with progress.logged(logger, said, SECONDS), tempfile.TemporaryDirectory(prefix="outrider-") as folder:
+        return disk_cache.store(_compiled(compiler, Path(folder)), "kernels", key, ".so")
+
+
+def _compiled(compiler: Sequence[str], folder: Path) -> Path:
+    import torch
+
+    torch_folder = Path(torch.__file__).parent  # torch.utils.cpp_extension knows it too, but takes a second to import
+    flags = [*FLAGS, *OPENMP, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+    flags += [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
+    objects = [str(folder / f"{unit}.o") for unit in UNITS]
+    sources = [str(FOLDER / f"{unit}.cpp") for unit in UNITS]
+    _run([[*compiler, *flags, "-c", source, "-o", out] for source, out in zip(sources, objects, strict=True)])
+    out = folder / "native.so"
+    libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
+    _run([[*compiler, *flags, "-shared", *objects, "-o", str(out), *libraries]])
+    return out
+
+
+def _run(commands: Sequence[Sequence[str]]) -> None:
+    """Run commands side by side, one per core. A failure or an interrupt ends all of them."""
+    running: list[subprocess.Popen[str]] = []
+    failed = Event()
+
+    def run(command: Sequence[str]) -> None:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        running.append(process)
+        if failed.is_set():  # since this thread began to start the process
+            process.kill()
+        _, said = process.communicate(timeout=TIMEOUT)
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, command, stderr=said)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        try:
+            for finished in as_completed([pool.submit(run, command) for command in commands]):
+                finished.result()
+        except BaseException:
+            failed.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in running:
+                process.kill()
+            raise
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of the compiler's message, for a log."""
+    details = str(getattr(error, "stderr", "") or error).strip()
+    return details.splitlines()[0] if details else type(error).__name__
+
+
+def cpu_flags() -> str:
+    """Return the CPU features that ``-march=native`` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,0 +1,406 @@
+// Linear layers of few rows, in which a CPU spends most of a pass.
+//
+// Why not a library's: on a CPU without matrix units (AMX), the GEMMs of MKL, oneDNN and FBGEMM take 2-7x the time of one row for
+// eight rows, which would make scoring drafts as dear as decoding them. These read each weight once, in its 16-bit form, and
+// compute in float32, or in bfloat16 with float32 sums where the processor has such products, so that up to a dozen rows cost about
+// what one costs: the memory traffic of the weights. Where there are matrix units, layers run on them (amx.h).
+//
+// Batch-invariant, like attention: the additions that make a row's result, and their order, do not depend on the number of other rows
+// in the pass. The tokens are therefore the same for any draft length, proposer and batch.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include "operators.h"
+#include "panels.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace outrider {
+namespace {
+
+// Bytes that a weight is fetched ahead of its use, for the hardware stops at page ends: what was measured best on AMD's Zen 5, and on
+// Intel's Cascade Lake.
+#if defined(__AVX512BF16__) && !defined(__AMX_TILE__)
+constexpr int64_t kAhead = 6144;
+#else
+constexpr int64_t kAhead = 3072;
+#endif
+constexpr int64_t kBlock = 512;           // inputs accumulated in registers before they are added to the output
+
+// Weights to fetch while others are used: those `by` inputs on, none where that is 0, and behind the end of a tile's those that are used
+// next, which stand `jump` entries further than if they followed.
+struct Ahead {
+  int64_t by, jump;
+};
+
+// out[r][panels * 32] (+)= x[0..depth)[r] . w, for `rows` rows and `panels` neighbouring panels; one chain of additions a lane.
+template <typename Weight, int rows, int panels>
+inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t depth, const float* scales, float* out,
+                 int64_t out_stride, bool first, const Ahead ahead) {
+  constexpr int64_t width = Form<Weight>::width;
+  constexpr int64_t line = 64 / static_cast<int64_t>(sizeof(Weight));  // entries of a cache line
+  constexpr int64_t together = std::max<int64_t>(1, line / width);     // inputs in one
+  const int64_t turn = std::max<int64_t>(0, depth - ahead.by);
+  const int64_t stretch = Form<Weight>::scaled ? kScaled : depth;  // inputs that share a scale
+  for (int64_t begin = 0; begin < depth; begin += stretch) {
+    const int64_t end = std::min(depth, begin + stretch);
+    vec acc[rows][2 * panels];  // in registers only where every loop over them is unrolled before the compiler looks
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 8
+      for (int j = 0; j < 2 * panels; ++j) acc[r][j] = vec{};
+    const auto add = [&](int64_t k) {
+      vec weights[2 * panels];
+      for (int j = 0; j < panels; ++j) load_panel(w + j * panel_stride + k * width, weights[2 * j], weights[2 * j + 1]);
+#pragma GCC unroll 12
+      for (int r = 0; r < rows; ++r) {
+        // Of many rows every second one is read by the additions themselves: reads and instructions then take about the same time,
+        // also where another's thread on the same core leaves half of the instructions that can be begun.
+        if (rows > 4 && r % 2) {
+#pragma GCC unroll 8
+          for (int j = 0; j < 2 * panels; ++j) add_product_at<Weight>(weights[j], x + k * rows + r, acc[r][j]);
+        } else {
+          const vec value = splat(x[k * rows + r]);
+#pragma GCC unroll 8
+          for (int j = 0; j < 2 * panels; ++j) acc[r][j] = add_product<Weight>(weights[j], value, acc[r][j]);
+        }
+      }
+    };
+    int64_t k = begin;
+    for (; k + together <= end; k += together) {
+      const Weight* coming = w + (k + ahead.by) * width + (k < turn ? 0 : ahead.jump);
+      for (int j = 0; ahead.by && j < panels; ++j)
+        for (int64_t i = 0; i < together * width; i += line) __builtin_prefetch(coming + j * panel_stride + i);
+      for (int64_t i = 0; i < together; ++i) add(k + i);
+    }
+    for (; k < end; ++k) add(k);
+#pragma GCC unroll 8
+    for (int j = 0; j < 2 * panels; ++j) {
+      const vec scale = Form<Weight>::scaled ? load(scales + begin / kScaled * out_stride + j * kLanes) : vec{};
+#pragma GCC unroll 12
+      for (int r = 0; r < rows; ++r) {
+        float* to = out + r * out_stride + j * kLanes;
+        const bool fresh = first && begin == 0;
+        if constexpr (Form<Weight>::scaled) {
+          const vec before = fresh ? vec{} : load(to);
+          store(to, fused(acc[r][j], scale, before));
+        } else {
+          store(to, fresh ? acc[r][j] : add_sums<Weight>(load(to), acc[r][j]));
+        }
+      }
+    }
+  }
+}
+
+// `ahead_by`: 0 where all weights are in the caches, else how many inputs ahead they are fetched; of one panel after the other if `in_turn`.
+template <typename Weight, int rows>
+void run_panels(const float* x, const Weight* w, int64_t panel_stride, int64_t depth, const float* scales, float* out,
+                int64_t out_stride, bool first, int64_t panels, int64_t ahead_by, bool in_turn) {
+  // Few rows leave registers free: several panels at once hide the latency of the additions without changing their order.
+  constexpr int wide = kMaxRows < 12 ? 1 : rows <= 2 ? 4 : rows == 3 ? 3 : rows <= 7 ? 2 : 1;
+  const int64_t rest = depth * Form<Weight>::width;
+  int64_t done = 0;
+  for (; done + wide <= panels; done += wide)
+    tile<Weight, rows, wide>(x, w + done * panel_stride, panel_stride, depth, scales + done * kPanel, out + done * kPanel,
+                             out_stride, first, {ahead_by, in_turn ? wide * panel_stride - rest : 0});
+  for (; done < panels; ++done)
+    tile<Weight, rows, 1>(x, w + done * panel_stride, panel_stride, depth, scales + done * kPanel, out + done * kPanel,
+                          out_stride, first, {ahead_by, in_turn ? panel_stride - rest : 0});
+}
+
+template <typename Weight, size_t... index>
+constexpr std::array<RunPanels<Weight>, sizeof...(index)> make_table(std::index_sequence<index...>) {
+  return {run_panels<Weight, static_cast<int>(index) + 1>...};
+}
+template <typename Weight>
+constexpr auto kRunPanels = make_table<Weight>(std::make_index_sequence<kMaxRows>{});  // [rows - 1]
+
+// x[rows][inputs] -> for each `at_once` of the rows [inputs][at_once], the last with as many as are left.
+inline void turn_all(const float* x, int64_t rows, int64_t inputs, int64_t at_once, float* to) {
+  const int64_t blocks = (inputs + kBlock - 1) / kBlock, groups = (rows + at_once - 1) / at_once;
+  at::parallel_for(0, groups * blocks, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t r = i / blocks * at_once, k = i % blocks * kBlock, count = std::min(at_once, rows - r);
+      turn_rows(x + r * inputs + k, inputs, count, std::min(kBlock, inputs - k), to + r * inputs + k * count);
+    }
+  });
+}
+
+// How sums become results: as they are, or, where an ending takes two panels, one number from two sums (see Gate).
+struct Alone {
+  static constexpr int64_t panels = 1;
+};
+
+// scales: [ceil(inputs / kScaled), panels * 32], for weights that are codes. An ending that takes two panels is for more rows than a tile
+// takes, and for weights that are numbers.
+template <typename Weight, typename Ending>
+void linear_rows(const Ending ending, const float* x, int64_t rows, int64_t inputs, const Weight* w, const float* scales, int64_t panels,
+                 float* out) {
+  constexpr int64_t width = Form<Weight>::width, ahead_by = kAhead / (width * static_cast<int64_t>(sizeof(Weight)));
+  static_assert(kBlock % kScaled == 0);
+  if (rows == 0) return;
+  const int64_t panel_stride = inputs * width, out_stride = panels * kPanel, at_once = rows_of_a_tile(rows);
+  const std::unique_ptr<float[]> turned(rows > 1 ? new float[rows * inputs] : nullptr);
+  if (rows > 1) turn_all(x, rows, inputs, at_once, turned.get());
+  const float* from = rows > 1 ? turned.get() : x;
+  // Rows from r on, inputs from k on, `count` panels from `panel` on, to results `stride` apart.
+  const auto run = [&](int64_t r, int64_t k, int64_t panel, int64_t count, float* to, int64_t stride, int64_t by, bool in_turn) {
+    const int64_t depth = std::min(kBlock, inputs - k), some = std::min(at_once, rows - r);
+    const float* scales_at = Form<Weight>::scaled ? scales + k / kScaled * out_stride + panel * kPanel : kNoScales;
+    kRunPanels<Weight>[some - 1](from + r * inputs + k * some, w + panel * panel_stride + k * width, panel_stride, depth, scales_at,
+                                 to + r * stride, stride, k == 0, count, by, in_turn);
+  };
+  // A block of weights stays in the cache while all rows pass, and the next one is fetched beside the first of them.
+  const auto run_panel = [&](int64_t panel, float* to, int64_t stride) {
+    for (int64_t k = 0; k < inputs; k += kBlock)
+      for (int64_t r = 0; r < rows; r += at_once) run(r, k, panel, 1, to, stride, r == 0 ? kBlock : 0, false);
+  };
+  // A thread is worth waking for some 10 microseconds of work.
+  const int64_t work = inputs * kPanel * (rows + 4) * Ending::panels;
+  const int64_t grain = std::max<int64_t>(1, 200'000 / work);
+  at::parallel_for(0, panels / Ending::panels, grain, [&](int64_t begin, int64_t end) {
+    if constexpr (Ending::panels == 2) {
+      const int64_t half = panels / 2, half_stride = half * kPanel;
+      std::vector<float> both(rows * 2 * kPanel);  // stays in the cache, where results of all panels would go to memory and back
+      for (int64_t panel = begin; panel < end; ++panel) {
+        run_panel(panel, both.data(), 2 * kPanel);
+        run_panel(panel + half, both.data() + kPanel, 2 * kPanel);
+        for (int64_t r = 0; r < rows; ++r)
+          for (int64_t j = 0; j < kPanel; j += kLanes) {
+            const float* sums = both.data() + r * 2 * kPanel + j;
+            store(out + r * half_stride + panel * kPanel + j, ending(load(sums), load(sums + kPanel)));
+          }
+      }
+    } else if (rows == at_once) {
+      for (int64_t k = 0; k < inputs; k += kBlock) run(0, k, begin, end - begin, out + begin * kPanel, out_stride, ahead_by, true);
+    } else {
+      for (int64_t panel = begin; panel < end; ++panel) run_panel(panel, out + panel * kPanel, out_stride);
+    }
+  });
+}
+
+template <typename Weight, typename Ending>
+void linear_of(const Ending ending, const float* x, int64_t rows, const at::Tensor& packed, const float* scales, float* out) {
+  if constexpr (Ending::panels == 1 || !Form<Weight>::scaled)
+    linear_rows(ending, x, rows, packed.size(1), packed.const_data_ptr<Weight>(), scales, packed.size(0), out);
+}
+
+// A weight whose inputs are multiplied by twos or fours, [panels, inputs / n, 32, n]: n of an output stand side by side, two in bfloat16
+// or four in 8 bits.
+inline bool in_groups(const at::Tensor& packed) { return packed.dim() == 4; }
+inline int64_t together(const at::Tensor& packed) { return in_groups(packed) ? packed.size(3) : 1; }
+
+inline bool on_units(const at::Tensor& packed) { return in_groups(packed) && has_matrix_units(); }
+
+template <typename Ending>
+void linear_on_units(const Ending ending, const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, const float* scales,
+                     float* out) {
+#if defined(OUTRIDER_AMX)
+  if (packed.scalar_type() == at::kChar)
+    amx::linear(amx::Bytes{scales}, ending, x, rows, inputs, packed.const_data_ptr(), packed.size(0), out);
+  else
+    amx::linear(amx::Halves{}, ending, x, rows, inputs, packed.const_data_ptr(), packed.size(0), out);
+#endif
+}
+
+// x[rows][inputs], rounded to bfloat16, times weights in pairs.
+template <typename Ending>
+void linear_of_pairs(const Ending ending, const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, float* out) {
+#if defined(__AVX512BF16__)
+  const at::Tensor rounded = at::empty({rows, inputs / 2}, at::kFloat);
+  float* to = rounded.mutable_data_ptr<float>();
+  at::parallel_for(0, rows * (inputs / kPanel), 4096, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) to_pairs(x + i * kPanel, to + i * kLanes);
+  });
+  linear_rows(ending, to, rows, inputs / 2, static_cast<const Pair*>(packed.const_data_ptr()), nullptr, packed.size(0), out);
+#endif
+}
+
+// x[rows][inputs] as codes of 8 bits, a scale for each row, times codes in fours, a scale for each output. Codes of weights w enter as
+// w + 128, so that a row's sums are too large by 128 times the sum of its own codes.
+void linear_of_quads(const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, const float* scales, float* out) {
+#if defined(__AVX512VNNI__)
+  const at::Tensor codes = at::empty({rows, inputs / 4}, at::kFloat);  // four in each
+  float* to = codes.mutable_data_ptr<float>();
+  std::vector<float> row_scales(rows);
+  std::vector<int32_t> row_sums(rows);
+  at::parallel_for(0, rows, std::max<int64_t>(1, 65536 / inputs), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float* row = x + r * inputs;
+      __m512 most = _mm512_set1_ps(1e-30f);
+      for (int64_t k = 0; k < inputs; k += kLanes) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(row + k)));
+      row_scales[r] = _mm512_reduce_max_ps(most) / 127.0f;
+      __m512i sum = _mm512_setzero_si512();
+      for (int64_t k = 0; k < inputs; k += kLanes) {
+        const __m512i whole = _mm512_cvtps_epi32(_mm512_div_ps(_mm512_loadu_ps(row + k), _mm512_set1_ps(row_scales[r])));
+        sum = _mm512_add_epi32(sum, whole);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + (r * inputs + k) / 4), _mm512_cvtsepi32_epi8(whole));
+      }
+      row_sums[r] = _mm512_reduce_add_epi32(sum);
+    }
+  });
+  linear_rows(Alone{}, to, rows, inputs / 4, static_cast<const Quad*>(packed.const_data_ptr()), nullptr, packed.size(0), out);
+  const int64_t vectors = packed.size(0) * 2;
+  at::parallel_for(0, rows * vectors, 4096, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t r = i / vectors;
+      const __m512i sums = _mm512_sub_epi32(_mm512_loadu_si512(out + i * kLanes), _mm512_set1_epi32(128 * row_sums[r]));
+      const __m512 each = _mm512_mul_ps(_mm512_loadu_ps(scales + i % vectors * kLanes), _mm512_set1_ps(row_scales[r]));
+      _mm512_storeu_ps(out + i * kLanes, _mm512_mul_ps(_mm512_cvtepi32_ps(sums), each));
+    }
+  });
+#endif
+}
+
+template <typename Ending>
+void linear_on_vectors(const Ending ending, const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, const float* scales,
+                       float* out) {
+  if (in_groups(packed) && scales) return linear_of_quads(x, rows, inputs, packed, scales, out);
+  if (in_groups(packed)) return linear_of_pairs(ending, x, rows, inputs, packed, out);
+  switch (packed.scalar_type()) {
+    case at::kBFloat16: return linear_of<at::BFloat16>(ending, x, rows, packed, scales, out);
+    case at::kHalf: return linear_of<at::Half>(ending, x, rows, packed, scales, out);
+    case at::kChar: return linear_of<int8_t>(ending, x, rows, packed, scales, out);
+    case at::kByte: return linear_of<uint8_t>(ending, x, rows, packed, scales, out);
+    default: return linear_of<float>(ending, x, rows, packed, scales, out);
+  }
+}
+
+// What an operator is given: rows of float32, and room for results of `width` numbers each.
+struct Rows {
+  at::Tensor source, out;
+  int64_t count, inputs;
+  Rows(const at::Tensor& x, const at::Tensor& packed, int64_t width) : inputs(packed.size(1) * together(packed)) {
+    TORCH_CHECK(x.size(-1) == inputs, "linear: input of size ", x.size(-1), ", weight for ", inputs);
+    const bool is_taken = packed.scalar_type() == at::kBFloat16 ? packed.size(-1) == 2 && inputs % 32 == 0 && prefers_pairs()
+                                                                : packed.scalar_type() == at::kChar && inputs % 64 == 0 && takes_fours();
+    TORCH_CHECK(!in_groups(packed) || is_taken,
+                "linear: this processor does not multiply weights packed so: pairs of bfloat16 take AVX-512 BF16 or matrix units (AMX), "
+                "32 inputs at a time, fours of 8 bits AVX-512 VNNI or matrix units, 64 at a time");
+    source = x.to(at::kFloat).contiguous();
+    count = source.numel() / std::max<int64_t>(1, inputs);
+    auto shape = x.sizes().vec();
+    shape.back() = width;
+    out = at::empty(shape, source.options());
+  }
+  const float* from() const { return source.const_data_ptr<float>(); }
+  float* to() { return out.mutable_data_ptr<float>(); }
+};
+
+at::Tensor apply(const at::Tensor& x, const at::Tensor& packed, const float* scales, const std::optional<at::Tensor>& bias,
+                 int64_t outputs) {
+  Rows rows(x, packed, packed.size(0) * kPanel);
+  if (on_units(packed))
+    linear_on_units(Alone{}, rows.from(), rows.count, rows.inputs, packed, scales, rows.to());
+  else
+    linear_on_vectors(Alone{}, rows.from(), rows.count, rows.inputs, packed, scales, rows.to());
+  at::Tensor out = rows.out;
+  if (outputs != out.size(-1)) out = out.narrow(-1, 0, outputs).contiguous();
+  if (bias.has_value()) out.add_(*bias);
+  return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
+}
+
+void check_scales(const at::Tensor& packed, const at::Tensor& scales) {
+  TORCH_CHECK(scales.is_contiguous() && scales.size(0) == (in_groups(packed) ? 1 : (packed.size(1) + kScaled - 1) / kScaled) &&
+                  scales.size(1) == packed.size(0) * kPanel && !packed.is_floating_point(),
+              "linear_scaled: scales ", scales.sizes(), " for weights ", packed.sizes());
+}
+
+// activation(gate) * up. Both activations are x times a sigmoid: silu of x itself, gelu's approximation by tanh of a cubic in x, since
+// (1 + tanh(y)) / 2 is the sigmoid of 2 y.
+struct Gate {
+  static constexpr int64_t panels = 2;
+  const bool is_gelu;
+  vec operator()(vec gate, vec up) const {
+    const vec x = is_gelu ? fused(gate * gate * gate, splat(0.0713548163f), gate * 1.5957691216f) : gate;
+    const vec small = exp_nonpositive(x < splat(0.f) ? x : -x);
+    return gate * ((x < splat(0.f) ? small : splat(1.f)) / (1.f + small)) * up;
+  }
+};
+
+template <typename Weight>
+void embed_rows(const int64_t* ids, int64_t count, const Weight* w, int64_t inputs, int64_t together, float* out) {
+  for (int64_t i = 0; i < count; ++i) {  // `together` inputs of an output stand side by side
+    const Weight* row = w + ids[i] / kPanel * inputs * kPanel + ids[i] % kPanel * together;
+    for (int64_t k = 0; k < inputs; k += together)
+      for (int64_t j = 0; j < together; ++j) out[i * inputs + k + j] = static_cast<float>(row[k * kPanel + j]);
+  }
+}
+
+}  // namespace
+
+#if defined(__AVX512BF16__)
+const std::array<RunPanels<Pair>, kMaxRows> kRunPairs = kRunPanels<Pair>;
+#endif
+
+// x [..., inputs] float32 or bfloat16, packed [panels, inputs, 32] or in pairs -> [..., outputs] in x's type; outputs <= panels * 32.
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs) {
+  TORCH_CHECK(packed.is_floating_point(), "linear: weights that are codes need scales");
+  return apply(x, packed, nullptr, bias, outputs);
+}
+
+// The same for codes: packed int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], scales [ceil(inputs / 128), panels * 32]; or in
+// fours, and x is rounded to 8 bits, too: int8 [panels, inputs / 4, 32, 4], scales [1, panels * 32].
+at::Tensor linear_scaled(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,
+                         const std::optional<at::Tensor>& bias, int64_t outputs) {
+  check_scales(packed, scales);
+  return apply(x, packed, scales.const_data_ptr<float>(), bias, outputs);
+}
+
+// x [..., inputs], packed weights of 2 n outputs -> [..., n] in x's type: activation(of the first n) * the others. What lies between
+// never leaves the caches: of wide passes, writing and reading it takes long.
+at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& scales, std::string_view activation) {
+  TORCH_CHECK(activation == "silu" || activation == "gelu_tanh", "linear_gated: no activation ", activation);
+  TORCH_CHECK(packed.size(0) % 2 == 0, "linear_gated: gates and what they let through take an even number of panels");
+  if (scales.has_value()) check_scales(packed, *scales);
+  else TORCH_CHECK(packed.is_floating_point(), "linear_gated: weights that are codes need scales");
+  const float* scale = scales.has_value() ? scales->const_data_ptr<float>() : nullptr;
+  const int64_t half = packed.size(0) / 2 * kPanel;
+  const Gate gate{activation == "gelu_tanh"};
+  Rows rows(x, packed, half);
+  if (on_units(packed)) {
+    linear_on_units(gate, rows.from(), rows.count, rows.inputs, packed, scale, rows.to());
+  } else if (rows.count > kMaxRows && !scale) {
+    linear_on_vectors(gate, rows.from(), rows.count, rows.inputs, packed, scale, rows.to());
+  } else {
+    const at::Tensor both = at::empty({rows.count, 2 * half}, rows.out.options());
+    float *from = both.mutable_data_ptr<float>(), *to = rows.to();
+    linear_on_vectors(Alone{}, rows.from(), rows.count, rows.inputs, packed, scale, from);
+    at::parallel_for(0, rows.count * (half / kLanes), 4096, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const float* at = from + i * kLanes + i * kLanes / half * half;
+        store(to + i * kLanes, gate(load(at), load(at + half)));
+      }
+    });
+  }
+  return x.scalar_type() == at::kFloat ? rows.out : rows.out.to(x.scalar_type());
+}
+
+// token_ids [...] -> [..., inputs] float32: rows of a packed weight, for an embedding that is tied to the output head.
+at::Tensor embed(const at::Tensor& token_ids, const at::Tensor& packed) {
+  const at::Tensor ids = token_ids.contiguous();
+  const int64_t *from = ids.const_data_ptr<int64_t>(), count = ids.numel(), rows = packed.size(0) * kPanel;
+  for (int64_t i = 0; i < count; ++i) TORCH_CHECK_INDEX(from[i] >= 0 && from[i] < rows, "embed: no token ", from[i]);
+  auto shape = ids.sizes().vec();
+  const int64_t side_by_side = together(packed), inputs = packed.size(1) * side_by_side;
+  shape.push_back(inputs);
+  at::Tensor out = at::empty(shape, packed.options().dtype(at::kFloat));
+  float* to = out.mutable_data_ptr<float>();
+  if (packed.scalar_type() == at::kBFloat16)
+    embed_rows(from, count, packed.const_data_ptr<at::BFloat16>(), inputs, side_by_side, to);
+  else if (packed.scalar_type() == at::kHalf)
+    embed_rows(from, count, packed.const_data_ptr<at::Half>(), inputs, side_by_side, to);
+  else
+    embed_rows(from, count, packed.const_data_ptr<float>(), inputs, side_by_side, to);
+  return out;
+}
+
+}  // namespace outrider

@@ -1,0 +1,46 @@
+// Registers the operators with torch. No other file includes torch/library.h, which takes many seconds to compile.
+
+#include <torch/library.h>
+
+#include "operators.h"
+#include "package.h"
+#include "weights.h"
+
+namespace outrider {
+
+// Operators of a pass also run without C++. Python declares them together with their references (runner/kernels.py,
+// runner/recurrence.py).
+TORCH_LIBRARY_IMPL(outrider, CPU, library) {
+  library.impl("linear", linear);
+  library.impl("linear_scaled", linear_scaled);
+  library.impl("linear_gated", linear_gated);
+  library.impl("embed", embed);
+  library.impl("attend", attend);
+  library.impl("delta_scan", delta_scan);
+  library.impl("selective_scan", selective_scan);
+  library.impl("short_conv", short_conv);
+}
+
+// Operators of the sampler run on CPUs only. Without C++ and on other devices the sampler calls its references.
+TORCH_LIBRARY_FRAGMENT(outrider, library) {
+  library.def("shape_probs(Tensor scores, Tensor settings, int[] counts) -> (Tensor, Tensor)", shape_probs);
+  library.def("left_over(Tensor target, Tensor? draft, Tensor tokens, Tensor num_accepted, Tensor lens) -> Tensor", left_over);
+  library.def("first_above(Tensor probs, float[] heights) -> Tensor", first_above);
+  library.def(
+      "penalise_(Tensor(a!) logits, Tensor ids, int num_ids, Tensor counts, Tensor? drafts, Tensor? parents, int start,"
+      " float repetition, float presence, float frequency) -> ()",
+      penalise_);
+  library.def(
+      "count_tokens(Tensor tokens, int num_prompt, Tensor(a!) ids, int num_ids, Tensor(b!) seen, Tensor(c!) counts) -> int",
+      count_tokens);
+  library.def("has_matrix_units() -> bool", has_matrix_units);
+  library.def("prefers_pairs() -> bool", prefers_pairs);
+  library.def("takes_fours() -> bool", takes_fours);
+  library.class_<Package>("Package")
+      .def(torch::init<std::string>())
+      .def("names", &Package::names)
+      .def("load", &Package::load)
+      .def("run", &Package::run);
+}
+
+}  // namespace outrider

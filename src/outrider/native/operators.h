@@ -1,0 +1,47 @@
+// The operators that Python calls through torch.ops.outrider. Their definitions say what each computes.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+namespace outrider {
+
+// linear.cpp
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs);
+at::Tensor linear_scaled(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales, const std::optional<at::Tensor>& bias,
+                         int64_t outputs);
+at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& scales,
+                        std::string_view activation);
+at::Tensor embed(const at::Tensor& token_ids, const at::Tensor& packed);
+
+// attention.cpp
+at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& keys,
+                  const at::Tensor& values, int64_t layer, const at::Tensor& cache_rows, const at::Tensor& bases, const at::Tensor& ends,
+                  const at::Tensor& positions, const at::Tensor& visible, double scale, double softcap, int64_t window);
+
+// recurrence.cpp
+at::Tensor delta_scan(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& decay,
+                      const std::optional<at::Tensor>& beta, const at::Tensor& states, int64_t layer, const at::Tensor& cache_rows,
+                      const at::Tensor& bases, const at::Tensor& ends, double scale, bool normalize);
+at::Tensor selective_scan(const at::Tensor& x, const at::Tensor& dt, const at::Tensor& a, const at::Tensor& b, const at::Tensor& c,
+                          const at::Tensor& states, int64_t layer, const at::Tensor& cache_rows, const at::Tensor& bases,
+                          const at::Tensor& ends);
+at::Tensor short_conv(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool silu,
+                      const at::Tensor& history, int64_t layer, const at::Tensor& cache_rows, const at::Tensor& bases,
+                      const at::Tensor& ends);
+
+// sampling.cpp
+std::tuple<at::Tensor, at::Tensor> shape_probs(const at::Tensor& scores, const at::Tensor& settings, at::IntArrayRef counts);
+at::Tensor left_over(const at::Tensor& target, const std::optional<at::Tensor>& draft, const at::Tensor& tokens,
+                     const at::Tensor& num_accepted, const at::Tensor& lens);
+at::Tensor first_above(const at::Tensor& probs, at::ArrayRef<double> heights);
+void penalise_(at::Tensor logits, const at::Tensor& ids, int64_t num_ids, const at::Tensor& counts, const std::optional<at::Tensor>& drafts,
+               const std::optional<at::Tensor>& parents, int64_t start, double repetition, double presence, double frequency);
+int64_t count_tokens(const at::Tensor& tokens, int64_t num_prompt, at::Tensor ids, int64_t num_ids, at::Tensor seen, at::Tensor counts);
+
+}  // namespace outrider

@@ -1,0 +1,51 @@
+// Products of rows with panels of 32 outputs, which linear layers and attention in bfloat16 pairs share.
+
+#pragma once
+
+#include "weights.h"
+
+#include <array>
+
+namespace outrider {
+
+#if defined(__AVX512F__)
+constexpr int kMaxRows = 12;              // 12 rows x 2 vectors of accumulators fill the 32 registers
+#else
+constexpr int kMaxRows = 4;
+#endif
+
+// See run_panels of linear.cpp.
+template <typename Weight>
+using RunPanels = void (*)(const float*, const Weight*, int64_t, int64_t, const float*, float*, int64_t, bool, int64_t, int64_t, bool);
+
+#if defined(__AVX512BF16__)
+extern const std::array<RunPanels<Pair>, kMaxRows> kRunPairs;  // [rows - 1], of linear.cpp
+#endif
+constexpr float kNoScales[1] = {};
+
+// x[rows][0..depth), rows `stride` apart -> [depth][rows], at most 16 rows. A tile then reads straight ahead, where rows a power of
+// two apart would evict each other from the cache.
+inline void turn_rows(const float* x, int64_t stride, int64_t rows, int64_t depth, float* to) {
+  int64_t k = 0;
+  for (; k + kLanes <= depth; k += kLanes) {
+    vec block[kLanes];
+    for (int r = 0; r < kLanes; ++r) block[r] = r < rows ? load(x + r * stride + k) : vec{};
+    transpose(block);
+    for (int i = 0; i < kLanes; ++i) {
+      if ((k + i) * rows + kLanes <= depth * rows)
+        store(to + (k + i) * rows, block[i]);  // in order: the next mends what is too much
+      else
+        std::memcpy(to + (k + i) * rows, &block[i], rows * sizeof(float));
+    }
+  }
+  for (; k < depth; ++k)
+    for (int64_t r = 0; r < rows; ++r) to[k * rows + r] = x[r * stride + k];
+}
+
+// Rows that a tile takes of so many: all tiles about as many, for one of few waits for its own additions.
+inline int64_t rows_of_a_tile(int64_t rows) {
+  const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
+  return (rows + tiles - 1) / tiles;
+}
+
+}  // namespace outrider

@@ -1,0 +1,129 @@
+// Vectors of 16 floats: conversions from and to the 16-bit formats, fused products, transposition and exp.
+
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+namespace outrider {
+
+constexpr int kLanes = 16;                // floats in a vector: one AVX-512 register, two of AVX2, four of NEON
+constexpr int64_t kPanel = 2 * kLanes;    // outputs whose weights stand side by side
+
+typedef float vec __attribute__((vector_size(kLanes * sizeof(float))));
+typedef uint32_t uvec __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+typedef int32_t ivec __attribute__((vector_size(kLanes * sizeof(int32_t))));
+typedef uint16_t hvec __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+
+inline vec load(const float* from) { vec v; std::memcpy(&v, from, sizeof v); return v; }
+inline void store(float* to, vec v) { std::memcpy(to, &v, sizeof v); }
+#if defined(__AVX512F__)  // what the portable lines below say; compilers take several instructions for each
+inline vec load(const at::BFloat16* from) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  return reinterpret_cast<vec>(_mm512_slli_epi32(wide, 16));
+}
+inline vec load(const at::Half* from) {
+  return reinterpret_cast<vec>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+}
+inline vec splat(float x) { return reinterpret_cast<vec>(_mm512_set1_ps(x)); }
+#else
+inline vec load(const at::BFloat16* from) {
+  hvec h; std::memcpy(&h, from, sizeof h);
+  uvec wide = __builtin_convertvector(h, uvec) << 16;
+  vec v; std::memcpy(&v, &wide, sizeof v); return v;
+}
+inline vec load(const at::Half* from) { vec v; for (int i = 0; i < kLanes; ++i) v[i] = static_cast<float>(from[i]); return v; }
+inline vec splat(float x) { return vec{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+#endif
+inline void store(at::BFloat16* to, vec v) { for (int i = 0; i < kLanes; ++i) to[i] = static_cast<at::BFloat16>(v[i]); }
+inline void store(at::Half* to, vec v) { for (int i = 0; i < kLanes; ++i) to[i] = static_cast<at::Half>(v[i]); }
+inline float sum(vec v) {
+  // A fixed tree, so that the result does not depend on what the compiler prefers.
+  for (int half = kLanes / 2; half > 0; half /= 2) for (int i = 0; i < half; ++i) v[i] += v[i + half];
+  return v[0];
+}
+inline float largest(vec v) { float m = v[0]; for (int i = 1; i < kLanes; ++i) m = std::max(m, v[i]); return m; }
+
+// a * b + c, rounded once where the processor can. Said, because products and sums are not fused unasked: see build.py.
+#if defined(__AVX512F__)
+inline vec fused(vec a, vec b, vec c) {
+  return reinterpret_cast<vec>(
+      _mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
+}
+#elif defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+inline vec fused(vec a, vec b, vec c) {
+  for (int i = 0; i < kLanes; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+}
+#else
+inline vec fused(vec a, vec b, vec c) { return a * b + c; }
+#endif
+
+// c += a * b[0] in every lane, as ``fused`` says it.
+#if defined(__AVX512F__)
+__attribute__((always_inline)) inline void fused_at(vec a, const float* b, vec& c) {
+  vec sum = c;
+  asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(a), "m"(*b));  // a compiler would broadcast first: one instruction more
+  c = sum;
+}
+#else
+inline void fused_at(vec a, const float* b, vec& c) { c = fused(a, splat(*b), c); }
+#endif
+
+// Lanes of two vectors by number, those of b from kLanes on.
+#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
+template <int... lane>
+inline vec pick(vec a, vec b) { return __builtin_shufflevector(a, b, lane...); }
+#else  // GCC before 12
+template <int... lane>
+inline vec pick(vec a, vec b) { return __builtin_shuffle(a, b, ivec{lane...}); }
+#endif
+
+// 16 x 16 floats in place, by exchanging halves of ever larger blocks.
+template <int half, int... lane>
+inline void exchange(vec* v, std::integer_sequence<int, lane...>) {
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & half) continue;
+    const vec a = v[i], b = v[i + half];
+    v[i] = pick<(lane & half ? kLanes + lane - half : lane)...>(a, b);
+    v[i + half] = pick<(lane & half ? kLanes + lane : lane + half)...>(a, b);
+  }
+}
+inline void transpose(vec* v) {
+  constexpr auto lanes = std::make_integer_sequence<int, kLanes>{};
+  exchange<1>(v, lanes);
+  exchange<2>(v, lanes);
+  exchange<4>(v, lanes);
+  exchange<8>(v, lanes);
+}
+
+// exp(x) for x <= 0, relative error 2e-7 (Cephes' expf); below -87 the result is 0 to float32.
+inline vec exp_nonpositive(vec x) {
+  const ivec tiny = x < splat(-87.f);
+  x = tiny ? splat(-87.f) : x;
+  vec n = fused(x, splat(1.44269504f), splat(-0.5f));
+  ivec whole = __builtin_convertvector(n, ivec);  // towards zero: n is negative, so this rounds x / ln 2 to nearest
+  n = __builtin_convertvector(whole, vec);
+  const vec r = fused(n, splat(2.12194440e-4f), fused(n, splat(-0.693359375f), x));
+  vec y = splat(1.9875691500e-4f);
+  y = fused(y, r, splat(1.3981999507e-3f));
+  y = fused(y, r, splat(8.3334519073e-3f));
+  y = fused(y, r, splat(4.1665795894e-2f));
+  y = fused(y, r, splat(1.6666665459e-1f));
+  y = fused(y, r, splat(5.0000001201e-1f));
+  y = fused(y * r, r, r + 1.0f);
+  ivec bits = (whole + 127) << 23;
+  vec scale; std::memcpy(&scale, &bits, sizeof scale);
+  return tiny ? splat(0.f) : y * scale;
+}
+
+}  // namespace outrider

@@ -1,0 +1,142 @@
+// Storage formats of weights (16 bits, pairs of bfloat16, 8 and 4 bits), and how a vector of each is multiplied and added.
+
+#pragma once
+
+#include "amx.h"
+#include "vectors.h"
+
+namespace outrider {
+
+// How 32 weights, of one input and the outputs that stand side by side, are kept and read: as numbers, or as codes of 8 or 4 bits
+// that one scale for every kScaled inputs of an output makes numbers of.
+constexpr int64_t kScaled = 128;
+template <typename Weight>
+struct Form {
+  static constexpr int64_t width = kPanel;  // entries that hold the 32
+  static constexpr bool scaled = false;
+};
+template <>
+struct Form<int8_t> {
+  static constexpr int64_t width = kPanel;
+  static constexpr bool scaled = true;
+};
+template <>
+struct Form<uint8_t> {  // two codes in a byte: of output j in the low half, of output j + 16 in the high one
+  static constexpr int64_t width = kPanel / 2;
+  static constexpr bool scaled = true;
+};
+// The weights of two neighbouring inputs in bfloat16, which some processors multiply by two inputs and add to a sum in one instruction
+// (AVX-512 BF16): twice as many products as in float32, and no weight has to be widened. Inputs are then rounded to bfloat16, too,
+// and stand by twos in the 32 bits of what is a float elsewhere.
+struct Pair {
+  at::BFloat16 first, second;
+};
+// The weights of four neighbouring inputs as codes of 8 bits, multiplied by four inputs that are codes, too (AVX-512 VNNI). Sums are
+// whole numbers.
+struct Quad {
+  int8_t codes[4];
+};
+template <typename Weight>
+inline void load_panel(const Weight* from, vec& low, vec& high) { low = load(from), high = load(from + kLanes); }
+// Values of the 4-bit codes.
+alignas(64) constexpr float kCodes[kLanes] = {
+#include "nf4.inc"
+};
+#if defined(__AVX512F__)
+inline void load_panel(const int8_t* from, vec& low, vec& high) {
+  const __m128i* codes = reinterpret_cast<const __m128i*>(from);
+  low = reinterpret_cast<vec>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes))));
+  high = reinterpret_cast<vec>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes + 1))));
+}
+inline void load_panel(const uint8_t* from, vec& low, vec& high) {
+  const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  const __m512 codes = _mm512_load_ps(kCodes);  // a lane looks its number up by the low four bits
+  low = reinterpret_cast<vec>(_mm512_permutexvar_ps(wide, codes));
+  high = reinterpret_cast<vec>(_mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4), codes));
+}
+#else
+inline void load_panel(const int8_t* from, vec& low, vec& high) {
+  for (int i = 0; i < kLanes; ++i) low[i] = from[i], high[i] = from[i + kLanes];
+}
+inline void load_panel(const uint8_t* from, vec& low, vec& high) {
+  for (int i = 0; i < kLanes; ++i) low[i] = kCodes[from[i] & 15], high[i] = kCodes[from[i] >> 4];
+}
+#endif
+
+// The same of weights, whatever their form: c += weights * value, and c += weights * value[0].
+template <typename Weight>
+inline vec add_product(vec weights, vec value, vec c) { return fused(value, weights, c); }
+template <typename Weight>
+inline void add_product_at(vec weights, const float* value, vec& c) { fused_at(weights, value, c); }
+#if defined(__AVX512BF16__)
+constexpr bool kHasPairs = true;
+inline vec load(const Pair* from) { return load(reinterpret_cast<const float*>(from)); }
+template <>
+inline vec add_product<Pair>(vec weights, vec value, vec c) {
+  return reinterpret_cast<vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(c), reinterpret_cast<__m512bh>(weights), reinterpret_cast<__m512bh>(value)));
+}
+template <>
+__attribute__((always_inline)) inline void add_product_at<Pair>(vec weights, const float* value, vec& c) {
+  vec sum = c;
+  asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*value));
+  c = sum;
+}
+#else
+constexpr bool kHasPairs = false;
+#endif
+template <typename Weight>
+inline vec add_sums(vec a, vec b) { return a + b; }
+#if defined(__AVX512VNNI__)
+constexpr bool kHasQuads = true;
+inline vec load(const Quad* from) {  // the instruction takes one factor without a sign: codes from 1 to 255 (see linear_of_quads)
+  return reinterpret_cast<vec>(_mm512_xor_si512(_mm512_loadu_si512(from), _mm512_set1_epi8(-128)));
+}
+template <>
+inline vec add_product<Quad>(vec weights, vec value, vec c) {
+  return reinterpret_cast<vec>(
+      _mm512_dpbusd_epi32(reinterpret_cast<__m512i>(c), reinterpret_cast<__m512i>(weights), reinterpret_cast<__m512i>(value)));
+}
+template <>
+__attribute__((always_inline)) inline void add_product_at<Quad>(vec weights, const float* value, vec& c) {
+  vec sum = c;
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*value));
+  c = sum;
+}
+template <>
+inline vec add_sums<Quad>(vec a, vec b) {
+  return reinterpret_cast<vec>(_mm512_add_epi32(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+}
+#else
+constexpr bool kHasQuads = false;
+#endif
+
+// Whether this process may use the CPU's matrix units.
+inline bool has_matrix_units() {
+#if defined(OUTRIDER_AMX)
+  return amx::allowed();
+#else
+  return false;
+#endif
+}
+
+// Whether weights in pairs of inputs are what this processor multiplies fastest, and whether it multiplies codes in fours.
+inline bool prefers_pairs() { return kHasPairs || has_matrix_units(); }
+inline bool takes_fours() { return kHasQuads || has_matrix_units(); }
+
+#if defined(__AVX512BF16__)
+// 32 numbers, rounded to bfloat16: two in each float.
+inline void to_pairs(const float* from, float* to) {
+  const __m512 low = _mm512_loadu_ps(from), high = _mm512_loadu_ps(from + kLanes);
+  _mm512_storeu_ps(to, reinterpret_cast<__m512>(_mm512_cvtne2ps_pbh(high, low)));
+}
+
+// Lanes of 16 bits that make pairs of two vectors' first and last halves: of a, of b, of a ...
+template <int from, int... lane>
+inline __m512i twos(std::integer_sequence<int, lane...>) {
+  typedef uint16_t lanes __attribute__((vector_size(64)));
+  return reinterpret_cast<__m512i>(lanes{static_cast<uint16_t>(lane % 2 * 32 + from + lane / 2)...});
+}
+const __m512i kLowTwos = twos<0>(std::make_integer_sequence<int, 32>{}), kHighTwos = twos<16>(std::make_integer_sequence<int, 32>{});
+#endif
+
+}  // namespace outrider

@@ -1,0 +1,45 @@
+"""The small hybrid's recipe: it learns, and what it writes runs in Outrider with drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_folder import make_tokenizer
+
+from outrider import LLM, SamplingParams
+from outrider.train.plan import Plan
+from outrider.train.trainer import Trainer
+from recipes.family import data
+from recipes.hybrid import __main__ as recipe
+
+TINY = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "intermediate_size": 48,
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers, for kernels that are not there
+def test_the_hybrid_learns_and_runs(tmp_path: Path) -> None:
+    plan = Plan(24_000, 512, ((1.0, 32),), muon_lr=0.02, warmup=0.0, eval_every_s=1e9, save_every_s=1e9)
+    model = recipe.build(320, plan.seed, **TINY)
+    assert model.config.layer_types.count("linear_attention") == 3
+    stream = np.tile(np.arange(3, 67, dtype=np.uint16), 40)
+    trainer = Trainer(recipe.job(model, data.Mixture({"pattern": stream}, {"pattern": 1.0}, plan.seed), plan, tmp_path))
+    assert trainer.run()
+    losses = [point["loss"] for point in trainer.curve]
+    assert losses[-1] < 0.5 * losses[0]
+    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    recipe.export(model, tmp_path / "tokenizer", tmp_path / "model")
+    prompt, params = list(range(10, 40)), SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    texts = []
+    for method in ("plain", "low-bit"):
+        llm = LLM(tmp_path / "model", method=method, num_draft_tokens=4, compile="never")
+        texts.append(llm.generate([prompt], params)[0].outputs[0].token_ids)
+    assert texts[0] == texts[1]
+    assert llm.stats.num_accepted > 0

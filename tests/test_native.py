@@ -1,0 +1,98 @@
+"""The library of C++ operators: built once and whole by the compiler that was asked for; without one the references serve."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from outrider import native
+from outrider.native import build
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A program in the place of the compiler: it writes down how it was called, and "whole" as what it makes."""
+    program, calls = tmp_path / "cc", tmp_path / "calls"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nwhile [ "$1" != -o ]; do shift; done\nprintf whole > "$2"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("CXX", str(program))
+    return calls
+
+
+def built() -> Path:
+    command = build.find_compiler()
+    assert command is not None
+    return build.library(command)
+
+
+def test_without_a_compiler_the_references_serve(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CXX", raising=False)
+    assert native.load.__wrapped__() is False
+    assert "install g++" in caplog.text
+
+
+def test_a_compiler_that_fails_is_a_warning_not_an_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cache: Path
+) -> None:
+    monkeypatch.setenv("CXX", "false")
+    assert native.load.__wrapped__() is False
+    assert "cannot be built or loaded" in caplog.text
+    assert not list(cache.rglob("*.so"))
+
+
+def test_every_source_is_compiled_and_linked(calls: Path) -> None:
+    built()
+    *compiled, linked = calls.read_text().splitlines()
+    sources = sorted(Path(line.split(" -c ")[1].split()[0]) for line in compiled)
+    assert sources == sorted(build.FOLDER.glob("*.cpp"))
+    assert all(f"{source.stem}.o" in linked for source in sources)
+
+
+def test_half_a_library_in_the_cache_is_built_anew_and_a_whole_one_is_not(calls: Path) -> None:
+    """Loading half a library ends the process with a bus error, at every start."""
+    file = built()
+    assert file.read_text() == "whole" and built() == file
+    once = len(calls.read_text().splitlines())
+    file.write_text("wh")
+    assert built() == file and file.read_text() == "whole"
+    assert len(calls.read_text().splitlines()) == 2 * once
+
+
+def test_a_library_that_does_not_load_is_a_warning(calls: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert native.load.__wrapped__() is False
+    assert "cannot be built or loaded" in caplog.text
+
+
+def test_cxx_is_a_command_line(calls: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CXX", f"'{os.environ['CXX']}' -pipe '-DWORDS=two words'")
+    built()
+    assert calls.read_text().startswith("-pipe -DWORDS=two words -std=")
+    monkeypatch.setenv("CXX", "g++ '-pipe")
+    assert native.load.__wrapped__() is False
+    assert 'CXX="g++ \'-pipe" is not a command line' in caplog.text
+
+
+def test_a_unit_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build.os, "cpu_count", lambda: len(build.UNITS))
+    script = 'case "$*" in *attention.cpp*) echo "no such thing" >&2; exit 1;; esac; exec sleep 60'
+    started = time.monotonic()
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        build.library(["/bin/sh", "-c", script, "cc"])
+    assert build.first_line(error.value) == "no such thing" and time.monotonic() - started < 30
+
+
+def test_importing_the_package_and_the_loader_imports_no_torch() -> None:
+    program = "import sys, outrider, outrider.native, outrider.native.build; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
