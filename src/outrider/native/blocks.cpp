@@ -1,23 +1,21 @@
-// Linear layers whose weights are codes of 8 or 4 bits, in blocks: 32 inputs of 32 outputs, each output with a scale of its own.
+// Linear layers whose weights are codes of 8 or 4 bits, in blocks of 32 inputs x 32 outputs. Each output of a block has a scale.
 //
-// A pass over one row takes as long as reading the codes from memory takes. Codes become numbers in registers, once for all rows of a
-// tile, and are multiplied in one of three ways:
+// A pass over one row takes as long as reading the codes from memory. Codes are decoded in registers, once for all rows of a tile,
+// and multiplied with activations in one of three precisions:
 //
-// - activations in 8 bits, a scale for every 32 inputs of a row: products of whole numbers, four at a time (AVX-512 VNNI);
-// - activations in 16 bits: products of bfloat16, two at a time, with float32 sums (AVX-512 BF16);
-// - activations in 32 bits: float32 on any processor.
+// - 8 bits, one scale per row and block: integer products, four per lane and instruction (AVX-512 VNNI);
+// - 16 bits: bfloat16 products, two per lane and instruction, float32 sums (AVX-512 BF16);
+// - 32 bits: float32, on any CPU.
 //
-// Batch-invariant as the other layers are: a row's sums are added block by block, and within a block in one order, whatever other rows
-// the pass has.
+// Batch-invariant like the other layers: a row's sums are added block by block, and within a block in a fixed order, whatever the
+// number of rows in the pass.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+#include "operators.h"
+#include "vectors.h"
 
 #include <algorithm>
 #include <array>
@@ -25,23 +23,24 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <optional>
 #include <utility>
 
+namespace outrider {
 namespace {
 
-constexpr int64_t kPanel = 32;   // outputs of a block
-constexpr int64_t kInputs = 32;  // inputs of a block
-constexpr int64_t kScales = kPanel * 2;  // bytes: bfloat16
-constexpr int kMaxRows = 12;     // of a tile: 12 rows x 2 vectors of sums, and 8 registers for weights
-constexpr int64_t kStretch = 16; // blocks whose weights stay in the first cache while all rows pass
-constexpr int64_t kAhead = 6144; // bytes that a weight is fetched before its use: hardware stops at the end of a page
+constexpr int64_t kInputs = 32;          // inputs of a block; its outputs are kPanel
+constexpr int64_t kScales = kPanel * 2;  // bytes of a block's scales, in bfloat16
+constexpr int kMaxRows = 12;             // of a tile: 12 rows x 2 vectors of sums leave 8 registers for weights
+constexpr int64_t kStretch = 16;         // blocks whose weights stay in the L1 cache while all rows of a pass are multiplied
+constexpr int64_t kAhead = 6144;         // bytes to prefetch ahead: the hardware prefetcher stops at page ends
 
-// The numbers of the 4-bit codes, times a block's scale: denser around 0, where most weights are.
-constexpr int8_t kNumbers[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+// Values of the 4-bit codes, before the scale.
+constexpr int8_t kNumbers[16] = {
+#include "codes4.inc"
+};
 
-// A block: 32 scales, then the codes of `together` inputs of 32 outputs, in 32 bits of each output. 8 bits: the inputs one after the
-// other. 4 bits: inputs 0 to 3 in the low halves of the bytes, 4 to 7 in the high ones.
+// A block: 32 scales, then groups of `together` inputs; a group has a 32-bit word per output. 8 bits: one input per byte. 4 bits:
+// inputs 0 to 3 in the low halves of the bytes, inputs 4 to 7 in the high halves.
 struct Bits8 {
   static constexpr int64_t together = 4, bytes = kScales + kInputs * kPanel;
 };
@@ -57,7 +56,7 @@ inline float scale_at(const uint8_t* block, int64_t output) {
   return scale;
 }
 
-// The number that one code of a block stands for, before its scale.
+// Decode one code of a block, without its scale.
 template <typename Form>
 inline float number_at(const uint8_t* block, int64_t input, int64_t output) {
   const uint8_t* word = block + kScales + (input / Form::together * kPanel + output) * 4;
@@ -66,16 +65,16 @@ inline float number_at(const uint8_t* block, int64_t input, int64_t output) {
   return kNumbers[place < 4 ? word[place] & 15 : word[place - 4] >> 4];
 }
 
-// What a layer multiplies: rows of activations in the form of an arithmetic, for tiles of `at_once` rows each.
+// Rows of activations in the precision that they are multiplied in, in tiles of `at_once` rows.
 struct Rows {
   int64_t count, blocks, at_once;
-  std::unique_ptr<int32_t[]> words;  // of a tile of n rows: [inputs together][n]
-  std::unique_ptr<float[]> scales;   // with 8 bits, of a tile of n rows: [blocks][n]
-  std::unique_ptr<int32_t[]> starts; // with 8 bits: what the sums of a block start from, so that codes + 128 give the sums of codes
+  std::unique_ptr<int32_t[]> words;   // per tile of n rows: [words of a row][n]
+  std::unique_ptr<float[]> scales;    // 8 bits only; per tile of n rows: [blocks][n]
+  std::unique_ptr<int32_t[]> starts;  // 8 bits only: initial sums, -128 * (sum of a row's codes), because weights enter as code + 128
 };
 
 #if defined(__AVX512F__)
-// 32 activations of a row, those beyond its end 0.
+// Load 32 activations of a row; those beyond its end are 0.
 inline void load_32(const float* from, int64_t left, __m512& low, __m512& high) {
   const auto mask = [](int64_t n) { return static_cast<__mmask16>(n >= 16 ? 0xffff : n <= 0 ? 0 : (1u << n) - 1); };
   low = _mm512_maskz_loadu_ps(mask(left), from);
@@ -90,7 +89,7 @@ inline __m512 scales_of(const uint8_t* block, int half) {
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 #define OUTRIDER_BYTES
-// Products of whole numbers.
+// Integer products.
 struct Bytes {
   using Sum = __m512i;
   static constexpr int64_t words = kInputs / 4;  // 32 bits each, of a row's block
@@ -110,7 +109,7 @@ struct Bytes {
     *scale = most > 1e-30f ? most / 127.0f : 0.0f;
     *start = -128 * _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
   }
-  // Weights as codes + 128, for the instruction takes one factor without a sign.
+  // Weights as codes + 128: the instruction takes one unsigned factor.
   static void decode(const uint8_t* words_of, Bits8, __m512i* weights) {
     weights[0] = _mm512_xor_si512(_mm512_loadu_si512(words_of), _mm512_set1_epi8(-128));
   }
@@ -123,7 +122,7 @@ struct Bytes {
   }
   static Sum start(const int32_t* from) { return _mm512_set1_epi32(*from); }
   static Sum add(Sum sum, __m512i weights, const int32_t* x) {
-    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*x));  // a compiler would broadcast first
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*x));  // compilers would add a broadcast
     return sum;
   }
   static __m512 result(Sum sum, const float* scale) { return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(*scale)); }
@@ -132,7 +131,7 @@ struct Bytes {
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512BF16__)
 #define OUTRIDER_HALVES
-// Products of bfloat16. Of every four inputs the pairs are (0, 2) and (1, 3): what is left of 32 bits of codes after a shift.
+// bfloat16 products. Pairs of every four inputs are (0, 2) and (1, 3), so that one shift decodes a pair.
 struct Halves {
   using Sum = __m512;
   static constexpr int64_t words = kInputs / 2;
@@ -156,7 +155,7 @@ struct Halves {
   }
   static void decode(const uint8_t* words_of, Bits4, __m512i* weights) {
     const __m512i codes = _mm512_loadu_si512(words_of), numbers = _mm512_load_si512(kTable);
-    weights[0] = _mm512_permutexvar_epi16(codes, numbers);  // by the low five bits: the table has every number twice
+    weights[0] = _mm512_permutexvar_epi16(codes, numbers);  // uses the low five bits: the table repeats the 16 values
     weights[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), numbers);
     weights[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), numbers);
     weights[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), numbers);
@@ -258,7 +257,7 @@ void multiply(const float* x, int64_t count, int64_t inputs, const uint8_t* pack
   const Rows rows = prepare<Arithmetic>(x, count, inputs);
   const int64_t blocks = rows.blocks, stride = panels * kPanel;
   const int64_t stretch = count == rows.at_once ? blocks : kStretch;
-  const int64_t grain = std::max<int64_t>(1, 200'000 / (inputs * kPanel * (count + 4)));  // some 10 microseconds of work
+  const int64_t grain = std::max<int64_t>(1, 200'000 / (inputs * kPanel * (count + 4)));  // about 10 microseconds of work per thread
   at::parallel_for(0, panels, grain, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p)
       for (int64_t b = 0; b < blocks; b += stretch)
@@ -272,13 +271,13 @@ void multiply(const float* x, int64_t count, int64_t inputs, const uint8_t* pack
 }
 #endif
 
-// Float32, on any processor: numbers of a block are decoded once for all rows.
+// float32, on any CPU. Each block is decoded once for all rows.
 template <typename Form>
 void multiply_floats(const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out) {
-  typedef float vec __attribute__((vector_size(kPanel * sizeof(float))));
+  typedef float wide __attribute__((vector_size(kPanel * sizeof(float))));
   const int64_t blocks = (inputs + kInputs - 1) / kInputs, stride = panels * kPanel;
   at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-    vec numbers[kInputs], scale;
+    wide numbers[kInputs], scale;
     for (int64_t p = begin; p < end; ++p)
       for (int64_t b = 0; b < blocks; ++b) {
         const uint8_t* block = packed + (p * blocks + b) * Form::bytes;
@@ -288,7 +287,7 @@ void multiply_floats(const float* x, int64_t count, int64_t inputs, const uint8_
           for (int64_t j = 0; j < kPanel; ++j) numbers[k][j] = number_at<Form>(block, k, j);
         for (int64_t r = 0; r < count; ++r) {
           const float* row = x + r * inputs + b * kInputs;
-          vec sum = vec{}, before = vec{};
+          wide sum = wide{}, before = wide{};
           for (int64_t k = 0; k < depth; ++k) sum += numbers[k] * row[k];
           float* to = out + r * stride + p * kPanel;
           if (b) std::memcpy(&before, to, sizeof before);
@@ -299,17 +298,6 @@ void multiply_floats(const float* x, int64_t count, int64_t inputs, const uint8_
   });
 }
 
-// Bits of the activations that this processor multiplies fastest: 8, 16 or 32.
-int64_t block_activation_bits() {
-#if defined(OUTRIDER_BYTES)
-  return 8;
-#elif defined(OUTRIDER_HALVES)
-  return 16;
-#else
-  return 32;
-#endif
-}
-
 template <typename Form>
 void multiply_any(const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out, int64_t bits) {
 #if defined(OUTRIDER_BYTES)
@@ -318,7 +306,7 @@ void multiply_any(const float* x, int64_t count, int64_t inputs, const uint8_t* 
 #if defined(OUTRIDER_HALVES)
   if (bits == 16) return multiply<Halves, Form>(x, count, inputs, packed, panels, out);
 #endif
-  TORCH_CHECK(bits == 32, "linear_blocks: this processor does not multiply activations of ", bits, " bits");
+  TORCH_CHECK(bits == 32, "linear_blocks: this CPU does not multiply activations of ", bits, " bits");
   multiply_floats<Form>(x, count, inputs, packed, panels, out);
 }
 
@@ -330,26 +318,6 @@ void check_blocks(const at::Tensor& packed, int64_t inputs) {
               " blocks of ", kInputs);
 }
 
-// x [..., inputs], packed uint8 [panels, blocks, bytes] -> [..., outputs] in x's type; outputs <= panels * 32.
-at::Tensor linear_blocks(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs,
-                         int64_t activation_bits) {
-  const int64_t inputs = x.size(-1), panels = packed.size(0);
-  check_blocks(packed, inputs);
-  const at::Tensor source = x.to(at::kFloat).contiguous();
-  auto shape = x.sizes().vec();
-  shape.back() = panels * kPanel;
-  at::Tensor out = at::empty(shape, source.options());
-  const int64_t count = out.numel() / std::max<int64_t>(1, panels * kPanel);
-  if (count > 0) {
-    const auto run = packed.size(2) == Bits8::bytes ? multiply_any<Bits8> : multiply_any<Bits4>;
-    run(source.const_data_ptr<float>(), count, inputs, packed.const_data_ptr<uint8_t>(), panels, out.mutable_data_ptr<float>(),
-        activation_bits);
-  }
-  if (outputs != out.size(-1)) out = out.narrow(-1, 0, outputs).contiguous();
-  if (bias.has_value()) out.add_(*bias);
-  return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
-}
-
 template <typename Form>
 void decode_row(const uint8_t* panel, int64_t output, int64_t inputs, float* out) {
   for (int64_t k = 0; k < inputs; ++k) {
@@ -358,28 +326,11 @@ void decode_row(const uint8_t* panel, int64_t output, int64_t inputs, float* out
   }
 }
 
-// token_ids [...] -> [..., inputs] float32: rows of a weight in blocks, for an embedding that is tied to the output head.
-at::Tensor embed_blocks(const at::Tensor& token_ids, const at::Tensor& packed, int64_t inputs) {
-  check_blocks(packed, inputs);
-  const at::Tensor ids = token_ids.contiguous();
-  const int64_t *from = ids.const_data_ptr<int64_t>(), count = ids.numel(), rows = packed.size(0) * kPanel;
-  for (int64_t i = 0; i < count; ++i) TORCH_CHECK_INDEX(from[i] >= 0 && from[i] < rows, "embed: no token ", from[i]);
-  auto shape = ids.sizes().vec();
-  shape.push_back(inputs);
-  at::Tensor out = at::empty(shape, packed.options().dtype(at::kFloat));
-  float* to = out.mutable_data_ptr<float>();
-  const auto decode = packed.size(2) == Bits8::bytes ? decode_row<Bits8> : decode_row<Bits4>;
-  const int64_t panel_bytes = packed.size(1) * packed.size(2);
-  for (int64_t i = 0; i < count; ++i)
-    decode(packed.const_data_ptr<uint8_t>() + from[i] / kPanel * panel_bytes, from[i] % kPanel, inputs, to + i * inputs);
-  return out;
-}
-
 // ---------------------------------------------------------------------------------------------------------------------------
 // Packing
 // ---------------------------------------------------------------------------------------------------------------------------
 
-// The nearest code of every whole number from -128 to 127, to choose a scale by, and the borders between codes.
+// Nearest 4-bit codes: by the borders between values, or by a table of the integers from -128 to 127 for the search of a scale.
 struct Nearest {
   std::array<uint8_t, 256> code;
   std::array<float, 15> border;
@@ -407,9 +358,9 @@ inline float from_bfloat16(uint16_t half) {
   return number;
 }
 
-constexpr float kTiny = 1e-30f;  // weights below it become 0: their reciprocal would not be finite
+constexpr float kTiny = 1e-30f;  // weights below it become 0: their reciprocal could overflow
 
-// 32 weights -> codes, and the scale's bits. Rounded to nearest; a scale is never less than the largest weight needs.
+// Round 32 weights to codes; return their scale's bits. The scale is rounded up, so that the largest weight is not clipped.
 inline uint16_t round_to(Bits8, const float* weights, uint8_t* codes) {
   float most = 0.0f;
   for (int64_t k = 0; k < kInputs; ++k) most = std::max(most, std::abs(weights[k]));
@@ -423,8 +374,8 @@ inline uint16_t round_to(Bits8, const float* weights, uint8_t* codes) {
   return bits;
 }
 
-// The scale is searched that gives the least squared error, in which large weights count for more. Candidates put the largest weight
-// at either end of the codes or beyond; each is then replaced by the best scale for the codes that it led to.
+// Search the scale with the least squared error, weighted by magnitude. Candidates map the largest weight to values around either end
+// of the table; each is then replaced by the optimal scale for its codes.
 inline uint16_t round_to(Bits4, const float* weights, uint8_t* codes) {
   static const Nearest nearest;
   float most = 0.0f, squares = 0.0f;
@@ -475,8 +426,58 @@ void pack_panel(const float* rows, int64_t outputs, int64_t inputs, uint8_t* pan
   }
 }
 
-// weight [outputs, inputs] -> packed uint8 [panels, blocks, bytes], which is there already: it may stand in huge pages.
-void pack_blocks(const at::Tensor& weight, int64_t bits, const at::Tensor& packed) {
+}  // namespace
+
+// Bits of activations that this CPU multiplies fastest with blocks: 8, 16 or 32.
+int64_t block_activation_bits() {
+#if defined(OUTRIDER_BYTES)
+  return 8;
+#elif defined(OUTRIDER_HALVES)
+  return 16;
+#else
+  return 32;
+#endif
+}
+
+// x [..., inputs], packed uint8 [panels, blocks, bytes] -> [..., outputs] in x's type; outputs <= panels * 32.
+at::Tensor linear_blocks(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs,
+                         int64_t activation_bits) {
+  const int64_t inputs = x.size(-1), panels = packed.size(0);
+  check_blocks(packed, inputs);
+  const at::Tensor source = x.to(at::kFloat).contiguous();
+  auto shape = x.sizes().vec();
+  shape.back() = panels * kPanel;
+  at::Tensor out = at::empty(shape, source.options());
+  const int64_t count = out.numel() / std::max<int64_t>(1, panels * kPanel);
+  if (count > 0) {
+    const auto run = packed.size(2) == Bits8::bytes ? multiply_any<Bits8> : multiply_any<Bits4>;
+    run(source.const_data_ptr<float>(), count, inputs, packed.const_data_ptr<uint8_t>(), panels, out.mutable_data_ptr<float>(),
+        activation_bits);
+  }
+  if (outputs != out.size(-1)) out = out.narrow(-1, 0, outputs).contiguous();
+  if (bias.has_value()) out.add_(*bias);
+  return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
+}
+
+// token_ids [...] -> [..., inputs] float32: rows of a weight in blocks.
+at::Tensor embed_blocks(const at::Tensor& token_ids, const at::Tensor& packed, int64_t inputs) {
+  check_blocks(packed, inputs);
+  const at::Tensor ids = token_ids.contiguous();
+  const int64_t *from = ids.const_data_ptr<int64_t>(), count = ids.numel(), rows = packed.size(0) * kPanel;
+  for (int64_t i = 0; i < count; ++i) TORCH_CHECK_INDEX(from[i] >= 0 && from[i] < rows, "embed: no token ", from[i]);
+  auto shape = ids.sizes().vec();
+  shape.push_back(inputs);
+  at::Tensor out = at::empty(shape, packed.options().dtype(at::kFloat));
+  float* to = out.mutable_data_ptr<float>();
+  const auto decode = packed.size(2) == Bits8::bytes ? decode_row<Bits8> : decode_row<Bits4>;
+  const int64_t panel_bytes = packed.size(1) * packed.size(2);
+  for (int64_t i = 0; i < count; ++i)
+    decode(packed.const_data_ptr<uint8_t>() + from[i] / kPanel * panel_bytes, from[i] % kPanel, inputs, to + i * inputs);
+  return out;
+}
+
+// Round weight [outputs, inputs] into packed uint8 [panels, blocks, bytes], which the caller allocates (in huge pages).
+void pack_blocks(const at::Tensor& weight, int64_t bits, at::Tensor packed) {
   TORCH_CHECK(weight.dim() == 2 && (bits == 4 || bits == 8), "pack_blocks: weight ", weight.sizes(), " in ", bits, " bits");
   const int64_t outputs = weight.size(0), inputs = weight.size(1), panels = (outputs + kPanel - 1) / kPanel;
   const int64_t blocks = (inputs + kInputs - 1) / kInputs, bytes = bits == 8 ? Bits8::bytes : Bits4::bytes;
@@ -492,14 +493,4 @@ void pack_blocks(const at::Tensor& weight, int64_t bits, const at::Tensor& packe
   });
 }
 
-TORCH_LIBRARY_IMPL(outrider, CPU, library) {
-  library.impl("linear_blocks", &linear_blocks);
-  library.impl("embed_blocks", &embed_blocks);
-  library.impl("pack_blocks", &pack_blocks);
-}
-
-TORCH_LIBRARY_IMPL(outrider, CompositeExplicitAutograd, library) {
-  library.impl("block_activation_bits", &block_activation_bits);
-}
-
-}  // namespace
+}  // namespace outrider
