@@ -51,7 +51,9 @@ def is_blocks(packed: Tensor) -> bool:
 
 
 def bits_of(packed: Tensor) -> int:
-    """Return the bits of each code of a weight in blocks: 4 or 8."""
+    """Return the bits of each weight: 4 or 8 in blocks, else those of its dtype."""
+    if not is_blocks(packed):
+        return packed.dtype.itemsize * 8
     return next(bits for bits, size in SIZES.items() if size == packed.shape[2])
 
 
@@ -70,16 +72,14 @@ def unpack(packed: Tensor, outputs: int, inputs: int) -> Tensor:
 
 
 def round_activations(x: Tensor, bits: int) -> Tensor:
-    """Return x [..., inputs] in float32, rounded as a layer in blocks does: to bfloat16, or to 8 bits with a scale per block."""
-    if bits == 32:
-        return x.float()
-    if bits == 16:
-        return x.bfloat16().float()
+    """Return x [..., inputs] as float32, rounded as layers in blocks do: to bfloat16, or to 8 bits with a scale per block."""
+    if bits != 8:
+        return (x.bfloat16() if bits == 16 else x).float()
     inputs = x.shape[-1]
     parts = functional.pad(x.float(), (0, -inputs % BLOCK)).unflatten(-1, (-1, BLOCK))
-    largest = parts.abs().amax(-1, keepdim=True)
-    codes = (parts * torch.where(largest > 1e-30, 127 / largest, 0)).round()
-    return (codes * (largest / 127)).flatten(-2)[..., :inputs]
+    largest: Tensor = parts.abs().amax(-1, keepdim=True)
+    rounded: Tensor = (parts * torch.where(largest > 1e-30, 127 / largest, 0)).round() * (largest / 127)
+    return rounded.flatten(-2)[..., :inputs]
 
 
 def reference_linear_blocks(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, activation_bits: int) -> Tensor:
@@ -99,11 +99,13 @@ _library.impl("linear_blocks", reference_linear_blocks, "CompositeExplicitAutogr
 _library.impl("embed_blocks", reference_embed_blocks, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("outrider::linear_blocks")
 def _fake_linear_blocks(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, activation_bits: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], outputs)
 
 
-@torch.library.register_fake("outrider::embed_blocks")
 def _fake_embed_blocks(token_ids: Tensor, packed: Tensor, inputs: int) -> Tensor:
     return packed.new_empty(*token_ids.shape, inputs, dtype=torch.float32)
+
+
+torch.library.register_fake("outrider::linear_blocks", _fake_linear_blocks)
+torch.library.register_fake("outrider::embed_blocks", _fake_embed_blocks)
