@@ -15,6 +15,11 @@ from torch import nn
 from toy import outputs_of
 
 from outrider import LLM, SamplingParams, native
+from outrider.bench.provenance import provenance
+from outrider.doctor.checkup import Patient, check_up
+from outrider.engine.plan import Plan
+from outrider.export.vllm import Vllm
+from outrider.export.wanted import wanted
 from outrider.runner import ModelRunner, RunnerConfig, blocks, linear, loading
 from outrider.types import OutriderError
 
@@ -173,3 +178,24 @@ def refusal(folder, monkeypatch, cuda=False, **config):
         ModelRunner.load(folder, RunnerConfig(weights="int8", **config))
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+@needs_kernels
+def test_doctor_and_provenance_name_the_precision(tmp_path):
+    folder = make_folder(tmp_path / "target", hidden_size=64, intermediate_size=96)
+    checkup = check_up(Patient(folder, "ngram", {"weights": "int4", "compile": "never", "self_check": False}))
+    said = next(finding.text for finding in checkup.findings if finding.topic == "weights")
+    runner = ModelRunner.load(folder, RunnerConfig(weights="int4", compile="never"))
+    assert said.startswith("the target's, int4, take 0 MB") and provenance(runner)["weights"] == "int4"
+
+
+def test_a_plan_names_the_precision_and_exports_refuse_it(tmp_path):
+    file = tmp_path / "plan.toml"
+    file.write_text('weights = "int4"\n')
+    plan = Plan.read(file)
+    assert plan.values == {"weights": "int4"} and 'weights = "int4"' in plan.text()
+    with pytest.raises(OutriderError, match="vLLM reads weights as in the checkpoint: leave weights=int4 out of the plan"):
+        Vllm().check(wanted(plan), own_code=False)
+    file.write_text('weights = "int2"\n')
+    with pytest.raises(OutriderError, match="invalid weights 'int2': expected int8 or int4"):
+        Plan.read(file)
