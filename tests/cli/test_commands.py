@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from outrider.cli import app, chat, console
+from outrider.cli.interrupts import Terminated
 from outrider.engine import Engine, GenerationStats
 from outrider.engine.outputs import Chunk
 from outrider.types import PhaseTimes
@@ -29,14 +30,14 @@ def plain_text(outrider: Run, target: Path, *options: object) -> str:
     return out
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def interrupt(monkeypatch: pytest.MonkeyPatch, number: int, signalled: type[KeyboardInterrupt] = KeyboardInterrupt) -> None:
     """Ctrl-C in the engine's step of that number."""
     step, calls = Engine.step, []
 
     def interrupted(self: Engine) -> object:
         calls.append(1)
         if len(calls) == number:
-            raise KeyboardInterrupt
+            raise signalled
         return step(self)
 
     monkeypatch.setattr(Engine, "step", interrupted)
@@ -215,15 +216,42 @@ def test_numbers_that_are_too_large_are_not_cut_in_silence(
         assert said in " ".join(err.split())
 
 
-def test_ctrl_c_ends_the_answer_and_not_the_program(
+def test_ctrl_c_keeps_the_text_so_far_and_its_summary(
     outrider: Run, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt(monkeypatch, 3)
     code, out, err = outrider("generate", *models(target, draft), "-k", 2, "--max-tokens", 60, PROMPT)
-    assert code == 0 and "stopped" in err and "tok/s" in err
+    assert code == app.EXIT_INTERRUPTED and "stopped" in err and "tok/s" in err and err.strip().endswith("interrupted")
     monkeypatch.undo()
     full = plain_text(outrider, target, "--max-tokens", 60)
     assert 0 < len(out.strip()) < len(full) and full.startswith(out.rstrip("\n"))
+
+
+def test_ctrl_c_ends_a_chat_of_one_message(outrider: Run, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt(monkeypatch, 3)
+    code, out, err = outrider("chat", *models(target, draft), "-k", 2, "--max-tokens", 60, PROMPT)
+    assert code == app.EXIT_INTERRUPTED and out.strip() and err.strip().endswith("interrupted")
+
+
+@pytest.mark.parametrize(("signalled", "code"), [(KeyboardInterrupt, 0), (Terminated, 130)])
+@pytest.mark.parametrize("where", ["question", "answer"])
+def test_ctrl_c_ends_an_answer_of_a_chat_and_sigterm_the_chat(
+    outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch, signalled: type[KeyboardInterrupt], code: int, where: str
+) -> None:
+    lines: list[object] = ["hello", signalled, "/exit"] if where == "question" else ["hello", "/exit"]
+
+    def ask(_: str) -> str:
+        line = lines.pop(0)
+        if line is signalled:
+            raise signalled
+        return str(line)
+
+    monkeypatch.setattr("builtins.input", ask)
+    monkeypatch.setattr("outrider.cli.chat._is_interactive", lambda message: True)
+    if where == "answer":
+        interrupt(monkeypatch, 3, signalled)
+    assert outrider("chat", "--target", target, "--method", "plain", "--compile", "never", "--max-tokens", 9).code == code
+    assert lines == ([] if code == 0 else ["/exit"])
 
 
 def test_ctrl_c_loses_nothing_of_a_json_document(

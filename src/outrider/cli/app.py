@@ -19,6 +19,8 @@ from typing import Annotated, Any
 
 import typer
 
+from outrider.cli.interrupts import terminate
+
 # Each name is outrider.cli.<name>:command, or a group of the functions in its COMMANDS. With both, ``command`` runs when no
 # subcommand is given.
 COMMANDS = ("generate", "chat", "compare", "bench", "audit", "doctor", "tune", "train", "demo", "serve", "export")
@@ -106,7 +108,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # only the main thread may install signal handlers
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     finally:

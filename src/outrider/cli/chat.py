@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outrider.cli.interrupts import Terminated
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, with_groups
 
 if TYPE_CHECKING:
@@ -42,8 +43,7 @@ def command(
     from outrider.cli.session import load, prepare, read_prompt, start
 
     start()
-    interactive = message is None and sys.stdin.isatty()
-    question = None if interactive else read_prompt(message)
+    question = None if _is_interactive(message) else read_prompt(message)
     params = sampling.or_readable().params()
     llm = load(models, methods, max_batch=1)
     prepare(llm, models)
@@ -52,7 +52,9 @@ def command(
         [*history, {"role": "user", "content": "Hello"}]
     )  # refuse a tokenizer without a template before the first turn
     if question is not None:
-        _answer(llm, history, question, params, show)
+        interrupt = _answer(llm, history, question, params, show)
+        if interrupt is not None:
+            raise interrupt
         return
     first = list(history)
     while (question := _ask()) is not None:
@@ -60,10 +62,17 @@ def command(
             history = list(first)
         elif question:
             try:
-                _answer(llm, history, question, params, show)
+                interrupt = _answer(llm, history, question, params, show)
             except llm_error() as error:  # a failed answer must not end the conversation
                 print(f"error: {error}", file=sys.stderr)
                 history.pop()
+            else:
+                if isinstance(interrupt, Terminated):
+                    raise interrupt
+
+
+def _is_interactive(message: str | None) -> bool:
+    return message is None and sys.stdin.isatty()
 
 
 def llm_error() -> type[Exception]:
@@ -83,18 +92,24 @@ def _ask() -> str | None:
     except EOFError:
         print()
         return None
+    except Terminated:
+        raise
     except KeyboardInterrupt:
         print()
         return ""
     return None if line in ("/exit", "/quit") else line
 
 
-def _answer(llm: LLM, history: list[dict[str, str]], question: str, params: SamplingParams, show: bool) -> None:
+def _answer(
+    llm: LLM, history: list[dict[str, str]], question: str, params: SamplingParams, show: bool
+) -> KeyboardInterrupt | None:
+    """Answer a question and keep both in the history. Return the interrupt that ended the answer early, if any."""
     from outrider.cli.generate import stream_to_screen
 
     history.append({"role": "user", "content": question})
-    text = stream_to_screen(llm, _fitting_prompt(llm, history, params.max_tokens), params, show)
+    text, interrupt = stream_to_screen(llm, _fitting_prompt(llm, history, params.max_tokens), params, show)
     history.append({"role": "assistant", "content": text})
+    return interrupt
 
 
 def _fitting_prompt(llm: LLM, history: list[dict[str, str]], max_tokens: int) -> list[int]:

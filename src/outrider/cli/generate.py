@@ -53,24 +53,30 @@ def command(
         if document["finish_reason"] == "abort":
             raise typer.Exit(EXIT_INTERRUPTED)
     else:
-        stream_to_screen(llm, text, params, show)
+        _, interrupt = stream_to_screen(llm, text, params, show)
+        if interrupt is not None:
+            raise interrupt
 
 
-def stream_to_screen(llm: LLM, prompt: str | list[int], params: SamplingParams, show: bool = False) -> str:
-    """Stream to stdout, then print a summary to stderr. Ctrl-C ends only the answer. Return the text."""
+def stream_to_screen(
+    llm: LLM, prompt: str | list[int], params: SamplingParams, show: bool = False
+) -> tuple[str, KeyboardInterrupt | None]:
+    """Stream to stdout, then print a summary to stderr. Return the text and the interrupt that ended it early, if any."""
     from outrider.cli.console import err, legend, painter_for, say_error, summary
     from outrider.cli.session import streamed
 
     painter = painter_for(llm) if show else None
     text, started = "", perf_counter()
     last: Chunk | None = None
+    interrupt: KeyboardInterrupt | None = None
     try:
         with closing(streamed(llm, prompt, params)) as stream:
             for last in stream:
                 text += last.text
                 sys.stdout.write(last.text if painter is None else painter.paint(last))
                 sys.stdout.flush()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        interrupt = error
         err.print("\n[dim]stopped[/]")
     print(flush=True)
     if painter is not None:
@@ -81,7 +87,7 @@ def stream_to_screen(llm: LLM, prompt: str | list[int], params: SamplingParams, 
         err.print(summary(last.stats, perf_counter() - started))
         if llm.runner.passes.is_provisional:
             err.print("[dim]passes were not compiled, nor were those used to predict plain decoding: see --compile always[/]")
-    return text
+    return text, interrupt
 
 
 def _document(llm: LLM, prompt: str, params: SamplingParams) -> dict[str, Any]:

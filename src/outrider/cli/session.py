@@ -113,8 +113,13 @@ def check_source(model: str | None) -> None:
     if not _hub_reachable():
         os.environ["HF_HUB_OFFLINE"] = "1"  # otherwise every file is requested six times, with pauses
         from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
 
-        if not isinstance(try_to_load_from_cache(model, "config.json"), str):
+        try:
+            known = try_to_load_from_cache(model, "config.json")
+        except HFValidationError:
+            raise OutriderError(f"no model folder {model!r}: expected a folder, or a Hugging Face id owner/name") from None
+        if not isinstance(known, str):
             raise OutriderError(
                 f"{model!r} is neither a local folder nor in the download cache, and the Hugging Face hub is unreachable"
             )

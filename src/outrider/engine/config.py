@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -69,13 +70,19 @@ def load_tokenizer(
 
 
 def eos_token_ids(runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
-    """Return all end-of-text ids: of the generation config, the model config and the tokenizer."""
+    """Return all end-of-text ids: of the generation config, the model config and the tokenizer.
+
+    Raises ``OutriderError`` for one that is not an integer.
+    """
     model = getattr(runner, "model", None)
     sources = [getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer]
     found: set[int] = set()
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
-        found.update(ids if isinstance(ids, (list, tuple)) else () if ids is None else (ids,))
+        for token_id in ids if isinstance(ids, (list, tuple)) else () if ids is None else (ids,):
+            if not isinstance(token_id, Integral) or isinstance(token_id, bool):
+                raise OutriderError(f"invalid eos_token_id {ids!r}: expected a token id or a list of them")
+            found.add(int(token_id))
     return found
 
 

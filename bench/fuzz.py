@@ -1,0 +1,258 @@
+"""Mutates what Outrider reads, and checks that it refuses in one line what it cannot use.
+
+    python bench/fuzz.py --minutes 60                             # all targets, in turn
+    python bench/fuzz.py --targets head,plan --minutes 5 --seed 7
+    python bench/fuzz.py --targets head --seed 7 --case 1234      # one case again, in this process
+    python bench/fuzz.py --targets plan --guided --minutes 5      # guided by coverage: pip install atheris
+
+A case is (seed, target, number): the same three always give the same bytes. Each target runs in a process of its own, with a
+limit on memory. A finding is a crash, an exception that is not ``OutriderError``, an error of several lines, an HTTP 500, a
+case that takes over 20 s of processor time, or memory that grows with the number of cases. Its bytes go to ``fuzz-findings/``;
+once it is mended they belong into ``tests/fuzz_seeds/TARGET/``, from which later runs and the tests start. Exit code 1 if there
+are findings. The last line of output is the result as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import multiprocessing
+import os
+import random
+import re
+import resource
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from fuzz_targets import SEEDS, TARGETS, Finding, Target
+from outcome import check_out, told
+
+from outrider.bench.provenance import origin
+
+CASE_SECONDS = 20.0  # of processor time
+SLOWDOWN = 15.0  # times that, by the clock: other processes may want the processor
+MEMORY = 6 << 30  # bytes that a target's process may take beside what it starts with
+WARM_CASES, MAX_GROWTH = 200, 96 << 20  # bytes, after so many cases: libraries fill their caches first
+TURN_SECONDS = 60.0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--targets", type=names, default=list(TARGETS), help=f"of {', '.join(TARGETS)}; default: all")
+    parser.add_argument("--case", type=int, help="run this case alone, and show what it raises")
+    parser.add_argument("--guided", action="store_true", help="one target, guided by coverage")
+    parser.add_argument("--findings", type=Path, default=Path("fuzz-findings"))
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def names(text: str) -> list[str]:
+    """An option's targets."""
+    unknown = [name for name in text.split(",") if name not in TARGETS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown target {unknown[0]!r}: expected {', '.join(TARGETS)}")
+    return text.split(",")
+
+
+def case(target: Target, seed: int, number: int) -> bytes:
+    """The bytes of a case."""
+    choose = random.Random(f"{seed}-{target.name}-{number}")
+    return target.mutate(choose.choice(target.seeds()), choose)
+
+
+def attempt(target: Target, data: bytes) -> str | None:
+    """What is wrong with how a case ends, in one line; None where nothing is."""
+    try:
+        target.run(data)
+    except Finding as error:
+        return str(error)
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{type(error).__name__} in {Path(place.filename).name}:{place.lineno}: {' '.join(str(error).split())[:200]}"
+    return None
+
+
+def work(name: str, seed: int, first: int, pipe: Connection) -> None:
+    """A target's process: runs cases from ``first`` on and reports each before and after, until it is ended."""
+    silence()
+    target = TARGETS[name]()
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, held + MEMORY))
+    with contextlib.closing(target):
+        for number in range(first, sys.maxsize):
+            data = case(target, seed, number)
+            pipe.send((number, data, None, 0))
+            wrong = attempt(target, data)
+            pipe.send((number, data, wrong, target.memory()))
+            if pipe.poll():
+                return
+
+
+def silence() -> None:
+    """Keep what libraries print out of the report."""
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(null, stream)
+
+
+class Run:
+    """One target's cases and findings, over any number of processes."""
+
+    def __init__(self, name: str, seed: int, folder: Path) -> None:
+        self.name, self._seed, self._folder = name, seed, folder
+        self.next = 0  # number of the next case
+        self.findings: dict[str, str] = {}  # what is wrong -> file
+        self.growth = 0  # bytes, at most
+        self._kinds: set[str] = set()
+
+    def go_on(self, seconds: float) -> None:
+        """Run cases for some seconds."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._one_process(end)
+
+    def _one_process(self, end: float) -> None:
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        process = context.Process(target=work, args=(self.name, self._seed, self.next, there), daemon=False)
+        process.start()
+        there.close()
+        first, before, data, memory = self.next, 0, b"", 0
+        try:
+            while time.monotonic() < end:
+                message = self._message(here, process.pid or 0)
+                if isinstance(message, str):
+                    self.found(message if process.is_alive() else f"the process ended with code {exit_code(process)}", data)
+                    self.next += 1
+                    return
+                number, data, wrong, memory = message
+                if not memory:  # it begins
+                    continue
+                if wrong is not None:
+                    self.found(wrong, data)
+                self.next = number + 1
+                if number == first + WARM_CASES:
+                    before = memory
+                if before and memory - before > MAX_GROWTH:
+                    self.found(f"memory grew by {(memory - before) >> 20} MiB in {number - first - WARM_CASES} cases", data)
+                    return
+                self.growth = max(self.growth, memory - before if before else 0)
+        finally:
+            with contextlib.suppress(OSError):
+                here.send("stop")
+            process.join(CASE_SECONDS)
+            process.kill()
+            process.join()
+
+    @staticmethod
+    def _message(pipe: Connection, pid: int) -> Any:
+        """The process's next message, or why there is none."""
+        started, used = time.monotonic(), processor_seconds(pid)
+        while not pipe.poll(0.2):
+            if time.monotonic() - started > SLOWDOWN * CASE_SECONDS:
+                return f"a case takes over {SLOWDOWN * CASE_SECONDS:g} s"
+            if processor_seconds(pid) - used > CASE_SECONDS and used > 0:
+                return f"a case takes over {CASE_SECONDS:g} s of processor time"
+        try:
+            return pipe.recv()
+        except (EOFError, OSError):
+            return "the process has ended"
+
+    def found(self, wrong: str, data: bytes) -> None:
+        """Keep a finding, the first of its kind."""
+        kind = re.sub(r"'[^']*'|[^\W\d_]*\d[\w.+-]*|/\S*", "", wrong)  # without values and paths
+        if kind in self._kinds:
+            return
+        self._kinds.add(kind)
+        file = self._folder / self.name / hashlib.sha256(data).hexdigest()[:16]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+        self.findings[wrong] = str(file)
+        print(f"{self.name}, case {self.next}: {wrong} ({file})", flush=True)
+
+
+def exit_code(process: Any) -> int | None:
+    process.join(5)
+    return process.exitcode  # type: ignore[no-any-return]
+
+
+def processor_seconds(pid: int) -> float:
+    """What a process has used; 0 where it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def again(name: str, seed: int, number: int) -> int:
+    """Run one case here and show what it raises."""
+    with contextlib.closing(TARGETS[name]()) as target:
+        data = case(target, seed, number)
+        print(data[:2000])
+        try:
+            target.run(data)
+        except Exception:
+            traceback.print_exc()
+            return 1
+    return 0
+
+
+def guided(name: str, seed: int, minutes: float) -> int:
+    """Fuzz one target in this process with libFuzzer, which follows the coverage of Outrider's Python code."""
+    try:
+        import atheris
+    except ImportError:
+        raise SystemExit("error: --guided needs atheris: pip install atheris") from None
+    with atheris.instrument_imports(include=["outrider"]), contextlib.closing(TARGETS[name]()) as target:
+        corpus = SEEDS / f".{name}-corpus"
+        corpus.mkdir(parents=True, exist_ok=True)
+        for data in target.seeds():
+            (corpus / hashlib.sha256(data).hexdigest()[:16]).write_bytes(data)
+
+        def one(data: bytes) -> None:
+            wrong = attempt(target, data)
+            if wrong is not None:
+                raise Finding(wrong)
+
+        options = [f"-max_total_time={int(60 * minutes)}", f"-seed={seed}", f"-timeout={CASE_SECONDS:g}", str(corpus)]
+        atheris.Setup([sys.argv[0], *options], one)
+        atheris.Fuzz()
+    return 0
+
+
+def main() -> int:
+    args = arguments()
+    check_out(args.out)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if args.case is not None or args.guided:
+        if len(args.targets) != 1:
+            raise SystemExit("error: --case and --guided need one of --targets")
+        return guided(args.targets[0], args.seed, args.minutes) if args.guided else again(args.targets[0], args.seed, args.case)
+    runs, end = [Run(name, args.seed, args.findings) for name in args.targets], time.monotonic() + 60 * args.minutes
+    turn = min(TURN_SECONDS * max(1.0, args.minutes / 10), 60 * args.minutes / len(runs))
+    while time.monotonic() < end:
+        for run in runs:
+            run.go_on(min(turn, end - time.monotonic()))
+    result = {
+        **origin(),
+        "minutes": args.minutes,
+        "seed": args.seed,
+        "cases": {run.name: run.next for run in runs},
+        "growth_mib": {run.name: run.growth >> 20 for run in runs},
+        "findings": {run.name: run.findings for run in runs if run.findings},
+        "holds": not any(run.findings for run in runs),
+    }
+    return told(result, args.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
