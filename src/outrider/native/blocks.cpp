@@ -330,21 +330,18 @@ void decode_row(const uint8_t* panel, int64_t output, int64_t inputs, float* out
 // Packing
 // ---------------------------------------------------------------------------------------------------------------------------
 
-// Nearest 4-bit codes: by the borders between values, or by a table of the integers from -128 to 127 for the search of a scale.
-struct Nearest {
-  std::array<uint8_t, 256> code;
-  std::array<float, 15> border;
-  Nearest() {
-    for (int i = 0; i < 15; ++i) border[i] = (kNumbers[i] + kNumbers[i + 1]) / 2.0f;
-    for (int i = 0; i < 256; ++i) code[i] = exact(static_cast<float>(i - 128));
-  }
-  uint8_t exact(float number) const {
-    uint8_t found = 0;
-    for (const float each : border) found += number > each;
-    return found;
-  }
-  uint8_t about(float number) const { return code[static_cast<int>(std::nearbyint(std::clamp(number, -128.0f, 127.0f))) + 128]; }
-};
+// The border between the values of 4-bit codes i and i + 1.
+constexpr float border(int i) { return static_cast<float>(kNumbers[i] + kNumbers[i + 1]) / 2.0f; }
+
+constexpr auto kBorders = std::make_integer_sequence<int, 15>{};
+
+// Round to the nearest values of 4-bit codes.
+template <int... i>
+inline vec nearest_numbers(vec x, std::integer_sequence<int, i...>) {
+  vec found[3] = {splat(kNumbers[0]), vec{}, vec{}};  // short chains of additions; integers, so their order does not matter
+  ((found[i % 3] += x > splat(border(i)) ? splat(static_cast<float>(kNumbers[i + 1] - kNumbers[i])) : vec{}), ...);
+  return found[0] + found[1] + found[2];
+}
 
 inline uint16_t to_bfloat16(float number) {
   uint32_t bits;
@@ -377,31 +374,34 @@ inline uint16_t round_to(Bits8, const float* weights, uint8_t* codes) {
 // Search the scale with the least squared error, weighted by magnitude. Candidates map the largest weight to values around either end
 // of the table; each is then replaced by the optimal scale for its codes.
 inline uint16_t round_to(Bits4, const float* weights, uint8_t* codes) {
-  static const Nearest nearest;
-  float most = 0.0f, squares = 0.0f;
-  for (int64_t k = 0; k < kInputs; ++k) {
+  const vec parts[2] = {load(weights), load(weights + kLanes)};
+  float most = 0.0f;
+  for (int64_t k = 0; k < kInputs; ++k)
     if (std::abs(weights[k]) > std::abs(most)) most = weights[k];
-    squares += weights[k] * weights[k];
-  }
   uint16_t bits = 0;
   if (std::abs(most) >= kTiny) {
-    const float typical = std::sqrt(squares / kInputs);
+    const vec typical = splat(std::sqrt(sum(parts[0] * parts[0] + parts[1] * parts[1]) / kInputs));
     float best = -1.0f, scale = 0.0f;
     for (int candidate = 0; candidate < 18; ++candidate) {
       const float end = (candidate % 2 ? 1.0f : -1.0f) * (91.0f + 7.0f * static_cast<float>(candidate / 2));  // 91 to 147
-      const float inverse = end / most;
-      float dot = 0.0f, norm = 0.0f;
-      for (int64_t k = 0; k < kInputs; ++k) {
-        const float number = kNumbers[nearest.about(weights[k] * inverse)], weighted = (typical + std::abs(weights[k])) * number;
-        dot += weighted * weights[k];
-        norm += weighted * number;
+      vec dots{}, norms{};
+      for (const vec part : parts) {
+        const vec numbers = nearest_numbers(part * splat(end / most), kBorders);
+        const vec weighted = (typical + (part < vec{} ? -part : part)) * numbers;
+        dots += weighted * part;
+        norms += weighted * numbers;
       }
+      const float dot = sum(dots), norm = sum(norms);
       if (dot * dot > best * norm) best = dot * dot / norm, scale = dot / norm;
     }
     bits = to_bfloat16(scale);
   }
   const float inverse = from_bfloat16(bits) == 0.0f ? 0.0f : 1.0f / from_bfloat16(bits);
-  for (int64_t k = 0; k < kInputs; ++k) codes[k] = nearest.exact(weights[k] * inverse);
+  for (int64_t k = 0; k < kInputs; ++k) {
+    int code = 0;
+    for (int i = 0; i < 15; ++i) code += weights[k] * inverse > border(i);
+    codes[k] = static_cast<uint8_t>(code);
+  }
   return bits;
 }
 
