@@ -143,6 +143,6 @@ def _grid(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _provenance(document: Mapping[str, Any]) -> Iterator[str]:
-    keys = ("command", "date", "version", "commit", "device", "dtype", "threads", "seconds")
-    rows = [{"what": key, "value": str(document[key])} for key in keys]
+    keys = ("command", "date", "version", "commit", "device", "dtype", "weights", "threads", "seconds")
+    rows = [{"what": key, "value": str(document[key])} for key in keys if document.get(key) is not None]
     yield table("Provenance", {"what": "what", "value": "value"}, rows)

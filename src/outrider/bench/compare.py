@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FALSE_ALARMS = 0.05  # probability per comparison
-SETTINGS = ("target", "dtype", "device", "threads", "max_tokens", "same_text_mode")  # settings that should be equal
+SETTINGS = ("target", "dtype", "weights", "device", "threads", "max_tokens", "same_text_mode")  # settings that should be equal
 MACHINE = ("device", "threads")
 NO_CHANGE = "no change beyond noise"
 # (tokens per second, speedup over plain): 1 higher, -1 lower, 0 neither

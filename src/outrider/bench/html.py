@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from outrider.bench.plots import Plot
 
 NEEDED = ("matplotlib", "jinja2")
-FACTS = ("target", "device", "dtype", "threads", "command", "date", "commit", "version", "max_tokens", "repeat")
+FACTS = ("target", "device", "dtype", "weights", "threads", "command", "date", "commit", "version", "max_tokens", "repeat")
 Rows = list[list[str]]
 
 

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from outrider.runner import ModelRunner
 
 SECRET, HIDDEN = "--api-key", "hidden"  # an option whose value must not be published
-INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "bf16")  # of products
+INSTRUCTIONS = (  # of products
+    *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd", "sve", "bf16"),
+)
 
 
 def origin() -> dict[str, Any]:
@@ -35,12 +37,13 @@ def origin() -> dict[str, Any]:
 
 
 def provenance(runner: ModelRunner) -> dict[str, Any]:
-    """Return ``origin`` plus the device and dtype of a model in this process."""
+    """Return ``origin`` plus device, dtype and ``weights`` (None: as in the checkpoint) of a model in this process."""
     import torch
 
     return origin() | {
         "device": device_name(runner.device),
         "dtype": str(runner.dtype).removeprefix("torch."),
+        "weights": runner.config.weights,
         "threads": torch.get_num_threads(),
     }
 

@@ -21,7 +21,8 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
 
 
 def _speeds(result: Mapping[str, Any]) -> Table:
-    title = f"{result['target']} on {result['device']}, {result['dtype']}; ms per round: draft + score + other"
+    precision = result.get("weights") or result["dtype"]
+    title = f"{result['target']} on {result['device']}, {precision}; ms per round: draft + score + other"
     view = _table(title, "tok/s", "speedup", "95%", "tok/pass", "alpha", "ms", "same")
     _fill(view, [headline(cell) for cell in result["cells"]], _speed_row)
     return view

@@ -50,6 +50,7 @@ class ModelOptions:
     verifier: str | None = given(Speculation)
     same_text: bool = given(Speculation, False)
     dtype: str | None = given(RunnerConfig)
+    weights: str | None = given(RunnerConfig)
     device: str | None = given(RunnerConfig)
     max_len: int | None = given(RunnerConfig)
     compile: str | None = given(RunnerConfig)

@@ -105,6 +105,7 @@ def _stages(patient: Patient, checkup: Checkup, progress: Progress) -> Iterator[
     progress("loading the target")
     without_draft = {key: value for key, value in patient.options.items() if key != "draft"}
     llm = LLM(patient.target, method=PLAIN, max_batch=1, **without_draft)
+    yield _weights_in_memory(llm.runner)
     yield _cache_memory(llm.runner)
     foreign = patient.options.get("draft_tokenizer")
     setting = Setting(llm.runner, llm.tokenizer, draft, foreign, options=options, drafts=drafts)
@@ -216,6 +217,13 @@ def _memory_on_disk(sources: list[Any]) -> Iterator[Finding]:
     if files and free is not None:
         said = f"the weights take {size(needed)}; {size(free)} are free"
         yield Finding("ok" if needed < 0.9 * free else "wrong", "memory", said)
+
+
+def _weights_in_memory(runner: ModelRunner) -> Finding:
+    """Report the precision of the loaded target's weights and the memory that they take."""
+    tensors = {tensor.data_ptr(): tensor.nbytes for tensor in [*runner.model.parameters(), *runner.model.buffers()]}
+    precision = runner.config.weights or "as in the checkpoint"
+    return Finding("ok", "weights", f"the target's, {precision}, take {size(sum(tensors.values()))} of memory")
 
 
 def _weights_in(folder: Path) -> list[Path]:

@@ -70,6 +70,7 @@ class LLM:
         method_options: Mapping[str, Any] | None = None,
         same_text: bool = False,
         dtype: str | torch.dtype = "auto",
+        weights: str | None = None,
         device: str | torch.device = "auto",
         max_len: int | None = None,
         max_batch: int = 8,

@@ -47,6 +47,10 @@ class Engine(ABC):
             raise OutriderError(f"{self.name} does not support custom proposers: leave out --own-code, or export to vLLM")
         if wanted.same_text:
             raise OutriderError(f"{self.name} has no same-text mode: leave same_text out of the plan, or use `outrider serve`")
+        if wanted.weights is not None:
+            raise OutriderError(
+                f"{self.name} reads weights as in the checkpoint: leave weights={wanted.weights} out of the plan"
+            )
         if wanted.verifier not in self.rules:
             raise OutriderError(f"{self.name} does not support the verifier {wanted.verifier!r}: use {', '.join(self.rules)}")
 

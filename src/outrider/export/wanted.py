@@ -35,6 +35,7 @@ class Wanted:
     verifier: str
     reads_text_only: bool  # whether Outrider's proposer can be exported
     dtype: str | None = None
+    weights: str | None = None
     device: str | None = None
     max_len: int | None = None
     max_batch: int | None = None
@@ -89,6 +90,7 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
         verifier,
         bool(PROPOSERS.get(split_method(method)[0]).reads_text_only),
         dtype=None if dtype == AUTO else dtype,
+        weights=plan.given("weights"),
         device=None if device == AUTO else device,
         max_len=plan.given("max_len"),
         max_batch=plan.given("max_batch"),

@@ -24,7 +24,7 @@ SECONDS = 25.0  # that compiling a library takes, roughly
 
 FAILURES = (subprocess.SubprocessError, OSError, ValueError)  # what ``find_compiler`` and ``library`` raise
 FOLDER = Path(__file__).parent
-UNITS = ("linear", "operators", "attention", "sampling", "recurrence")  # the slowest to compile first
+UNITS = ("linear", "blocks", "operators", "attention", "sampling", "recurrence")  # the slowest to compile first
 TIMEOUT = 600  # seconds for one unit
 # -ffp-contract=off: otherwise compilers fuse a product and a sum in one copy of a function and not in another (GCC avoids
 # chains of fused additions on AMD CPUs), and a row's bits would depend on the copy that computes it.

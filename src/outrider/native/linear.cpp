@@ -326,6 +326,16 @@ struct Gate {
   }
 };
 
+// from [rows][2 * half] -> to [rows][half]; half is a multiple of a vector.
+inline void gate_rows(const Gate gate, const float* from, int64_t rows, int64_t half, float* to) {
+  at::parallel_for(0, rows * (half / kLanes), 4096, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const float* at = from + i * kLanes + i * kLanes / half * half;
+      store(to + i * kLanes, gate(load(at), load(at + half)));
+    }
+  });
+}
+
 template <typename Weight>
 void embed_rows(const int64_t* ids, int64_t count, const Weight* w, int64_t inputs, int64_t together, float* out) {
   for (int64_t i = 0; i < count; ++i) {  // `together` inputs of an output stand side by side
@@ -372,16 +382,22 @@ at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, const std
     linear_on_vectors(gate, rows.from(), rows.count, rows.inputs, packed, scale, rows.to());
   } else {
     const at::Tensor both = at::empty({rows.count, 2 * half}, rows.out.options());
-    float *from = both.mutable_data_ptr<float>(), *to = rows.to();
-    linear_on_vectors(Alone{}, rows.from(), rows.count, rows.inputs, packed, scale, from);
-    at::parallel_for(0, rows.count * (half / kLanes), 4096, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const float* at = from + i * kLanes + i * kLanes / half * half;
-        store(to + i * kLanes, gate(load(at), load(at + half)));
-      }
-    });
+    linear_on_vectors(Alone{}, rows.from(), rows.count, rows.inputs, packed, scale, both.mutable_data_ptr<float>());
+    gate_rows(gate, both.const_data_ptr<float>(), rows.count, half, rows.to());
   }
   return x.scalar_type() == at::kFloat ? rows.out : rows.out.to(x.scalar_type());
+}
+
+// both [..., 2 n] -> [..., n] in its type: activation(first n) * remaining n.
+at::Tensor gate_halves(const at::Tensor& both, std::string_view activation) {
+  TORCH_CHECK(activation == "silu" || activation == "gelu_tanh", "gate_halves: no activation ", activation);
+  TORCH_CHECK(both.size(-1) % (2 * kLanes) == 0, "gate_halves: halves of ", both.size(-1), " are not multiples of ", kLanes);
+  const at::Tensor source = both.to(at::kFloat).contiguous();
+  auto shape = both.sizes().vec();
+  const int64_t half = shape.back() /= 2;
+  const at::Tensor out = at::empty(shape, source.options());
+  gate_rows(Gate{activation == "gelu_tanh"}, source.const_data_ptr<float>(), out.numel() / half, half, out.mutable_data_ptr<float>());
+  return both.scalar_type() == at::kFloat ? out : out.to(both.scalar_type());
 }
 
 // token_ids [...] -> [..., inputs] float32: rows of a packed weight, for an embedding that is tied to the output head.

@@ -14,6 +14,9 @@ TORCH_LIBRARY_IMPL(outrider, CPU, library) {
   library.impl("linear", linear);
   library.impl("linear_scaled", linear_scaled);
   library.impl("linear_gated", linear_gated);
+  library.impl("gate_halves", gate_halves);
+  library.impl("linear_blocks", linear_blocks);
+  library.impl("embed_blocks", embed_blocks);
   library.impl("embed", embed);
   library.impl("attend", attend);
   library.impl("delta_scan", delta_scan);
@@ -33,6 +36,8 @@ TORCH_LIBRARY_FRAGMENT(outrider, library) {
   library.def(
       "count_tokens(Tensor tokens, int num_prompt, Tensor(a!) ids, int num_ids, Tensor(b!) seen, Tensor(c!) counts) -> int",
       count_tokens);
+  library.def("pack_blocks(Tensor weight, int bits, Tensor(a!) packed) -> ()", pack_blocks);
+  library.def("block_activation_bits() -> int", block_activation_bits);
   library.def("has_matrix_units() -> bool", has_matrix_units);
   library.def("prefers_pairs() -> bool", prefers_pairs);
   library.def("takes_fours() -> bool", takes_fours);

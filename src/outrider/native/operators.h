@@ -17,7 +17,15 @@ at::Tensor linear_scaled(const at::Tensor& x, const at::Tensor& packed, const at
                          int64_t outputs);
 at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& scales,
                         std::string_view activation);
+at::Tensor gate_halves(const at::Tensor& both, std::string_view activation);
 at::Tensor embed(const at::Tensor& token_ids, const at::Tensor& packed);
+
+// blocks.cpp
+int64_t block_activation_bits();
+at::Tensor linear_blocks(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs,
+                         int64_t activation_bits);
+at::Tensor embed_blocks(const at::Tensor& token_ids, const at::Tensor& packed, int64_t inputs);
+void pack_blocks(const at::Tensor& weight, int64_t bits, at::Tensor packed);
 
 // attention.cpp
 at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& keys,

@@ -157,7 +157,7 @@ class CrossTokenizerMethod(DraftModelMethod):
             if found is None:
                 raise OutriderError(f"method {self.name!r} needs the {whose}'s tokenizer: none was given and none found")
         assert setting.tokenizer is not None and tokenizer is not None
-        draft = ModelRunner.load(setting.draft, setting.target.config)  # type: ignore[arg-type]
+        draft = ModelRunner.load(setting.draft, setting.target.config.for_draft())  # type: ignore[arg-type]
         return CrossTokenizerProposer(draft, setting.target.vocab_size, TokenizerPair(setting.tokenizer, tokenizer))
 
     def portable(self, setting: Setting) -> SmallModel:

@@ -118,7 +118,7 @@ class DraftModelMethod(MethodSpec):
         tokenizer = draft_tokenizer(setting)
         if setting.tokenizer is not None and tokenizer is not None:
             check_same_vocabulary(setting.tokenizer, tokenizer)
-        draft = ModelRunner.load(setting.draft, setting.target.config)  # type: ignore[arg-type]
+        draft = ModelRunner.load(setting.draft, setting.target.config.for_draft())  # type: ignore[arg-type]
         if tokenizer is None and draft.vocab_size != setting.target.vocab_size:
             raise OutriderError(
                 f"vocabulary sizes differ: {setting.target.vocab_size} in the target, {draft.vocab_size} in the draft"

@@ -62,6 +62,9 @@ class LowBitMethod(MethodSpec):
                 f"low-bit needs an unquantised target that runs on Outrider's CPU kernels; {target.name} is on"
                 f" {target.device.type}" + (", quantised or without a C++ compiler" if target.device.type == "cpu" else "")
             )
+        if target.config.bits is not None and config.bits >= target.config.bits:
+            own = target.config.weights
+            raise OutriderError(f"invalid bits {config.bits}: expected fewer than the target's, which has weights={own}")
         added = quantized_bytes(target.model, config.bits)
         logger.info("the %d-bit drafting weights add %.0f MB of memory", config.bits, added / 1e6)
         passes = PassRunner(quantized_copy(target.model, config.bits), target.cache, target.config.compile)

@@ -45,6 +45,7 @@ FOLDER, SUFFIX = "passes", ".pt2"  # of the disk cache
 # inputs of a package in addition to the model
 TRACED = (
     "attention.py",
+    "blocks.py",
     "compiled.py",
     "forward.py",
     "gates.py",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from outrider.options import INT32, LIMITS, MODELS, Choice, Flag, Number, Whole, check, option
 
 if TYPE_CHECKING:
     import torch
+
+BITS = {"int8": 8, "int4": 4}  # of each code, by the values of ``weights``
 
 
 def _dtype_name(value: Any) -> Any:
@@ -42,6 +44,13 @@ class RunnerConfig:
         Choice(("auto", "bfloat16", "float16", "float32"), _dtype_name),
         "auto",
         "Type of the weights; auto: as in the checkpoint, with arithmetic in float32 where 16 bits are slow.",
+        panel=MODELS,
+        in_plan=True,
+    )
+    weights: str | None = option(
+        Choice(tuple(BITS)),
+        None,
+        "Round the target's weights to 8 or 4 bits when it is loaded, on a CPU (default: as in the checkpoint).",
         panel=MODELS,
         in_plan=True,
     )
@@ -87,3 +96,12 @@ class RunnerConfig:
 
     def __post_init__(self) -> None:
         check(self)
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of rounded weights; None for those of the checkpoint."""
+        return None if self.weights is None else BITS[self.weights]
+
+    def for_draft(self) -> RunnerConfig:
+        """The configuration of a draft model beside a target of this one: its weights stay as in its checkpoint."""
+        return replace(self, weights=None)

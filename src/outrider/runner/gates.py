@@ -1,4 +1,4 @@
-"""Fuse ``activation(gate) * up`` of an exported pass into the linear layer that computes both.
+"""Fuse ``activation(gate) * up`` of an exported pass into the linear layer that computes both, or into one operator after it.
 
 Inductor would run it as a separate single-threaded loop over the layer's output, which takes half as long as the layer for a
 prompt's rows. Matching on the exported graph makes it independent of module names.
@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 
 from outrider.runner import kernels
 
-aten = torch.ops.aten
+aten, ops = torch.ops.aten, torch.ops.outrider
 
 
 def fuse_gates(program: ExportedProgram) -> int:
@@ -26,11 +26,13 @@ def fuse_gates(program: ExportedProgram) -> int:
         if fused is None:
             continue
         activation, chain = fused
-        layer = chain[-1]
-        x, packed = layer.args[:2]
-        scales = layer.args[2] if layer.target is torch.ops.outrider.linear_scaled.default else None
         with graph.inserting_before(product):
-            node = graph.call_function(torch.ops.outrider.linear_gated.default, (x, packed, scales, activation))
+            if chain[-1].target is ops.linear_blocks.default:
+                node = graph.call_function(ops.gate_halves.default, (chain.pop(), activation))
+            else:
+                x, packed, *rest = chain[-1].args
+                scales = rest[0] if chain[-1].target is ops.linear_scaled.default else None
+                node = graph.call_function(ops.linear_gated.default, (x, packed, scales, activation))
         node.meta.update(product.meta)
         product.replace_all_uses_with(node)
         for old in (product, *chain):
@@ -77,7 +79,7 @@ def _is_half(node: Any, index: int) -> bool:
 def _is_whole(layer: Any) -> bool:
     """Return whether it is a linear layer without bias and with whole panels in both halves."""
     target = getattr(layer, "target", None)
-    if target not in (torch.ops.outrider.linear.default, torch.ops.outrider.linear_scaled.default):
+    if target not in (ops.linear.default, ops.linear_scaled.default, ops.linear_blocks.default):
         return False
-    bias, outputs = layer.args[-2:]
+    bias, outputs = layer.args[2:4] if target is ops.linear_blocks.default else layer.args[-2:]
     return bias is None and outputs % (2 * kernels.PANEL) == 0

@@ -30,6 +30,7 @@ _library.define(f"attend_general({ATTEND}, int chunk, Tensor? sinks) -> Tensor")
 _library.define("embed(Tensor token_ids, Tensor packed) -> Tensor")
 _library.define("linear_scaled(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int outputs) -> Tensor")
 _library.define("linear_gated(Tensor x, Tensor packed, Tensor? scales, str activation) -> Tensor")
+_library.define("gate_halves(Tensor both, str activation) -> Tensor")
 
 SCALED = 128  # inputs of an output that share a scale, for 8-bit and 4-bit codes
 
@@ -144,8 +145,13 @@ def reference_linear_gated(x: Tensor, packed: Tensor, scales: Tensor | None, act
         both = reference_linear(x, packed, None, outputs)
     else:
         both = reference_linear_scaled(x, packed, scales, None, outputs)
+    return reference_gate_halves(both, activation)
+
+
+def reference_gate_halves(both: Tensor, activation: str) -> Tensor:
+    """Compute activation(first half) * second half of both [..., 2 N] -> [..., N]."""
     gate, up = both.float().chunk(2, -1)
-    return (GATES[activation](gate) * up).to(x.dtype)
+    return (GATES[activation](gate) * up).to(both.dtype)
 
 
 def reference_embed(token_ids: Tensor, packed: Tensor) -> Tensor:
@@ -239,6 +245,7 @@ def _visible_slots(bases: Tensor, positions: Tensor, visible: Tensor, capacity: 
 _library.impl("linear", reference_linear, "CompositeExplicitAutograd")
 _library.impl("linear_scaled", reference_linear_scaled, "CompositeExplicitAutograd")
 _library.impl("linear_gated", reference_linear_gated, "CompositeExplicitAutograd")
+_library.impl("gate_halves", reference_gate_halves, "CompositeExplicitAutograd")
 _library.impl("embed", reference_embed, "CompositeExplicitAutograd")
 _library.impl("attend", reference_attend, "CompositeExplicitAutograd")
 _library.impl("attend_general", reference_attend, "CompositeExplicitAutograd")
@@ -256,6 +263,10 @@ def _fake_linear_gated(x: Tensor, packed: Tensor, scales: Tensor | None, activat
     return x.new_empty(*x.shape[:-1], packed.shape[0] * PANEL // 2)
 
 
+def _fake_gate_halves(both: Tensor, activation: str) -> Tensor:
+    return both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
+
+
 def _fake_embed(token_ids: Tensor, packed: Tensor) -> Tensor:
     return packed.new_empty(*token_ids.shape, packed_shape(packed)[1], dtype=torch.float32)
 
@@ -268,6 +279,7 @@ _FAKES: dict[str, Callable[..., Tensor]] = {
     "linear": _fake_linear,
     "linear_scaled": _fake_linear_scaled,
     "linear_gated": _fake_linear_gated,
+    "gate_halves": _fake_gate_halves,
     "embed": _fake_embed,
     "attend": _fake_attend,
     "attend_general": _fake_attend,

@@ -1,7 +1,8 @@
-"""Packed weights for the CPU kernels: 16 bits as in the checkpoint.
+"""Packed weights for the CPU kernels: 16 bits as in the checkpoint, or 8 or 4 bits in blocks (see blocks.py).
 
 Arithmetic is float32, except for bfloat16 weights on CPUs that multiply them faster (AMX, AVX-512 BF16): there inputs are
-rounded to bfloat16, sums are float32, and a dozen rows cost as much as one.
+rounded to bfloat16, sums are float32, and a dozen rows cost as much as one. Inputs of weights in blocks are rounded to 8 bits
+on CPUs with AVX-512 VNNI.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from outrider.runner import huge_pages, kernels
+from outrider.runner import blocks, huge_pages, kernels
+
+SMALL = 64  # layers with fewer inputs or outputs, such as routers and gates, keep 8 bits where others have 4
 
 
 def apply(x: Tensor, packed: Tensor, scales: Tensor | None, bias: Tensor | None, outputs: int) -> Tensor:
     """Applies a packed weight to x [..., inputs] -> [..., outputs]."""
     out: Tensor
-    if scales is None:
+    if blocks.is_blocks(packed):
+        out = torch.ops.outrider.linear_blocks(x, packed, bias, outputs, blocks.activation_bits())
+    elif scales is None:
         out = torch.ops.outrider.linear(x, packed, bias, outputs)
     else:
         out = torch.ops.outrider.linear_scaled(x, packed, scales, bias, outputs)
@@ -34,17 +39,19 @@ def apply(x: Tensor, packed: Tensor, scales: Tensor | None, bias: Tensor | None,
 
 
 class PackedLinear(nn.Module):
-    """Linear layer with a weight packed for ``outrider::linear``; sums and output are float32."""
+    """Linear layer with a weight packed for ``outrider::linear`` or ``linear_blocks``; sums and output are float32."""
 
     packed: Tensor
     scales: Tensor | None  # if the weight consists of codes (see quantized.py)
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, bits: int | None = None) -> None:
+        """``bits``: 8 or 4, or None for the weight's own dtype."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         weight = weight.detach()
-        self.register_buffer("packed", kernels.pack_weight(weight, kernels.suits_pairs(weight)), persistent=False)
+        packed = blocks.pack(weight, bits) if bits else kernels.pack_weight(weight, kernels.suits_pairs(weight))
+        self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scales", None, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
 
@@ -58,16 +65,17 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """Embedding that reads rows from the packed weight of its tied output head, so that the table is stored once."""
+    """Embedding that reads rows from a packed weight: that of its tied output head, or its own in 8 bits."""
 
     packed: Tensor
 
-    def __init__(self, head: PackedLinear, original: nn.Embedding) -> None:
+    def __init__(self, packed: Tensor, original: nn.Embedding) -> None:
         super().__init__()
-        self.register_buffer("packed", head.packed, persistent=False)
-        self.num_embeddings, self.embedding_dim, self.padding_idx = head.out_features, head.in_features, original.padding_idx
+        self.register_buffer("packed", packed, persistent=False)
+        self.num_embeddings, self.embedding_dim = original.weight.shape
+        self.padding_idx = original.padding_idx
         scale = getattr(original, "embed_scale", None)  # of transformers' ...ScaledWordEmbedding, in the table's dtype
-        self._scale = None if scale is None else float(torch.as_tensor(scale).to(head.packed.dtype))
+        self._scale = None if scale is None else float(torch.as_tensor(scale).to(original.weight.dtype))
 
     @property
     def weight(self) -> Tensor:
@@ -75,9 +83,11 @@ class PackedEmbedding(nn.Module):
         return torch.full((), torch.nan, device=self.packed.device).expand(self.num_embeddings, self.embedding_dim)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        rows: Tensor = torch.ops.outrider.embed(
-            token_ids, self.packed
-        )  # one operation: inductor would inline and repeat it per use
+        rows: Tensor  # from one operation: inductor would inline and repeat several per use
+        if blocks.is_blocks(self.packed):
+            rows = torch.ops.outrider.embed_blocks(token_ids, self.packed, self.embedding_dim)
+        else:
+            rows = torch.ops.outrider.embed(token_ids, self.packed)
         return rows if self._scale is None else rows * self._scale
 
 
@@ -87,7 +97,12 @@ def weight_of(module: nn.Module) -> Tensor:
     if packed is None:
         weight: Any = module.weight
         return weight  # type: ignore[no-any-return]
-    return kernels.unpack_weight(packed, int(getattr(module, "out_features", None) or module.num_embeddings))  # type: ignore[arg-type]
+    is_embedding = isinstance(module, PackedEmbedding)
+    outputs: Any = module.num_embeddings if is_embedding else module.out_features
+    inputs: Any = module.embedding_dim if is_embedding else module.in_features
+    if blocks.is_blocks(packed):
+        return blocks.unpack(packed, outputs, inputs)
+    return kernels.unpack_weight(packed, outputs)
 
 
 class FusedLinears(nn.Module):
@@ -158,6 +173,8 @@ def fuse_siblings(model: PreTrainedModel) -> None:
             layers = [getattr(parent, name, None) for name in names]
             if not all(isinstance(layer, PackedLinear) and layer.out_features % kernels.PANEL == 0 for layer in layers):
                 continue
+            if len({(layer.packed.dtype, layer.packed.shape[1:]) for layer in layers}) > 1:  # type: ignore[union-attr]
+                continue  # small siblings have more bits
             group = FusedLinears(layers)  # type: ignore[arg-type]
             parent.add_module("fused_" + "_".join(names), group)
             for index, (name, layer) in enumerate(zip(names, layers, strict=True)):
@@ -176,10 +193,17 @@ def is_packed(model: nn.Module) -> bool:
     return bool(packed_layers(model))
 
 
+def is_in_blocks(model: nn.Module) -> bool:
+    """Return whether the model's layers have weights in 8 or 4 bits, in blocks."""
+    return any(blocks.is_blocks(layer.packed) for layer in packed_layers(model))
+
+
 def arithmetic(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the model's products."""
+    """Return the dtype of the model's products, or, for weights in blocks, of its attention."""
     layers = packed_layers(model)
     if layers:
+        if is_in_blocks(model):
+            return torch.bfloat16 if kernels.prefers_pairs() else torch.float32
         return torch.bfloat16 if any(kernels.in_groups(layer.packed) for layer in layers) else torch.float32
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
@@ -191,32 +215,68 @@ def is_plain(model: nn.Module) -> bool:
     return all(type(parameter.data) is Tensor for parameter in model.parameters())
 
 
-def pack_model(model: PreTrainedModel) -> None:
+def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
     """Replaces every plain linear layer by a packed one and makes all other arithmetic float32, in place.
 
-    Embeddings keep their 16-bit table, or read the packed one of a head tied to them. Quantised or otherwise special linear
-    layers are left as they are, and so are those whose weight the model multiplies by itself.
+    ``bits``: 8 or 4 for weights in blocks, or None for the checkpoint's own dtype; the head, the input embedding and small
+    layers have at least 8. Other embeddings keep their table, or read the packed one of a head tied to them. Quantised or
+    otherwise special linear layers are left as they are, and so are those whose weight the model multiplies by itself. Each
+    original is freed before the next layer is packed.
     """
     packed: dict[int, PackedLinear] = {}
-    kept = {id(layer) for parent in model.modules() for layer in _multiplied_by(parent)}
+    kept = _kept(model)
+    head = model.get_output_embeddings() if bits else None
     embeddings = {id(module.weight): (name, module) for name, module in model.named_modules() if _is_plain_embedding(module)}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if type(module) not in (nn.Linear, Conv1D) or id(module) in kept:
             continue
         if id(module) not in packed:
             weight = module.weight if type(module) is nn.Linear else module.weight.T
-            layer = packed[id(module)] = PackedLinear(weight, module.bias)
+            layer = packed[id(module)] = PackedLinear(weight, module.bias, bits and layer_bits(weight, bits, module is head))
             del weight
             tied = embeddings.pop(id(module.weight), None)
             if tied is not None:
-                _replace(model, tied[0], PackedEmbedding(layer, tied[1]))
+                _replace(model, tied[0], PackedEmbedding(layer.packed, tied[1]))
             module.weight = None  # free the original before packing the next
             _return_freed_memory()
         _replace(model, name, packed[id(module)])
+    if bits:
+        _pack_input_embedding(model, embeddings)
     packed.clear()  # fusing frees memory incrementally
     embeddings.clear()
     fuse_siblings(model)
     _make_the_rest_float32(model)
+
+
+def layer_bits(weight: Tensor, bits: int, is_head: bool) -> int:
+    """Return the bits of one layer in a model of 8 or 4: heads distinguish similar tokens, and small layers are sensitive."""
+    return 8 if is_head or min(weight.shape) < SMALL else bits
+
+
+def share_of_linear(model: PreTrainedModel) -> float:
+    """Return which share of the language model's weights ``pack_model`` rounds to 8 or 4 bits; needs no numbers."""
+    parts = [part for part in (model.get_decoder(), model.get_output_embeddings()) if part is not None]
+    every = {id(parameter): parameter.numel() for part in parts for parameter in part.parameters()}
+    kept, table = _kept(model), model.get_input_embeddings()
+    rounded = {
+        id(module.weight)
+        for part in parts
+        for module in part.modules()
+        if (type(module) in (nn.Linear, Conv1D) and id(module) not in kept) or (module is table and _is_plain_embedding(module))
+    }
+    return float(sum(count for key, count in every.items() if key in rounded) / max(1, sum(every.values())))
+
+
+def _pack_input_embedding(model: PreTrainedModel, embeddings: dict[int, tuple[str, nn.Embedding]]) -> None:
+    """Round the table of the input embedding to 8 bits, if it is one of these."""
+    for name, module in embeddings.values():
+        if module is model.get_input_embeddings():
+            _replace(model, name, PackedEmbedding(blocks.pack(module.weight.detach(), 8), module))
+
+
+def _kept(model: nn.Module) -> set[int]:
+    """Return the ids of layers that ``pack_model`` leaves as they are."""
+    return {id(layer) for parent in model.modules() for layer in _multiplied_by(parent)}
 
 
 def _multiplied_by(module: nn.Module) -> list[nn.Module]:

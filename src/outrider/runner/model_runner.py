@@ -25,6 +25,7 @@ from outrider.runner.layouts import SHORT, Layouts, rows_from
 from outrider.runner.longrope import settle_longrope, usual_window
 from outrider.runner.passes import PassRunner, Run
 from outrider.runner.read_hidden import ReadHidden
+from outrider.runner.rounding import refuse_rounding
 from outrider.runner.self_check import check_itself
 from outrider.runner.survey import survey, survey_without_weights
 from outrider.types import Context, OutriderError, PartialPass, Proposal, Scores, Verdict
@@ -87,6 +88,8 @@ class ModelRunner:
             raise OutriderError("device cuda is not available: torch finds no CUDA device")
         wanted = loading.load_config(model, config.trust_remote_code)
         kind = loading.model_class(wanted)
+        if config.weights is not None:
+            refuse_rounding(config.weights, device, wanted, kind)
         shape = None if kind is None else survey_without_weights(wanted, kind)  # check before reading gigabytes
         loaded = loading.load_model(model, config.dtype, device, config.trust_remote_code)
         loading.check_weights(loaded, str(model))
@@ -95,6 +98,8 @@ class ModelRunner:
     @classmethod
     def _from_object(cls, model: PreTrainedModel, config: RunnerConfig) -> ModelRunner:
         loading.refuse_encoders(model.config)
+        if config.weights is not None:
+            refuse_rounding(config.weights, model.device, model.config, type(model))
         shape = survey_without_weights(model.config, type(model))
         name = str(getattr(model, "name_or_path", "") or type(model).__name__)
         return cls._ready(linear.structural_copy(model), config, model.device, name, shape)
@@ -109,7 +114,9 @@ class ModelRunner:
             shape = survey(model)
         loading.adopt(model, shape.by_request)
         if device.type == "cpu" and linear.is_plain(model) and native.load():
-            linear.pack_model(model)
+            linear.pack_model(model, config.bits)
+        elif config.weights is not None:
+            raise OutriderError(f"weights={config.weights} needs plain 16- or 32-bit weights: load the model unquantised")
         runner = cls(model, config, device, name, shape)
         if config.self_check:
             check_itself(model, runner.cache, runner.layouts, None if shape.by_request else own_attention)

@@ -16,8 +16,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider import native
-from outrider.runner import huge_pages, kernels
-from outrider.runner.linear import FusedLinears, PackedLinear, arithmetic, pack_model, packed_layers, structural_copy
+from outrider.runner import blocks, huge_pages, kernels
+from outrider.runner.linear import (
+    FusedLinears,
+    PackedLinear,
+    arithmetic,
+    is_in_blocks,
+    pack_model,
+    packed_layers,
+    structural_copy,
+)
 from outrider.types import OutriderError
 
 CHUNK = 1 << 19  # weights quantised at a time, so that their float32 copies stay in the CPU cache
@@ -27,6 +35,10 @@ def quantized_bytes(model: PreTrainedModel, bits: int) -> int:
     """Return the bytes that ``quantized_copy`` will allocate."""
     total = 0
     for layer, width in _layers(model, bits):
+        if blocks.is_blocks(layer.packed):
+            panels, count = layer.packed.shape[:2]
+            total += blocks.num_bytes(panels * kernels.PANEL, count * blocks.BLOCK, width)
+            continue
         panels, inputs, lanes = kernels.packed_shape(layer.packed)
         total += panels * inputs * lanes * width // 8 + panels * lanes * -(-inputs // kernels.SCALED) * 4
     return total
@@ -39,13 +51,19 @@ def quantized_copy(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     """
     own = structural_copy(model)
     for layer, width in _layers(own, bits):
-        layer.packed, layer.scales = quantize(layer.packed, width)
+        if blocks.is_blocks(layer.packed):
+            panels, count = layer.packed.shape[:2]
+            layer.packed = blocks.pack(blocks.unpack(layer.packed, panels * kernels.PANEL, count * blocks.BLOCK), width)
+        else:
+            layer.packed, layer.scales = quantize(layer.packed, width)
     return own
 
 
 def _layers(model: PreTrainedModel, bits: int) -> list[tuple[PackedLinear | FusedLinears, int]]:
+    """Return the layers that get fewer bits, and how many."""
     head = model.get_output_embeddings()
-    return [(layer, max(bits, 8) if layer is head else bits) for layer in packed_layers(model)]
+    wanted = [(layer, max(bits, 8) if layer is head else bits) for layer in packed_layers(model)]
+    return [(layer, width) for layer, width in wanted if width < blocks.bits_of(layer.packed)]
 
 
 def quantize(packed: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -89,7 +107,8 @@ def place_head(head: nn.Module, model: PreTrainedModel, bits: int | None = None)
     Return its compute dtype. Raises ``OutriderError`` if 8 bits are not supported.
     """
     layers, dtype = packed_layers(model), arithmetic(model)
-    head.to(model.device, layers[0].packed.dtype if layers else dtype).eval().requires_grad_(False)
+    own = torch.bfloat16 if is_in_blocks(model) else layers[0].packed.dtype if layers else dtype
+    head.to(model.device, own).eval().requires_grad_(False)
     if layers:
         pack_model(head)  # type: ignore[arg-type]  # only uses the modules
     if bits == 8:

@@ -164,19 +164,25 @@ def _noting_layers(model: PreTrainedModel, ran: set[int]) -> Iterator[None]:
             handle.remove()
 
 
+def without_weights(config: PreTrainedConfig, model_class: Any) -> PreTrainedModel:
+    """Return a model of this config on the meta device. Raises ``OutriderError`` for a config that describes no model."""
+    config = copy.deepcopy(config)
+    config.__dict__.pop("quantization_config", None)
+    try:
+        with quiet(), torch.device("meta"):
+            model: PreTrainedModel = model_class._from_config(config, dtype=torch.float32, attn_implementation="eager")
+    except Exception as error:  # a config may lie in more ways than can be listed
+        raise OutriderError(f"the config of {config.model_type} describes no model: {reason(error)}") from error
+    return model
+
+
 def survey_without_weights(config: PreTrainedConfig, model_class: Any) -> CacheShape | None:
     """What a model of this config will store, before its weights are read: None where only the model itself can tell.
 
     Raises ``OutriderError`` for a config that describes no model, or one that Outrider cannot run.
     """
-    config = copy.deepcopy(config)
-    config.__dict__.pop("quantization_config", None)
+    model = without_weights(config, model_class)
     with quiet():
-        try:
-            with torch.device("meta"):
-                model = model_class._from_config(config, dtype=torch.float32, attn_implementation="eager")
-        except Exception as error:  # a config may lie in more ways than can be listed
-            raise OutriderError(f"the config of {config.model_type} describes no model: {reason(error)}") from error
         model.set_experts_implementation("batched_mm")  # whose shapes do not depend on which experts are chosen
         try:
             return survey(model.eval())

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from outrider.bench.plots import Plot
     from outrider.search.choice import Choice
 
-FACTS = ("target", "device", "dtype", "threads", "command", "date", "commit", "version")
+FACTS = ("target", "device", "dtype", "weights", "threads", "command", "date", "commit", "version")
 COLUMNS = ("method", "k", "speedup", "95%", "tokens per round", "prompts", "why")
 RUNG = ("rung", "contenders", "batches of prompts", "fastest", "resolved")
 SHOWN, TOLD = 10, 4  # candidates in the terminal's table, and those explained below it; the page has all

@@ -1,0 +1,143 @@
+"""What weights in 8 and 4 bits cost in perplexity, and gain in speed and memory, against the checkpoint's own.
+
+    python bench/weights_check.py --target FOLDER --text held-out.txt --out results/weights.json
+    python bench/weights_check.py --text README.md --tokens 512 --repeat 1          # the embedded target, to see that it works
+
+Each precision is measured in a process of its own, one after the other:
+
+- perplexity over the first tokens of a text file, in windows, computed by the passes that decoding uses;
+- plain tokens a second after the first token, greedy, batch 1;
+- a pass over 8 tokens against one over 1 token, in turn: the median of the ratios of the pairs;
+- bytes of the weights, and the process's memory over what it had before the model was loaded: after the runs, and at its peak.
+
+Exit code 1 where the perplexity of int8 or int4 misses its bar. The last line of output is the result as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import resource
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from outcome import check_out, count, told
+
+from outrider import LLM, SamplingParams
+from outrider.bench.provenance import provenance
+from outrider.runner import ModelRunner
+from outrider.sampling import Sampler
+from outrider.types import Context, Proposal, Request, Verdict
+
+WIDE = 8  # tokens of the wide pass
+DEPTH = 128  # cached tokens of the timed passes
+CHUNK = 64  # tokens of a pass that computes perplexity
+BARS = {"int8": 1.01, "int4": 1.04}  # perplexity over the checkpoint's, at most
+PROMPT = "The"
+
+
+def perplexity(runner: ModelRunner, ids: Sequence[int], window: int) -> float:
+    """Of the tokens of a text, each window on its own and without its first token."""
+    total, number = 0.0, 0
+    chunk = min(CHUNK, runner.max_drafts or CHUNK)
+    for start in range(0, len(ids) - 1, window):
+        text = list(ids[start : start + window])
+        request = Request("text", text[:1], 1, SamplingParams(), 0, torch.Generator())
+        for done in range(1, len(text), chunk):
+            part = torch.tensor([text[done : done + chunk]])
+            request.token_ids = text[:done]
+            context = Context((request,), (part.shape[1],), Sampler((request,), runner.vocab_size))
+            scores = runner.score(context, Proposal(part, torch.tensor([part.shape[1]])))
+            found = scores.logits[0, :-1].log_softmax(-1).gather(1, part.T)
+            total, number = total - float(found.double().sum()), number + part.shape[1]
+            whole = torch.arange(part.shape[1])[None]
+            runner.commit(context, Verdict(whole, torch.tensor([part.shape[1]]), part[:, -1:]))
+        runner.release(["text"])
+    return math.exp(total / max(1, number))
+
+
+def plain_speed(llm: LLM, max_tokens: int) -> float:
+    """Tokens a second after the first one."""
+    seconds = []
+    for tokens in (1, max_tokens):
+        began = perf_counter()
+        llm.generate(PROMPT, SamplingParams(max_tokens=tokens, ignore_eos=True))
+        seconds.append(perf_counter() - began)
+    return (max_tokens - 1) / (seconds[1] - seconds[0])
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def measure(weights: str | None, target: str | None, text: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Everything about one precision; runs in a process of its own."""
+    before = resident()
+    llm = LLM(target, method="plain", weights=weights, max_batch=1, max_len=args.max_len, compile=args.compile)
+    tensors = {each.data_ptr(): each.nbytes for each in [*llm.runner.model.parameters(), *llm.runner.model.buffers()]}
+    ids = llm.encode(text)[: args.tokens]
+    llm.warmup()
+    speeds, narrow, wide = [], [], []
+    for _ in range(args.repeat):
+        speeds.append(plain_speed(llm, args.max_tokens))
+        narrow.append(llm.runner.pass_cost(1, 1, DEPTH))
+        wide.append(llm.runner.pass_cost(WIDE, 1, DEPTH))
+    after = resident()
+    with torch.inference_mode():
+        found = perplexity(llm.runner, ids, args.window)
+    return {
+        "weights": weights,
+        "perplexity": round(found, 4),
+        "tokens": len(ids),
+        "tok_s": round(median(speeds), 2),
+        "pass_ms": {"1": round(1000 * median(narrow), 3), str(WIDE): round(1000 * median(wide), 3)},
+        "wide_over_narrow": round(median(w / n for w, n in zip(wide, narrow, strict=True)), 3),
+        "weight_bytes": sum(tensors.values()),
+        "memory_bytes": after - before,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before,
+        "provenance": provenance(llm.runner),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="folder or hub id (default: the embedded target)")
+    parser.add_argument("--text", type=Path, required=True, help="held-out text")
+    parser.add_argument("--tokens", type=count, default=16384, help="of the text, at most (default: %(default)s)")
+    parser.add_argument("--window", type=count, default=512, help="tokens of a window (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=count, default=64, help="of a plain run (default: %(default)s)")
+    parser.add_argument("--max-len", type=count, default=1024, help="context length (default: %(default)s)")
+    parser.add_argument("--repeat", type=count, default=5, help="runs and pairs of passes (default: %(default)s)")
+    parser.add_argument("--compile", choices=("auto", "always", "never"), default="always", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
+    args = parser.parse_args()
+    check_out(args.out)
+    text = args.text.read_text(encoding="utf-8")
+    cells = []
+    for weights in (None, *BARS):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:  # memory of its own
+            cells.append(pool.apply(measure, (weights, args.target, text, args)))
+        print({name: value for name, value in cells[-1].items() if name != "provenance"}, file=sys.stderr)
+    own = cells[0]["perplexity"]
+    ratios = {cell["weights"]: round(cell["perplexity"] / own, 4) for cell in cells[1:]}
+    result = {
+        "target": args.target or "embedded",
+        **cells[0]["provenance"],
+        "text": args.text.name,
+        "window": args.window,
+        "cells": [{name: value for name, value in cell.items() if name != "provenance"} for cell in cells],
+        "perplexity_over_checkpoint": ratios,
+        "holds": all(ratios[weights] <= bar for weights, bar in BARS.items()),
+    }
+    return told(result, args.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
