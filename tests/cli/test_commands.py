@@ -230,7 +230,7 @@ def test_ctrl_c_keeps_the_text_so_far_and_its_summary(
 def test_ctrl_c_ends_a_chat_of_one_message(outrider: Run, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt(monkeypatch, 3)
     code, out, err = outrider("chat", *models(target, draft), "-k", 2, "--max-tokens", 60, PROMPT)
-    assert code == app.EXIT_INTERRUPTED and out.strip() and err.strip().endswith("interrupted")
+    assert code == app.EXIT_INTERRUPTED and len(out) > 1 and err.strip().endswith("interrupted")
 
 
 @pytest.mark.parametrize(("signalled", "code"), [(KeyboardInterrupt, 0), (Terminated, 130)])

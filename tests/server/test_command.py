@@ -43,6 +43,7 @@ VALUES: dict[str, Any] = {
     "dtype": "float32",
     "device": "cpu",
     "compile": "never",
+    "weights": "int8",
 }
 
 
