@@ -122,8 +122,8 @@ def test_without_a_python_the_program_on_the_path_is_run(fake: Any, told_by: Any
     [
         (["plan.toml", "--engine-python", "{missing}"], "vLLM is not installed for"),
         (["plan.toml", "--engine-python", "/nowhere/python"], "vLLM is not installed for"),
-        (["plan.toml", "--api-keys", "keys.txt"], "--api-keys is of Outrider's own server"),
-        (["plan.toml", "--stream-interval", "0"], "--stream-interval is of Outrider's own server"),
+        (["plan.toml", "--api-keys", "keys.txt"], "--api-keys is an option of Outrider's own server"),
+        (["plan.toml", "--stream-interval", "0"], "--stream-interval is an option of Outrider's own server"),
         (["--method", "early-exit", "--engine-python", "{there}"], "vLLM cannot draft"),
         (["--engine", "sglang", "plan.toml"], "outrider export"),
         (["plan.toml"], "--engine-python"),

@@ -226,7 +226,10 @@ WRONG = {
         lambda folder: rewrite(folder, lambda t: t.pop("norm.weight")),
         "lacks 1 tensors of the head, the first norm",
     ),
-    "unknown": (lambda folder: rewrite(folder, lambda t: t.update(odd=torch.zeros(1))), "unknown tensors .*, the first odd"),
+    "unknown": (
+        lambda folder: rewrite(folder, lambda t: t.update(odd=torch.zeros(1))),
+        "tensors that this kind of head does not have: .*, the first odd",
+    ),
     "no d2t": (lambda folder: rewrite(folder, lambda t: t.pop("d2t")), "drafts 23 of 40 tokens, but the mapping d2t"),
     "no fc": (lambda folder: rewrite(folder, lambda t: t.pop("fc.weight")), "not an EAGLE head: fc.weight"),
     "shape": (lambda folder: break_config(folder, intermediate_size=64), r"has shape \[48, 32\], expected \[64, 32\]"),
@@ -237,7 +240,7 @@ WRONG = {
     "other layers": (lambda folder: break_config(folder, model_type="gemma2"), "unsupported layers gemma2"),
     "norms within a head": (
         lambda folder: rewrite(folder, lambda t: t.update({"midlayer.self_attn.q_norm.weight": torch.ones(8)})),
-        "unknown tensors .*, the first layers.0.self_attn.q_norm",
+        "tensors that this kind of head does not have: .*, the first layers.0.self_attn.q_norm",
     ),
     "no numbers": (
         lambda folder: break_config(folder, eagle_aux_hidden_state_layer_ids=["low", "high"]),

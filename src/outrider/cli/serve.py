@@ -178,7 +178,9 @@ def serve_elsewhere(
     shared = {"host", "port", "name", "max_batch", "kv_memory"}
     for name, value in {**asdict(listening), **asdict(limits)}.items():
         if name not in shared and is_given(value):
-            raise OutriderError(f"{flag_name(name)} is of Outrider's own server: give the engine's own options behind --")
+            raise OutriderError(
+                f"{flag_name(name)} is an option of Outrider's own server: give the engine's own options after --"
+            )
     engine = ENGINES.get(elsewhere.engine or "")()
     known = joined(Plan() if plan is None else Plan.read(plan), *drafting, limits)
     command = find_command(engine, elsewhere.engine_python)

@@ -151,7 +151,9 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: object, ignor
         raise OutriderError(f"{source} lacks {len(missing)} tensors of the head, the first {missing[0]}")
     unknown = [name for name in tensors if name not in wanted and not any(re.search(pattern, name) for pattern in ignored)]
     if unknown:
-        raise OutriderError(f"{source} has {len(unknown)} unknown tensors for this kind of head, the first {unknown[0]}")
+        raise OutriderError(
+            f"{source} has tensors that this kind of head does not have: {len(unknown)}, the first {unknown[0]}"
+        )
     for name, there in wanted.items():
         if there.shape != tensors[name].shape:
             raise OutriderError(

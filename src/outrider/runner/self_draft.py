@@ -55,7 +55,7 @@ class SelfDraft:
         """
         runner = self._runner
         self._rows, self._fed = runner.catch_up(request_ids, texts, spare=0)
-        if runner.max_drafts is not None:  # drafts take the place of older states, from one of which the score begins
+        if runner.max_drafts is not None:  # drafting overwrites the older states, but scoring starts from one of them
             runner.read_to_last(request_ids, texts, self._rows)
             self._fed = [fed[-1:] for fed in self._fed]
         self._slots = [runner.cache.cached_lens[row] for row in self._rows]
