@@ -1,6 +1,7 @@
 # make run    shows a race: one prompt, plain and speculative, side by side
 # make test   runs the tests
 # make check  format, lint, types
+# make licences  writes docs/licences.md, after scripts/lock has changed versions
 # make sweep  tries every architecture of the installed transformers and writes docs/models.md (half an hour)
 #
 # PYTHON=python3.12 chooses the interpreter, PIP_ARGS=... goes to pip, ARGS=... to what is run.
@@ -8,9 +9,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TORCH := torch==2.13.0  # no hash: this takes the CPU build (2.13.0+cpu) where the package index offers one
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
-.PHONY: run test check sweep fix clean
+.PHONY: run test check sweep licences fix clean
 
 run: $(VENV)/.installed
 	@$(BIN)/outrider compare $(or $(ARGS),-k 4)
@@ -24,6 +26,9 @@ check: $(VENV)/.installed-dev
 sweep: $(VENV)/.installed-dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m outrider.bench.architectures $(ARGS)
 
+licences: $(VENV)/.installed-dev
+	@$(BIN)/python docs/make_licences.py
+
 fix: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -32,9 +37,10 @@ clean:
 	rm -rf $(VENV)
 
 $(VENV)/.installed: requirements.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Outrider needs Python 3.10 or newer: make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Outrider needs Python 3.11 or newer: make PYTHON=python3.12")'
 	@scripts/announce "making $(VENV)" $(PYTHON) -m venv $(VENV)
-	@scripts/announce "installing PyTorch and the other requirements into $(VENV)" $(PIP) -r requirements.txt
+	@scripts/announce "installing the requirements into $(VENV)" $(PIP) -r requirements.txt
+	@scripts/announce "installing PyTorch into $(VENV)" $(PIP) $(TORCH)
 	@scripts/announce "installing Outrider" $(PIP) --no-deps --editable .
 	@touch $@
 

@@ -6,7 +6,7 @@ The keys are the options declared with ``in_plan``, under their Python names; mi
 from __future__ import annotations
 
 import json
-import sys
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +17,6 @@ from outrider.errors import OutriderError
 from outrider.method_text import with_drafts
 from outrider.options import Option, declared
 from outrider.runner.config import RunnerConfig
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 KEYS: dict[str, Option] = {
     name: option.in_text()

@@ -91,7 +91,7 @@ class Stream:
                         self._open.discard(emission.request_id)
                     yield emission
                 if self._open and monotonic() >= self._deadline:
-                    raise asyncio.TimeoutError
+                    raise TimeoutError
         finally:
             late.cancel()
 

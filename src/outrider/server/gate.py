@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from time import monotonic
 from typing import Any
 
@@ -116,7 +116,7 @@ class Gate:
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), max(deadline - monotonic(), 0.001))
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 raise HTTPException(408, "the body did not arrive in time") from None
             num_bytes += len(message.get("body", b""))
             is_complete = message["type"] != "http.request" or not message.get("more_body", False)
@@ -157,7 +157,7 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Format the record with its ``facts``."""
-        time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line = {"time": time, "level": record.levelname.lower(), "event": record.getMessage()}
         line |= getattr(record, "facts", {})
         if record.exc_info:

@@ -175,7 +175,7 @@ class WorkerPool:
                         task = task or await self._next()
                         task.end(await asyncio.wait_for(worker.answer(task.job), SLOWDOWN * self._setup["seconds"]))
                         task = None
-                except (WorkerLost, asyncio.TimeoutError) as error:
+                except (TimeoutError, WorkerLost) as error:
                     assert task is not None
                     task = self._again(task, error)
                 finally:
@@ -201,7 +201,7 @@ class WorkerPool:
         while True:
             try:
                 worker = await Worker.start(self._setup)
-            except (OSError, WorkerLost, asyncio.TimeoutError) as error:
+            except (TimeoutError, OSError, WorkerLost) as error:
                 if self._trouble is None:
                     logger.error("no process to %s starts: %s", self._what, error)
                 self._trouble = str(error) or "it is not ready in time"

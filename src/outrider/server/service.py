@@ -238,7 +238,7 @@ async def _while_wanted(http: Request, deadline: float, work: Coroutine[Any, Any
             result: Result = tasks[0].result()
             return result
         if not tasks[1].done():
-            raise asyncio.TimeoutError
+            raise TimeoutError
         return None
     finally:
         for task in tasks:
@@ -294,7 +294,7 @@ class EventStream(StreamingResponse):
                 if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
                     usage = {"usage": answer.usage()} if self._options.continuous_usage_stats else {}
                     yield _event({**answer.chunk(index, chunk), **usage})
-        except (OutriderError, asyncio.TimeoutError) as error:
+        except (TimeoutError, OutriderError) as error:
             yield _event(explained(error)[1])
             return
         if self._options.include_usage:

@@ -136,7 +136,7 @@ class RaceStream:
                 stream = StreamingResponse(_written(events), media_type="text/event-stream")
                 try:
                     await stream(scope, receive, send_in_time)
-                except (asyncio.TimeoutError, ClientDisconnect):
+                except (TimeoutError, ClientDisconnect):
                     logger.info("a visitor stopped reading: the next one starts")
 
 

@@ -54,7 +54,7 @@ class Place:
         """Wait until the place has moved up, at most ``seconds``."""
         try:
             await asyncio.wait_for(self.moved.wait(), seconds)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return
         self.moved.clear()
 

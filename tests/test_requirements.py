@@ -1,0 +1,51 @@
+"""What ``make`` installs: every file has a hash, and every package is on the page of licences."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LOCKS = ("requirements", "requirements-dev")
+
+
+def packages(name: str) -> dict[str, str]:
+    """The lock's entries by package: everything up to the next package."""
+    parts = re.split(r"^(?=[a-z0-9])", (ROOT / f"{name}.txt").read_text(), flags=re.MULTILINE)[1:]
+    return {part.partition("==")[0]: part for part in parts}
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_every_package_is_pinned_by_version_and_hash(name: str) -> None:
+    found = packages(name)
+    assert len(found) > 30
+    for package, entry in found.items():
+        assert re.match(r"[a-z0-9][\w.-]*==\S+", entry), package
+        assert "--hash=sha256:" in entry, package
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_the_lock_holds_what_was_asked_for(name: str) -> None:
+    found = packages(name)
+    for line in (ROOT / f"{name}.in").read_text().splitlines():
+        if line and not line.startswith("#"):
+            package, _, version = line.partition("==")
+            package = re.split("[<>]", package)[0].replace("_", "-")
+            assert found[package].startswith(f"{package}=={version}"), f"run scripts/lock: {line}"
+
+
+def test_both_locks_agree() -> None:
+    run, dev = (packages(name) for name in LOCKS)
+    for package in run.keys() & dev.keys():
+        assert run[package].split()[0] == dev[package].split()[0], package
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_licences_are_listed(name: str) -> None:
+    page = (ROOT / "docs" / "licences.md").read_text()
+    elsewhere = ("win32", "emscripten", "python_full_version", "darwin")  # installed under other systems or Pythons only
+    for package, entry in packages(name).items():
+        assert f"| {package} |" in page or any(marker in entry.splitlines()[0] for marker in elsewhere), package
+    assert "not named" not in page
