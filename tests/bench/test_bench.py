@@ -39,20 +39,26 @@ def test_contenders_share_the_target_and_leave_no_trace(llm: LLM) -> None:
 def test_plain_and_contenders_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
-    def note(contenders: object, contender: Contender, prompts: list[list[int]], params: object, batch: int) -> Run:
-        order.append(contender.label)
-        return Run(token_ids=[[1]], batches=[Batch(1, 1.0)])
+    def note(
+        contenders: object, contender: Contender, prompts: list[list[int]], params: object, batch: int, run: Run | None
+    ) -> Run:
+        order.append(f"{contender.label} {prompts}")
+        run = run or Run()
+        run.token_ids.append([1])
+        run.batches.append(Batch(1, 1.0))
+        return run
 
     monkeypatch.setattr(grid, "generate", note)
     monkeypatch.setattr(grid, "warm_up", lambda *args: None)
-    plan = Plan((NGRAM, Contender("ngram", 5)), {"x": [[1]]}, repeat=3)
-    groups = list(grid.run_grid(Contenders(llm), plan))
+    plan = Plan((NGRAM, Contender("ngram", 5)), {"x": [[1], [2], [3]]}, batches=(2,), repeat=2)
+    (group,) = grid.run_grid(Contenders(llm), plan)
     assert order == [
-        "plain", "ngram k=3", "ngram k=5",
-        "ngram k=3", "ngram k=5", "plain",
-        "ngram k=5", "plain", "ngram k=3",
+        "plain [[1], [2]]", "ngram k=3 [[1], [2]]", "ngram k=5 [[1], [2]]",
+        "ngram k=3 [[3]]", "ngram k=5 [[3]]", "plain [[3]]",
+        "ngram k=3 [[1], [2]]", "ngram k=5 [[1], [2]]", "plain [[1], [2]]",
+        "ngram k=5 [[3]]", "plain [[3]]", "ngram k=3 [[3]]",
     ]  # fmt: skip
-    assert [len(group.repeats) for group in groups] == [3]
+    assert [len(run.batches) for runs in group.repeats for run in runs.values()] == [2] * 6
     assert plan.num_runs == len(order)
 
 

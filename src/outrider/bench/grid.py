@@ -37,9 +37,9 @@ class Plan:
 
     @property
     def num_runs(self) -> int:
-        """Return the number of timed runs, plain ones included."""
-        conditions = len(self.temperatures) * len(self.batches) * len(self.workloads)
-        return conditions * self.repeat * (1 + len(self.contenders))
+        """Return the number of timed runs, plain ones included: a run is one batch of prompts by one contender."""
+        parts = sum(-(-len(prompts) // batch) for batch in self.batches for prompts in self.workloads.values())
+        return len(self.temperatures) * parts * self.repeat * (1 + len(self.contenders))
 
     def params(self, temperature: float, repeat: int) -> SamplingParams:
         return SamplingParams(
@@ -60,8 +60,8 @@ class Group:
 def run_grid(contenders: Contenders, plan: Plan, report: Callable[[Progress], None] = lambda progress: None) -> Iterator[Group]:
     """Yield each group after its last repeat; closing the iterator or an interrupt loses only the running repeat.
 
-    Within a repeat plain decoding and the contenders run in turn, starting with another one each time, so that changes in
-    machine speed affect all of them.
+    Plain decoding and the contenders take turns at each batch of prompts, starting with another one each time, so that changes
+    in the machine's speed affect all of them alike.
     """
     warm: set[tuple[Contender, int]] = set()
     done, started = 0, perf_counter()
@@ -82,14 +82,16 @@ def run_grid(contenders: Contenders, plan: Plan, report: Callable[[Progress], No
                 params = plan.params(temperature, repeat)
                 runs: dict[Contender, Run] = {}
                 contenders.forget()
-                start = repeat % len(order)
-                for contender in order[start:] + order[:start]:
-                    elapsed = perf_counter() - started - spent_warming
-                    left = elapsed / done * (plan.num_runs - done) if done else None
-                    what = f"{workload}, {contender.label}, batch {batch}, temperature {temperature:g}"
-                    report(Progress(done, plan.num_runs, left, what))
-                    runs[contender] = generate(contenders, contender, prompts, params, batch)
-                    done += 1
+                for number, at in enumerate(range(0, len(prompts), batch)):
+                    start = (repeat + number) % len(order)
+                    for contender in order[start:] + order[:start]:
+                        elapsed = perf_counter() - started - spent_warming
+                        left = elapsed / done * (plan.num_runs - done) if done else None
+                        what = f"{workload}, {contender.label}, batch {batch}, temperature {temperature:g}"
+                        report(Progress(done, plan.num_runs, left, what))
+                        part = prompts[at : at + batch]
+                        runs[contender] = generate(contenders, contender, part, params, batch, runs.get(contender))
+                        done += 1
                 group.repeats.append(runs)
         except KeyboardInterrupt:
             if group.repeats:

@@ -176,21 +176,23 @@ def generate(
     prompts: Sequence[list[int]],
     params: SamplingParams | Sequence[SamplingParams],
     batch: int,
+    run: Run | None = None,
 ) -> Run:
     """Generates for every prompt, ``batch`` at a time, and times it.
 
-    ``params``: for all prompts, or one for each.
+    ``params``: for all prompts, or one for each. ``run``: an earlier result of the contender, to which this one is added.
     """
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    run, memory = Run(), PeakMemory(contenders.llm.runner.device)
+    run, memory = run or Run(), PeakMemory(contenders.llm.runner.device)
     with contenders.active(contender) as recorder:
         faults = contenders.llm.stats.faults
         for at in range(0, len(prompts), batch):
             part = list(prompts[at : at + batch])
             with closing(contenders.llm.stream(part, each[at : at + batch])) as stream:
                 _generate_batch(stream, len(part), run, recorder.rounds)
-        run.faults = contenders.llm.stats.faults - faults
-    run.peak_bytes = memory.read()
+        run.faults += contenders.llm.stats.faults - faults
+    peaks = [peak for peak in (run.peak_bytes, memory.read()) if peak is not None]
+    run.peak_bytes = max(peaks, default=None)
     return run
 
 

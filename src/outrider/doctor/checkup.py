@@ -15,6 +15,7 @@ from outrider.bench.measure import Run, generate
 from outrider.bench.workloads import builtin, encode
 from outrider.engine import LLM
 from outrider.engine.stats import expected_tau
+from outrider.memory import free_memory, size, weight_files
 from outrider.method_text import join_method, split_method
 from outrider.proposers.method import Setting
 from outrider.registry import PROPOSERS
@@ -212,7 +213,7 @@ def _is_clear(better: Run, drafted: Run) -> bool:
 
 def _memory_on_disk(sources: list[Any]) -> Iterator[Finding]:
     """Check whether weights in local folders fit into free memory."""
-    files = [file for source in sources if isinstance(source, (str, Path)) for file in _weights_in(Path(source))]
+    files = [file for source in sources if isinstance(source, (str, Path)) for file in weight_files(Path(source))]
     needed, free = sum(file.stat().st_size for file in files), free_memory()
     if files and free is not None:
         said = f"the weights take {size(needed)}; {size(free)} are free"
@@ -226,12 +227,6 @@ def _weights_in_memory(runner: ModelRunner) -> Finding:
     return Finding("ok", "weights", f"the target's, {precision}, take {size(sum(tensors.values()))} of memory")
 
 
-def _weights_in(folder: Path) -> list[Path]:
-    """Return the weight files that are read: the first format where a folder has two."""
-    kinds = (sorted(folder.glob(f"*{suffix}")) for suffix in (".safetensors", ".bin", ".pt"))
-    return next((files for files in kinds if files), [])
-
-
 def _cache_memory(runner: ModelRunner) -> Finding:
     """Check the cache of a request that fills the context window."""
     needed = runner.cache.shape.floats_per_token * runner.max_len * runner.cache.dtype.itemsize
@@ -240,17 +235,3 @@ def _cache_memory(runner: ModelRunner) -> Finding:
     if free is not None and runner.device.type == "cpu" and needed > free:
         return Finding("suspicious", "cache", f"{said}; {size(free)} are free: set --max-len")
     return Finding("ok", "cache", said)
-
-
-def free_memory() -> int | None:
-    """Return the available bytes of memory; None if unknown."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def size(num_bytes: float) -> str:
-    """``"1.3 GB"``"""
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"

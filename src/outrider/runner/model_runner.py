@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider import native
+from outrider.memory import refuse_too_large
 from outrider.runner import linear, loading
 from outrider.runner.config import RunnerConfig
 from outrider.runner.cost_book import CostBook
@@ -91,6 +92,8 @@ class ModelRunner:
         if config.weights is not None:
             refuse_rounding(config.weights, device, wanted, kind)
         shape = None if kind is None else survey_without_weights(wanted, kind)  # check before reading gigabytes
+        if device.type == "cpu":
+            refuse_too_large(model)
         loaded = loading.load_model(model, config.dtype, device, config.trust_remote_code)
         loading.check_weights(loaded, str(model))
         return cls._ready(loaded, config, device, str(model), shape)

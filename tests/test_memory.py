@@ -1,0 +1,55 @@
+"""Memory for a model: what the machine and its control group allow, and weights that exceed it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_folder import make_folder
+
+from outrider import LLM, OutriderError, memory
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(memory, "GROUPS", tmp_path)
+    return tmp_path
+
+
+def group(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    real = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self: line if str(self) == "/proc/self/cgroup" else real(self))
+
+
+@pytest.mark.parametrize(
+    ("line", "file"),
+    [
+        ("0::/a/b", "a/b/memory.max"),
+        ("0::/a/b", "memory.max"),
+        ("5:memory:/a", "memory/a/memory.limit_in_bytes"),
+        ("5:cpu,memory:/", "memory/memory.limit_in_bytes"),
+    ],
+)
+def test_a_groups_limit_counts(line: str, file: str, groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (groups / file).parent.mkdir(parents=True, exist_ok=True)
+    (groups / file).write_text(f"{GIB}\n")
+    group(monkeypatch, line)
+    assert memory.group_limit() == GIB
+    assert (memory.total_memory() or 0) <= GIB and (memory.free_memory() or 0) <= GIB
+
+
+@pytest.mark.parametrize("limit", ["max", str(0x7FFFFFFFFFFFF000), "", None])
+def test_no_limit_is_none(limit: str | None, groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if limit is not None:
+        (groups / "memory.max").write_text(limit)
+    group(monkeypatch, "0::/")
+    assert memory.group_limit() is None
+
+
+def test_weights_larger_than_memory_are_refused_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "total_memory", lambda: 1000)
+    monkeypatch.setattr("outrider.runner.loading.load_model", lambda *_: pytest.fail("the weights were read"))
+    with pytest.raises(OutriderError, match=r"^the weights in .* take .*, but this process has .* of memory: choose a smaller"):
+        LLM(str(make_folder(tmp_path / "target")))
