@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 from tiny_folder import make_folder
 
 from outrider import LLM, OutriderError, memory
+from outrider.runner import loading
 
 GIB = 1 << 30
 
@@ -53,3 +55,20 @@ def test_weights_larger_than_memory_are_refused_before_they_are_read(tmp_path: P
     monkeypatch.setattr("outrider.runner.loading.load_model", lambda *_: pytest.fail("the weights were read"))
     with pytest.raises(OutriderError, match=r"^the weights in .* take .*, but this process has .* of memory: choose a smaller"):
         LLM(str(make_folder(tmp_path / "target")))
+
+
+@pytest.mark.parametrize(("number", "refused"), [(errno.EFAULT, True), (errno.EINVAL, False)])
+def test_weights_on_a_disk_that_fails_are_refused(
+    number: int, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mapped(loading.mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(number, "what the kernel says")
+
+    folder = make_folder(tmp_path / "target")
+    monkeypatch.setattr(loading.mmap, "mmap", Mapped)
+    if refused:
+        with pytest.raises(OutriderError, match=r"^cannot read .*model\.safetensors: the disk reports an error$"):
+            loading.check_readable(folder)
+    else:  # a kernel that does not know the request
+        loading.check_readable(folder)

@@ -129,6 +129,9 @@ def explain(error: Exception) -> tuple[str, int]:
         return _one_line(str(error)), EXIT_USAGE
     if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
         return f"out of memory ({_one_line(str(error))[:120]}); try a smaller --max-len, batch or model", EXIT_INTERNAL
+    if isinstance(error, OSError) and error.strerror:
+        where = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror}{where} (--debug shows where)", EXIT_INTERNAL
     return f"{type(error).__name__}: {_one_line(str(error))[:300]} (--debug shows where)", EXIT_INTERNAL
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
+import mmap
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,10 +25,13 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from outrider.memory import weight_files
 from outrider.runner import attention, recurrence
 from outrider.types import OutriderError, first_line
 
 # Sizes in a config, and the largest that is not a mistake: a model of 10^20 layers is made until the memory ends.
+MADV_POPULATE_READ = 22  # of Linux 5.14 and newer
+POPULATE_BYTES = 1 << 28  # of a file at once
 MOST = dict.fromkeys(
     (
         *("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"),
@@ -43,6 +48,7 @@ def load_model(
     files, weights that are not the config's.
     """
     config = load_config(source, trust_remote_code)
+    check_readable(source)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     try:
         with quiet():
@@ -65,6 +71,24 @@ def load_model(
     if device.type != "cpu":
         model.to(device)
     return model  # type: ignore[no-any-return]
+
+
+def check_readable(source: str | Path) -> None:
+    """Read the weights of a local folder into the page cache. Raises ``OutriderError`` where the disk fails.
+
+    Weights are read from mapped files, and a page that cannot be read would end the process with a bus error. On systems that
+    cannot populate a mapping nothing is checked.
+    """
+    for file in weight_files(Path(source)):
+        try:
+            with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                for start in range(0, len(mapped), POPULATE_BYTES):
+                    mapped.madvise(MADV_POPULATE_READ, start, min(POPULATE_BYTES, len(mapped) - start))
+        except OSError as error:
+            if error.errno == errno.EFAULT:  # instead of a bus error
+                raise OutriderError(f"cannot read {file}: the disk reports an error") from error
+        except (AttributeError, ValueError):  # no madvise; an empty file, of which the loader will speak
+            continue
 
 
 def layers_beyond(keys: Iterable[str], config: PreTrainedConfig) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -95,7 +96,12 @@ class Trainer:
             "curve": self.curve,
         }
         partial = self.checkpoint.with_suffix(".partial")
-        torch.save(state, partial)
+        try:
+            torch.save(state, partial)
+        except RuntimeError as error:  # torch's writer does not say why
+            partial.unlink(missing_ok=True)
+            full = "cannot write the checkpoint, the disk may be full; with more space the same command resumes"
+            raise OSError(errno.EIO, full, str(self.checkpoint)) from error
         partial.replace(self.checkpoint)
         (self.job.folder / "curve.json").write_text(json.dumps(self.curve))
 
