@@ -497,20 +497,21 @@ def swept(place: Place, words: tuple[object, ...], last_words: str, check: Calla
     """Interrupt a command at moments all over the time that it takes. ``last_words``: what it writes when its work is done."""
     started = time.monotonic()
     expect(place.run(*words).code == 0, "the command fails without a signal")
-    took, codes = time.monotonic() - started, []
+    took, were_done = time.monotonic() - started, []
     for index in range(4 * SIGNALS_PER_PHASE):
         process = place.start(*words)
         time.sleep(0.8 + (took - 0.8) * index / (4 * SIGNALS_PER_PHASE))
         process.send_signal(signal.SIGTERM if index % 2 else signal.SIGINT)
         done = ended(process)
-        codes.append(last_words in done.err)
+        is_done = last_words in done.err and "interrupted" not in done.err
+        were_done.append(is_done)
         expect("Traceback" not in done.err, f"after signal {index}: {done.err[-900:]}")
         # Python itself ends by SIGINT where that came inside exec() of a text; a shell calls both 130.
-        ends = (0, -signal.SIGTERM) if last_words in done.err else (130, -signal.SIGINT)
+        ends = (0, -signal.SIGTERM) if is_done else (130, -signal.SIGINT)
         expect(done.code in ends, f"exit code {done.code} after signal {index}: {done.err[-600:]}")
-        expect(last_words in done.err or "interrupted" in done.err, f"no word after signal {index}: {done.err[-300:]}")
+        expect(is_done or "interrupted" in done.err, f"no word after signal {index}: {done.err[-300:]}")
         check()
-    return f"{codes.count(False)} times exit 130, {codes.count(True)} times the end came first"
+    return f"{were_done.count(False)} times exit 130, {were_done.count(True)} times the end came first"
 
 
 FAULTS: tuple[Callable[[Place], str], ...] = (

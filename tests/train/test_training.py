@@ -251,6 +251,21 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_checkpoint(runner
     assert "\n" not in str(error.value) and trainer.checkpoint.read_bytes() == kept
 
 
+def test_a_full_disk_leaves_the_last_checkpoint_and_no_part_of_the_next(runner, cache, tmp_path, monkeypatch):
+    trainer = Trainer(job("medusa", runner, cache, tmp_path))
+    assert not trainer.run(max_steps=2)
+    kept, files = trainer.checkpoint.read_bytes(), sorted(trainer.job.folder.iterdir())
+
+    def stop_half_way(state: object, path: Path) -> None:
+        path.write_bytes(b"half of it")
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 17837824 vs 17837716")
+
+    monkeypatch.setattr(torch, "save", stop_half_way)
+    with pytest.raises(OSError, match="the disk may be full; with more space the same command resumes"):
+        trainer.save()
+    assert trainer.checkpoint.read_bytes() == kept and sorted(trainer.job.folder.iterdir()) == files
+
+
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])
 def test_another_run_is_never_gone_on_from(kind, runner, rows, tmp_path):
     bench = Bench(runner, None, tmp_path / "work", rows=rows)
