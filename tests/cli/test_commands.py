@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -439,3 +441,18 @@ def test_bench_inflates(outrider: Run, target: Path, draft: Path, tmp_path: Path
 def test_out_of_memory_is_no_mistake_of_the_user() -> None:
     message, code = app.explain(MemoryError("x"))
     assert code == app.EXIT_INTERNAL and "--max-len" in message
+
+
+@pytest.mark.parametrize("signalled", [True, False])
+def test_an_import_that_a_signal_breaks_off_is_an_interruption(
+    outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch, signalled: bool
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            if signalled:
+                signal.raise_signal(signal.SIGTERM)
+        raise ModuleNotFoundError("Could not import module 'PreTrainedModel'")
+
+    monkeypatch.setattr("outrider.cli.session.load", load)
+    code, _, err = outrider("generate", "--target", target, "hi")
+    assert (code, err.strip().endswith("interrupted")) == ((130, True) if signalled else (1, False))

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.cli.interrupts import terminate
+from outrider.cli.interrupts import interrupt, received, terminate
 
 # Each name is outrider.cli.<name>:command, or a group of the functions in its COMMANDS. With both, ``command`` runs when no
 # subcommand is given.
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     gc.disable()  # saves half a second while modules are imported; session.load enables it again
     try:
-        with _terminated_as_interrupted():
+        with _signals_as_exceptions():
             code = build_app()(args, prog_name="outrider", standalone_mode=False)
         if code == EXIT_INTERRUPTED:  # typer's answer to Ctrl-C
             raise KeyboardInterrupt
@@ -91,6 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception as error:
+        if isinstance(error, ImportError) and received:
+            print("interrupted", file=sys.stderr)
+            return EXIT_INTERRUPTED
         if debug:
             import traceback
 
@@ -103,16 +106,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
+def _signals_as_exceptions() -> Iterator[None]:
     """Handle SIGTERM like Ctrl-C: keep partial results and end child processes."""
+    received.clear()
     if threading.current_thread() is not threading.main_thread():  # only the main thread may install signal handlers
         yield
         return
-    before = signal.signal(signal.SIGTERM, terminate)
+    handlers = {signal.SIGTERM: terminate}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a process in the background ignores Ctrl-C
+        handlers[signal.SIGINT] = interrupt
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def explain(error: Exception) -> tuple[str, int]:
