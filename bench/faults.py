@@ -546,7 +546,12 @@ def measure(fault: Callable[[Place], str]) -> dict[str, Any]:
             seen, holds = fault(Place(Path(folder))).replace(folder, "..."), True
         except Broken as broken:
             seen, holds = str(broken).replace(folder, "..."), False
-    return {"fault": name_of(fault), "promise": " ".join((fault.__doc__ or "").split()), "seen": seen, "holds": holds}
+    return {
+        "fault": name_of(fault),
+        "promise": " ".join((fault.__doc__ or "").split()),
+        "seen": " ".join(seen.split()),
+        "holds": holds,
+    }
 
 
 PAGE = """# Faults below Outrider
