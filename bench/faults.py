@@ -41,7 +41,7 @@ PROMPT = "def add(a, b):"
 GENERATE = ("generate", "-k", "4", "--max-tokens", "24", "--temperature", "0", PROMPT)
 TRAIN = ("train", "medusa", "--heads", "2", "--epochs", "0.2", "--batch-tokens", "512", "--seq-len", "64")
 LIMIT = 300.0  # seconds that a command may take under a fault
-SIGNALS_PER_PHASE = 3
+NUM_SIGNALS = 12  # per command, at moments spread over the time that it takes
 
 CLOCK = """
 #define _GNU_SOURCE
@@ -157,6 +157,20 @@ class Place:
             yield folder
         finally:
             call("umount", "-l", folder)
+
+    @contextlib.contextmanager
+    def mounted_image(self) -> Iterator[tuple[Path, Path]]:
+        """A disk in a file, with the embedded target's folder on it: the file, and where it is mounted."""
+        image, mounted = self.folder / "image", self.folder / "mounted"
+        mounted.mkdir()
+        call("truncate", "-s", "96M", image)
+        call("mkfs.ext4", "-q", "-E", "lazy_itable_init=0", image)
+        call("mount", "-o", "loop", image, mounted)
+        try:
+            copied_target(mounted / "target")
+            yield image, mounted
+        finally:
+            call("umount", "-l", mounted)
 
     @contextlib.contextmanager
     def serving(self, *words: object, **environment: object) -> Iterator[Server]:
@@ -320,50 +334,34 @@ def weights_cut_short(place: Place) -> str:
 
 def weights_that_cannot_be_read(place: Place) -> str:
     """An error in one line, exit code 2."""
-    image, mounted = place.folder / "image", place.folder / "mounted"
-    mounted.mkdir()
-    call("truncate", "-s", "96M", image)
-    call("mkfs.ext4", "-q", "-E", "lazy_itable_init=0", image)
-    call("mount", "-o", "loop", image, mounted)
-    try:
-        copied_target(mounted / "target")
+    with place.mounted_image() as (image, mounted):
+        target = mounted / "target"
         call("umount", mounted)
-        call("mount", "-o", "loop,ro", image, mounted)
-        with (
-            (mounted / "target" / "config.json").open() as config,
-            next((mounted / "target").glob("*.safetensors")).open("rb") as w,
-        ):
-            config.read(), w.read(4096)
+        call("mount", "-o", "loop,ro", image, mounted)  # nothing of it is in the page cache now
+        for name in ("config.json", *(file.name for file in target.glob("*.safetensors"))):
+            with (target / name).open("rb") as file:
+                file.read(4096)
         os.truncate(image, 12 << 20)  # reads behind it fail, as on a disk that breaks
-        return place.run(*GENERATE, "--target", mounted / "target").expect_error(1, 2)
-    finally:
-        call("umount", "-l", mounted)
+        return place.run(*GENERATE, "--target", target).expect_error(2)
 
 
 def weights_read_slowly(place: Place) -> str:
     """The text as without it."""
-    image, mounted = place.folder / "slow-image", place.folder / "slow"
-    mounted.mkdir()
-    call("truncate", "-s", "96M", image)
-    call("mkfs.ext4", "-q", image)
-    call("mount", "-o", "loop", image, mounted)
-    device = subprocess.run(["findmnt", "-no", "MAJ:MIN", mounted], capture_output=True, text=True, check=True).stdout.strip()
     throttle = Path("/sys/fs/cgroup/blkio/blkio.throttle.read_bps_device")
-    try:
-        target = copied_target(mounted / "target")
+    words = ("generate", "--max-tokens", "24", "--temperature", "0")
+    wanted = place.run(*words, "-k", "0", PROMPT).out
+    with place.mounted_image() as (_, mounted):
+        found = subprocess.run(["findmnt", "-no", "MAJ:MIN", mounted], capture_output=True, text=True, check=True)
+        device = found.stdout.strip()
         call("sync")
         Path("/proc/sys/vm/drop_caches").write_text("1")
         throttle.write_text(f"{device} 1000000")
-        started = time.monotonic()
-        words = ("generate", "--max-tokens", "24", "--temperature", "0")
-        slow = place.run(*words, "--method", "ngram", "--target", target, PROMPT)
-        seconds = time.monotonic() - started
-        plain = place.run(*words, "-k", "0", PROMPT)
-        return f"{slow.expect_text(plain.out)}, after {seconds:.0f} s"
-    finally:
-        with contextlib.suppress(OSError):
+        try:
+            started = time.monotonic()
+            done = place.run(*words, "--method", "ngram", "--target", mounted / "target", PROMPT)
+            return f"{done.expect_text(wanted)}, after {time.monotonic() - started:.0f} s"
+        finally:
             throttle.write_text(f"{device} 0")
-        call("umount", "-l", mounted)
 
 
 def memory_at_load(place: Place) -> str:
@@ -379,16 +377,14 @@ def memory_group_at_load(place: Place) -> str:
     group = Path("/sys/fs/cgroup/memory") / f"outrider-{os.getpid()}"
     group.mkdir()
     target = copied_target(place.folder / "large")
-    config = json.loads((target / "config.json").read_text())
-    weights = next(target.glob("*.safetensors"))
-    grow(weights, 900 << 20)
+    grow(next(target.glob("*.safetensors")), 900 << 20)
     try:
         (group / "memory.limit_in_bytes").write_text(str(800 << 20))
 
         def join() -> None:
             (group / "tasks").write_text("0")
 
-        return place.run(*GENERATE, "--target", target, under=join).expect_error(2) + f" ({config['model_type']})"
+        return place.run(*GENERATE, "--target", target, under=join).expect_error(2)
     finally:
         until(lambda: not (group / "tasks").read_text().strip(), "the group is empty")
         group.rmdir()
@@ -498,9 +494,9 @@ def swept(place: Place, words: tuple[object, ...], last_words: str, check: Calla
     started = time.monotonic()
     expect(place.run(*words).code == 0, "the command fails without a signal")
     took, were_done = time.monotonic() - started, []
-    for index in range(4 * SIGNALS_PER_PHASE):
+    for index in range(NUM_SIGNALS):
         process = place.start(*words)
-        time.sleep(0.8 + (took - 0.8) * index / (4 * SIGNALS_PER_PHASE))
+        time.sleep(0.8 + (took - 0.8) * index / NUM_SIGNALS)
         process.send_signal(signal.SIGTERM if index % 2 else signal.SIGINT)
         done = ended(process)
         is_done = last_words in done.err and "interrupted" not in done.err
@@ -543,14 +539,14 @@ def measure(fault: Callable[[Place], str]) -> dict[str, Any]:
     """Inject a fault in a folder of its own."""
     with tempfile.TemporaryDirectory(prefix="outrider-faults-") as folder:
         try:
-            seen, holds = fault(Place(Path(folder))).replace(folder, "..."), True
+            seen, verdict = fault(Place(Path(folder))).replace(folder, "..."), "held"
         except Broken as broken:
-            seen, holds = str(broken).replace(folder, "..."), False
+            seen, verdict = str(broken).replace(folder, "..."), "BROKEN"
     return {
         "fault": name_of(fault),
         "promise": " ".join((fault.__doc__ or "").split()),
         "seen": " ".join(seen.split()),
-        "holds": holds,
+        "verdict": verdict,
     }
 
 
@@ -559,9 +555,10 @@ PAGE = """# Faults below Outrider
 What each fault does to a command or a server, and what was seen when it was injected. Written by
 `python bench/faults.py --out results/faults.json --page docs/faults.md`.
 
-| fault | promise | seen |
-|---|---|---|
+| fault | promise | verdict | seen |
+|---|---|---|---|
 """
+COLUMNS = ("fault", "promise", "verdict", "seen")
 
 
 def main() -> int:
@@ -579,18 +576,14 @@ def main() -> int:
     rows = []
     for fault in FAULTS:
         if name_of(fault).startswith(args.only):
-            rows.append(measure(fault))
-            print(
-                f"{'held' if rows[-1]['holds'] else 'BROKEN':6s} {rows[-1]['fault']}: {rows[-1]['seen']}",
-                file=sys.stderr,
-                flush=True,
-            )
+            row = measure(fault)
+            print(f"{row['verdict']} {row['fault']}: {row['seen']}", file=sys.stderr, flush=True)
+            rows.append(row)
     if args.page is not None:
-        lines = (f"| {row['fault']} | {row['promise']} | {row['seen'].replace('|', '/')} |" for row in rows)
+        lines = ("| " + " | ".join(row[name].replace("|", "/") for name in COLUMNS) + " |" for row in rows)
         args.page.write_text(PAGE + "\n".join(lines) + "\n")
-    return told(
-        {"schema": "outrider-faults/1", **origin(), "holds": all(row["holds"] for row in rows), "faults": rows}, args.out
-    )
+    holds = all(row["verdict"] == "held" for row in rows)
+    return told({"schema": "outrider-faults/1", **origin(), "holds": holds, "faults": rows}, args.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """``python -m outrider``: the same as the command ``outrider``."""
 
-from outrider.cli import main
+from outrider.cli import run
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run()

@@ -1,5 +1,5 @@
 """Command line: one thin module per command. Heavy imports happen when a command needs them."""
 
-from outrider.cli.app import main
+from outrider.cli.app import main, run
 
-__all__ = ["main"]
+__all__ = ["main", "run"]

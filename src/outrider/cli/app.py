@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -87,22 +87,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code == EXIT_INTERRUPTED:  # typer's answer to Ctrl-C
             raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except Exception as error:
-        if isinstance(error, ImportError) and received:
-            print("interrupted", file=sys.stderr)
-            return EXIT_INTERRUPTED
-        if debug:
+    except (KeyboardInterrupt, Exception) as error:
+        message, code = explain(error)
+        if debug and code != EXIT_INTERRUPTED:
             import traceback
 
             traceback.print_exc()
-        message, code = explain(error)
-        print(f"error: {message}", file=sys.stderr)
+        print(message if code == EXIT_INTERRUPTED else f"error: {message}", file=sys.stderr)
         return code
     finally:
         gc.enable()
+
+
+def run() -> NoReturn:
+    """The console script: run the command of this process, and exit with its code."""
+    code = main()
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # the work is done: inside Python's shutdown a signal would only print a trace
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(code)
 
 
 @contextmanager
@@ -123,9 +128,9 @@ def _signals_as_exceptions() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def explain(error: Exception) -> tuple[str, int]:
+def explain(error: BaseException) -> tuple[str, int]:
     """Return the error as one line, and the exit code."""
-    if isinstance(error, typer.Abort):
+    if isinstance(error, (KeyboardInterrupt, typer.Abort)) or (isinstance(error, ImportError) and received):
         return "interrupted", EXIT_INTERRUPTED
     usage: Any = getattr(error, "format_message", None)  # an option error found by typer
     if usage is not None:

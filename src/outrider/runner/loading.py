@@ -29,9 +29,9 @@ from outrider.memory import weight_files
 from outrider.runner import attention, recurrence
 from outrider.types import OutriderError, first_line
 
-# Sizes in a config, and the largest that is not a mistake: a model of 10^20 layers is made until the memory ends.
-MADV_POPULATE_READ = 22  # of Linux 5.14 and newer
-POPULATE_BYTES = 1 << 28  # of a file at once
+MADV_POPULATE_READ = 22  # Linux 5.14 and newer
+POPULATE_BYTES = 1 << 28  # of a file, in one call
+# Sizes in a config, and the largest that is not a mistake: a model of 10^20 layers would fill the memory.
 MOST = dict.fromkeys(
     (
         *("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"),
@@ -87,7 +87,7 @@ def check_readable(source: str | Path) -> None:
         except OSError as error:
             if error.errno == errno.EFAULT:  # instead of a bus error
                 raise OutriderError(f"cannot read {file}: the disk reports an error") from error
-        except (AttributeError, ValueError):  # no madvise; an empty file, of which the loader will speak
+        except (AttributeError, ValueError):  # a system without madvise; an empty file, which the loader refuses
             continue
 
 

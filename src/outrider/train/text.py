@@ -38,7 +38,8 @@ def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[s
                     yield _document(json.loads(line), tokenizer)
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
                     hint = 'expected JSON with "text", "prompt" and "completion", or "messages"'
-                    raise OutriderError(f"{path}, line {number}: {hint} ({type(error).__name__}: {error})") from None
+                    why = f"no {error}" if isinstance(error, KeyError) else error
+                    raise OutriderError(f"{path}, line {number}: {hint} ({why})") from None
 
 
 def _document(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
