@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_early_exit import EVEN, Drafting
 
-from outrider import disk_cache, native
+from outrider import LLM, SamplingParams, disk_cache, native
 from outrider.runner import ModelRunner, RunnerConfig, compiled
 from outrider.types import Context
 
@@ -239,23 +239,40 @@ def test_a_model_that_does_not_compile_stays_eager_with_a_warning(runner, model,
     assert "second line" not in caplog.text
 
 
-def test_auto_compiles_when_eager_passes_have_taken_long_enough(model, tmp_path, monkeypatch):
+def test_a_run_that_began_eager_stays_eager(runner, model, tmp_path, monkeypatch, package):
+    """Another process may have put compiled passes into the cache meanwhile: their bits are not those of the text so far."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiled, "_build", lambda *_: pytest.fail("built"))
+    late = load(model, "auto")
+    before = scored(late, [[1, 2, 3]], [[4]])
+    assert late.passes.could_compile
+    monkeypatch.setenv("OUTRIDER_CACHE", str(package.parents[1]))
+    assert torch.equal(scored(late, [[1, 2, 3]], [[4]]), before)
+    requests = (make_request("h", [1, 2, 3]),)
+    late.score(Context(requests, (9,), None), proposal_of([[4]]), (0, 1, 2))  # another kind of pass
+    assert not late.passes.is_compiled and late.passes.could_compile
+
+
+def test_a_run_that_began_compiled_stays_compiled(model, passes, package, monkeypatch):
     built = []
+    monkeypatch.setattr(compiled, "_build", lambda module, key: built.append(key) or package)
+    early = load(model, "auto")
+    scored(early, [[1, 2, 3]], [[4]])
+    assert early.passes.is_compiled and not built
+    early.passes.runner_of((0,))  # not on disk: built, or two kinds of pass would disagree
+    assert early.passes.is_compiled and len(built) == 1
 
-    def build(module, key):
-        built.append(key)
-        raise ValueError("enough")
 
-    monkeypatch.setattr(compiled, "_build", build)
-    monkeypatch.setattr("outrider.runner.passes.PATIENCE", 1e9)
-    runner = load(model, "auto")
-    scored(runner, [[1, 2, 3]], [[4]])
-    assert not built
-    monkeypatch.setattr("outrider.runner.passes.PATIENCE", 0.0)
-    scored(runner, [[1, 2, 3]], [[4]])
-    scored(runner, [[1, 2, 3]], [[4]])
-    assert len(built) == 1
+@pytest.mark.parametrize(("num_tokens", "compile", "compiles"), [(40, "auto", True), (39, "auto", False), (40, "never", False)])
+def test_passes_are_compiled_before_a_long_run_and_never_after_the_first_text(
+    num_tokens, compile, compiles, model, monkeypatch
+):
+    monkeypatch.setattr("outrider.engine.llm.LONG_RUN", 20)
+    llm, warm = LLM(model, compile=compile, max_batch=2, method="ngram"), []
+    monkeypatch.setattr(llm, "warmup", lambda: warm.append(llm.stats.num_tokens))
+    for _ in range(2):
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=num_tokens))
+    assert warm == ([0] if compiles else [])
 
 
 def test_other_threads_run_while_a_compiled_pass_does(runner):

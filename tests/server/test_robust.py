@@ -24,7 +24,7 @@ from outrider import LLM, SamplingParams, native
 from outrider.engine import Emission
 from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.stats import GenerationStats
-from outrider.runner import compiled, passes
+from outrider.runner import compiled
 from outrider.server.bridge import EngineBridge, Stream, load_aside
 from outrider.server.config import Client, KeyRing
 from outrider.server.gate import CLOSED, JsonLines
@@ -538,7 +538,6 @@ def test_nothing_is_compiled_while_clients_wait(
     built: list[Path] = []
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.setattr(compiled, "_build", lambda module, path: built.append(path))
-    monkeypatch.setattr(passes, "PATIENCE", 0.0)
     with serving(load(compile=compile)) as server:
         assert [server.text(PROMPT) for _ in range(3)] == [wanted(plain)] * 3
     assert not built

@@ -85,7 +85,7 @@ def stream_to_screen(
         say_error(last.error)
     if last is not None:
         err.print(summary(last.stats, perf_counter() - started))
-        if llm.runner.passes.is_provisional:
+        if llm.runner.passes.could_compile:
             err.print("[dim]passes were not compiled, nor were those used to predict plain decoding: see --compile always[/]")
     return text, interrupt
 

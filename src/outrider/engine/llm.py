@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     Params = SamplingParams | Sequence[SamplingParams] | None
 
 SEED_STRIDE = 0x9E3779B97F4A7C15  # separates the seeds of a prompt's samples
+LONG_RUN = 8192  # rounds whose passes, compiled, save more time than compiling them takes
 
 
 class LLM:
@@ -240,6 +241,7 @@ class LLM:
     def _run(self, jobs: Sequence[_Job]) -> Generator[Chunk, None, None]:
         """Run requests to their end, filling the generations. Whatever happens, none of them stays in the engine."""
         self._check_open()
+        self._compile_for(jobs)
         open_ids: dict[str, Completion] = {}
         try:
             self._submit(jobs, open_ids)
@@ -263,6 +265,13 @@ class LLM:
         completions = [completion for job in jobs for completion in job.generation.outputs]
         if completions and all(completion.finish_reason == "error" for completion in completions):
             raise OutriderError(completions[0].error or "the target failed")
+
+    def _compile_for(self, jobs: Sequence[_Job]) -> None:
+        """Compile before a long run, unless there was text before: compiled passes differ from eager ones in the last bits."""
+        num_tokens = sum(request.params.max_tokens for job in jobs for request in job.requests)
+        is_long = num_tokens >= LONG_RUN * self.runner.max_batch
+        if is_long and self.runner.config.compile == "auto" and self.stats.num_tokens == 0:
+            self.warmup()
 
     def _step(self) -> None:
         for emission in self.engine.step():

@@ -70,7 +70,7 @@ class RunnerConfig:
     compile: str = option(
         Choice(("auto", "always", "never")),
         "auto",
-        "Compile the passes; auto: where a compiled pass is cached or pays off.",
+        "Compile the passes; auto: if compiled ones are cached, and before a long run.",
         panel=MODELS,
         in_plan=True,
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,28 +15,26 @@ from outrider.runner.graphs import GraphRunner
 from outrider.runner.kv_cache import KVCache
 from outrider.runner.layer_span import WHOLE, LayerSpan
 
-logger = logging.getLogger(__name__)
-
-PATIENCE = 20.0  # seconds of eager passes after which compiling pays, which takes about as long
-
-
 Run = Callable[[list[Tensor]], "Sequence[Tensor]"]
 Kind = tuple[tuple[int, ...], LayerSpan]  # (hidden states, layers)
 
 
 class PassRunner:
-    """Runs passes of one model: compiled if available, requested or worth it, else eager."""
+    """Runs passes of one model, all of them compiled or all of them eager.
+
+    The two differ in the last bits of their results, so a run that changed from one to the other would give the same request
+    another text. The first pass decides; only ``compile_now`` changes it afterwards.
+    """
 
     def __init__(
         self, model: PreTrainedModel, cache: KVCache, compile: str, on_compiled: Callable[[], None] | None = None
     ) -> None:
-        """``on_compiled`` is called when a compiled pass replaces an eager one that was run."""
+        """``on_compiled`` is called when compiled passes replace eager ones that were run."""
         # What is given one request after another is not one function of a pass's inputs.
-        compile = "never" if cache.shape.by_request else compile
-        self._model, self._cache, self._compile, self._on_compiled = model, cache, compile, on_compiled
+        self._compile = "never" if cache.shape.by_request else compile
+        self._model, self._cache, self._on_compiled = model, cache, on_compiled
         self._runs: dict[Kind, Run] = {}
         self._compiled: set[Kind] = set()
-        self._eager: dict[Kind, float] = {}  # seconds of eager passes by kind
 
     @torch.inference_mode()
     def run(
@@ -48,15 +44,8 @@ class PassRunner:
 
         A ``span`` that starts after layer 0 takes hidden states [1, T, H]; one without the head returns logits [0].
         """
-        kind = (layers, span)
-        run = self.runner_of(layers, span)
-        started = time.perf_counter() if kind in self._eager else 0.0
         where = [layout.positions, layout.cache_rows, layout.bases, layout.ends, layout.visible]
-        out = run([tokens, *where, logits_at, *layout.stores])
-        if started:
-            self._eager[kind] += time.perf_counter() - started
-            if self._eager[kind] > PATIENCE and compiled.may_build():
-                self._take_over(kind)
+        out = self.runner_of(layers, span)([tokens, *where, logits_at, *layout.stores])
         logits, hidden = (out[0][0], out[1:]) if span.head else (tokens.new_empty(0), out)
         return logits, {layer: states[0] for layer, states in zip(layers, hidden, strict=True)}
 
@@ -64,15 +53,17 @@ class PassRunner:
         """Return the function behind ``run`` for tight loops; it takes the inputs of ``Pass.forward``."""
         kind = (layers, span)
         if kind not in self._runs:
-            self._runs[kind] = self._prepare(kind)
+            self._runs[kind] = self._prepare(kind, build=self._compile == "always" or bool(self._compiled))
         return self._runs[kind]
 
     def compile_now(self) -> None:
-        """Compile the passes in use, or load them from the disk cache, now."""
-        if self._compile != "never":
-            for kind in list(self._runs):
-                if kind not in self._compiled:
-                    self._take_over(kind)
+        """Compile the passes in use, or load them from the disk cache, now; those that come later are compiled as well."""
+        eager = self._runs.keys() - self._compiled
+        if self._compile != "never" and eager:
+            for kind in eager:
+                self._runs[kind] = self._prepare(kind, build=True)
+            if eager & self._compiled and self._on_compiled is not None:
+                self._on_compiled()
 
     @property
     def is_compiled(self) -> bool:
@@ -80,31 +71,21 @@ class PassRunner:
         return bool(self._runs) and self._compiled == self._runs.keys()
 
     @property
-    def is_provisional(self) -> bool:
-        """Return whether some passes are eager only until compiling them pays."""
-        return bool(self._eager) and (self._model.device.type == "cuda" or compiled.is_supported(self._model))
+    def could_compile(self) -> bool:
+        """Return whether the passes are eager only because no compiled ones were found."""
+        return self._compile == "auto" and bool(self._runs) and not self._compiled and compiled.is_supported(self._model)
 
-    def _take_over(self, kind: Kind) -> None:
-        """Return a compiled pass, if possible."""
-        self._runs[kind] = self._prepare(kind, insist=True)
-        if kind in self._compiled and self._on_compiled is not None:
-            self._on_compiled()
-
-    def _prepare(self, kind: Kind, insist: bool = False) -> Run:
+    def _prepare(self, kind: Kind, build: bool) -> Run:
         module = Pass(self._model, self._cache, *kind)
-        insist = insist or self._compile == "always"
-        if self._compile != "never" and compiled.is_supported(self._model):
-            run = compiled.load(module, build=insist)
+        if self._compile == "never":
+            return lambda inputs: tuple(module(*inputs))
+        if compiled.is_supported(self._model):
+            may_change = build or not self._runs  # eager passes were run: what is on disk would not give their bits
+            run = compiled.load(module, build) if may_change else None
             if run is not None:
-                self._eager.pop(kind, None)
                 self._compiled.add(kind)
                 return run
-        if self._compile == "auto" and not insist:
-            self._eager.setdefault(kind, 0.0)
-        else:
-            self._eager.pop(kind, None)
-        if self._compile != "never" and self._model.device.type == "cuda" and not self._cache.shape.states.kinds:
-            self._eager.pop(kind, None)
+        elif self._model.device.type == "cuda" and not self._cache.shape.states.kinds:
             self._compiled.add(kind)
             return GraphRunner(lambda inputs: tuple(module(*inputs)))
         return lambda inputs: tuple(module(*inputs))
