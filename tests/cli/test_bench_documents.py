@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bench_documents import cell, document, grid
@@ -97,6 +98,22 @@ def test_the_figures_before_loops_are_shown_first() -> None:
     row = next(line for line in whole.splitlines() if "draft k=4" in line)
     assert row.split()[2:4] == ["40%", "38"] and "3.00" in row and "0.70" in row
     assert max(map(len, view.file.getvalue().splitlines())) <= 80  # type: ignore[attr-defined]
+
+
+def test_several_workloads_get_a_table_by_workload_and_method() -> None:
+    result: dict[str, Any] = measured(300.0)
+    speedups = {"one": 1.0, "two": 2.0, "three": 4.0}
+    result["cells"] = [
+        {**cell, "workload": name, "speedup": value, "mean_acceptance_length": 1 + value}
+        for name, value in speedups.items()
+        for cell in result["cells"]
+    ]
+    view = Console(file=StringIO(), width=80)
+    view.print(tables(result)[2])
+    rows = [line.split() for line in view.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert ["three", "5.00", "4.00x"] in rows and ["all", "3.33", "2.00x"] in rows
+    result["cells"] = [cell for cell in result["cells"] if cell["workload"] != "one"]
+    assert len(tables(result)) == 2
 
 
 def test_the_report_shows_the_figures_before_loops_and_warns() -> None:

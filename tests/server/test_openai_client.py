@@ -169,7 +169,32 @@ def test_a_request_chooses_its_own_drafts(client: openai.OpenAI, plain: LLM, spe
     assert answer.choices[0].text == offline(plain)[0].text
     assert answer.usage is not None and answer.usage.completion_tokens_details is not None
     details = answer.usage.completion_tokens_details
-    assert bool((details.accepted_prediction_tokens or 0) + (details.rejected_prediction_tokens or 0)) == drafts
+    accepted, rejected = details.accepted_prediction_tokens or 0, details.rejected_prediction_tokens or 0
+    assert bool(accepted + rejected) == drafts
+    metrics = (answer.model_extra or {}).get("metrics")
+    assert (metrics is not None) == drafts
+    if metrics:
+        found = metrics["speculative_decoding"]
+        steps, histogram = found["num_spec_steps"], found["acceptance_histogram"]
+        assert sum(histogram) == steps > 0
+        assert sum(j * count for j, count in enumerate(histogram)) == found["num_accepted_draft_tokens"] == accepted
+        assert found["num_draft_tokens"] == accepted + rejected <= steps * found["num_spec_tokens"]
+        assert found["mean_acceptance_length"] == pytest.approx(1 + accepted / steps)
+        assert found["draft_acceptance_rate"] == pytest.approx(accepted / (accepted + rejected))
+
+
+def test_a_stream_brings_metrics_with_its_usage(client: openai.OpenAI) -> None:
+    stream = client.completions.create(
+        model="outrider", prompt=PROMPT, temperature=0, max_tokens=24, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = stream
+    assert not any("metrics" in (chunk.model_extra or {}) for chunk in chunks)
+    assert (last.model_extra or {})["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+
+
+def test_samples_have_no_metrics_of_one_request(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="outrider", prompt=PROMPT, max_tokens=8, n=2)
+    assert "metrics" not in (answer.model_extra or {})
 
 
 def test_models_are_listed_and_others_are_refused(client: openai.OpenAI) -> None:

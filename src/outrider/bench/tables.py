@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean, geometric_mean
 from typing import TYPE_CHECKING, Any
 
 from outrider.bench.breakdown import main_part
@@ -11,13 +12,44 @@ from outrider.bench.documents import Cell, condition, headline, is_plain, label
 if TYPE_CHECKING:
     from rich.table import Table
 
+MANY_WORKLOADS = 3  # of which a table by workload and method is shown
 AGREES = 0.1  # measurements within this share of the formula need no explanation
 
 
 def tables(result: Mapping[str, Any]) -> list[Table]:
-    """Speed and acceptance; what the formula expects and how tokens arrive; where texts loop, speed over the whole texts."""
-    found = [_speeds(result), _reasons(result)]
+    """Speed and acceptance; what the formula expects and how tokens arrive; methods by category, where there are several; where
+    texts loop, speed over the whole texts."""
+    found = [_speeds(result), _reasons(result), *_matrices([headline(cell) for cell in result["cells"]])]
     return [*found, _whole_texts(result)] if any(cell.get("before_loops") for cell in result["cells"]) else found
+
+
+def _matrices(cells: Sequence[Cell]) -> Iterator[Table]:
+    """For each temperature and batch with several workloads, a row per workload and a column per method."""
+    conditions: dict[tuple[float, int], dict[str, dict[str, Cell]]] = {}
+    for cell in cells:
+        if not is_plain(cell) and cell["speedup"]:
+            of_condition = conditions.setdefault((cell["temperature"], cell["batch"]), {})
+            of_condition.setdefault(cell["workload"], {})[label(cell)] = cell
+    for (temperature, batch), found in conditions.items():
+        names = list(dict.fromkeys(name for by_method in found.values() for name in by_method))
+        if len(found) < MANY_WORKLOADS:
+            continue
+        view = _table(
+            f"tokens per target pass, and speedup; temperature {temperature:g}, batch {batch}", *names, keys=("workload",)
+        )
+        for workload, by_method in found.items():
+            add_row(view, [workload, *(_pair([by_method[name]] if name in by_method else []) for name in names)])
+        view.add_section()
+        add_row(view, ["all", *(_pair([cells[name] for cells in found.values() if name in cells]) for name in names)])
+        yield view
+
+
+def _pair(cells: Sequence[Cell]) -> str:
+    """``"2.81 1.90x"``: the mean acceptance length, and the geometric mean of the speedups."""
+    if not cells:
+        return ""
+    speedup = geometric_mean(cell["speedup"] for cell in cells)
+    return f"{fmean(cell['mean_acceptance_length'] for cell in cells):.2f} {speedup:.2f}x"
 
 
 def _speeds(result: Mapping[str, Any]) -> Table:
@@ -104,14 +136,15 @@ def add_row(view: Table, entries: Sequence[str]) -> None:
     view.add_row(*map(Text, entries))
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str, *columns: str, keys: Sequence[str] = ("workload", "method")) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     view = Table(title=Text(title), title_justify="left", box=box.SIMPLE, pad_edge=False, padding=0)
-    view.add_column("workload", overflow="fold")
-    view.add_column("method", no_wrap=True)
+    view.add_column(keys[0], overflow="fold")
+    for name in keys[1:]:
+        view.add_column(name, no_wrap=True)
     for name in columns:
         view.add_column(name, justify="right", no_wrap=True)
     return view

@@ -30,6 +30,7 @@ WORKLOADS = {
 CHAT = "chat"
 SPEC_BENCH_TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # in addition to MT-bench's questions
 Message = Mapping[str, str]  # {"role", "content"}
+Read = Callable[[Mapping[str, Any], str], "Prompt"]  # of a line's object and its workload
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,14 @@ def from_file(path: str | Path, num_prompts: int | None = None) -> list[Prompt]:
 
     - ``task_id`` and ``prompt``: HumanEval, code to continue
     - ``question`` and ``answer``: GSM8K, a question to answer
+    - ``problem`` and ``answer``: MATH-500, a problem to solve
+    - ``test_list`` with ``text`` or ``prompt``: MBPP, a function to write
+    - ``turns``, ``category`` and ``src_id``: SPEED-Bench (arXiv 2604.09557), whose categories are the workloads
     - ``turns`` and ``category``: MT-bench, or one of Spec-Bench's tasks; the first turn is used
     - ``messages``, ``turns`` or ``question``: a conversation, the first of the turns, a question
     - ``prompt``: a text to continue
 
-    The first three are workloads of those names, the others have the file's name; ``workload`` in a line overrides it. Raises
+    Benchmarks are workloads of those names, the others have the file's name; ``workload`` in a line overrides it. Raises
     ``OutriderError`` with the line number for other lines.
     """
     return [prompt for prompt, _ in entries(Path(path), num_prompts)]
@@ -141,8 +145,13 @@ def _continued(item: Mapping[str, Any], workload: str) -> Prompt:
     return Prompt(workload, _text(item["prompt"], '"prompt"'))
 
 
-def _asked(item: Mapping[str, Any], workload: str) -> Prompt:
-    return Prompt(workload, messages=({"role": "user", "content": _text(item["question"], '"question"')},))
+def _asked(field: str) -> Read:
+    """Return the reader of a question, which is this field."""
+
+    def read(item: Mapping[str, Any], workload: str) -> Prompt:
+        return Prompt(workload, messages=({"role": "user", "content": _text(item[field], f'"{field}"')},))
+
+    return read
 
 
 def _first_turn(item: Mapping[str, Any], workload: str) -> Prompt:
@@ -173,15 +182,19 @@ def _task(item: Mapping[str, Any]) -> str:
 
 
 # Identifying fields, workload name ("": the file's) and reader of each format; the first match is used.
-Format = tuple[frozenset[str], Callable[[Mapping[str, Any]], str], Callable[[Mapping[str, Any], str], Prompt]]
+Format = tuple[frozenset[str], Callable[[Mapping[str, Any]], str], Read]
 FORMATS: tuple[Format, ...] = (
+    (frozenset({"test_list", "text"}), lambda item: "mbpp", _asked("text")),
+    (frozenset({"test_list", "prompt"}), lambda item: "mbpp", _asked("prompt")),
     (frozenset({"task_id", "prompt"}), lambda item: "humaneval", _continued),
-    (frozenset({"question", "answer"}), lambda item: "gsm8k", _asked),
+    (frozenset({"question", "answer"}), lambda item: "gsm8k", _asked("question")),
+    (frozenset({"problem", "answer"}), lambda item: "math-500", _asked("problem")),
+    (frozenset({"turns", "category", "src_id"}), lambda item: item["category"], _first_turn),
     (frozenset({"turns", "category"}), _task, _first_turn),
     (frozenset({"messages"}), lambda item: "", _conversation),
     (frozenset({"turns"}), lambda item: "", _first_turn),
     (frozenset({"prompt"}), lambda item: "", _continued),
-    (frozenset({"question"}), lambda item: "", _asked),
+    (frozenset({"question"}), lambda item: "", _asked("question")),
 )
 
 

@@ -57,7 +57,10 @@ class GridOptions:
     ] = None
     prompts: Annotated[
         Path | None,
-        typer.Option(help="HumanEval, GSM8K, MT-bench, Spec-Bench or your own, as JSONL (.gz).", rich_help_panel=GRID),
+        typer.Option(
+            help="HumanEval, GSM8K, MATH-500, MBPP, MT-bench, Spec-Bench, SPEED-Bench or your own, as JSONL (.gz).",
+            rich_help_panel=GRID,
+        ),
     ] = None
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts per workload.", rich_help_panel=GRID)] = 4
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per prompt.", rich_help_panel=GRID)] = 64

@@ -29,6 +29,7 @@ class GenerationStats:
     num_tokens: int = 0  # emitted tokens, after truncation at a stop
     num_drafts: int = 0  # drafted tokens
     num_drafted_rounds: int = 0  # rounds with drafts
+    most_drafts: int = 0  # drafted tokens of the round with most
     num_judged: int = 0  # depths reached: all before them were accepted
     num_steps: int = 0  # engine steps: one round for each request of the batch
     num_draft_steps: int = 0  # sum of the longest path of each step
@@ -48,6 +49,7 @@ class GenerationStats:
         self.num_tokens += num_emitted
         self.num_drafts += num_drafts
         self.num_drafted_rounds += num_drafts > 0
+        self.most_drafts = max(self.most_drafts, num_drafts)
         self.num_judged += num_judged
 
     def clock(self, round_: Round, is_prefill: bool, emitted_per_row: float, plain: PlainRound | None) -> None:

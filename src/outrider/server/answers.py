@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from outrider.engine import Chunk, Completion
     from outrider.engine.logprobs import TokenLogprobs
+    from outrider.engine.stats import GenerationStats
 
 
 class TokenTexts:
@@ -42,6 +43,25 @@ class TokenTexts:
         return str(self._tokenizer.convert_ids_to_tokens(token) or "")
 
 
+def speculation_metrics(stats: GenerationStats) -> dict[str, Any]:
+    """Return a request's counts under vLLM's names (``--per-request-spec-decode-metrics summary``), which clients know.
+
+    A step is a round with drafts; entry j of the histogram counts the steps that accepted exactly j.
+    """
+    steps = stats.num_drafted_rounds
+    histogram = [stats.acceptance_histogram.get(accepted, 0) for accepted in range(max(stats.acceptance_histogram) + 1)]
+    histogram[0] -= stats.num_rounds - steps
+    return {
+        "mean_acceptance_length": 1 + stats.num_accepted / steps,
+        "draft_acceptance_rate": stats.draft_acceptance_rate,
+        "acceptance_histogram": histogram,
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": stats.num_accepted,
+        "num_draft_tokens": stats.num_drafts,
+        "num_spec_tokens": stats.most_drafts,
+    }
+
+
 @dataclass
 class Answer:
     """The running answer of one call: its choices in order, and their format."""
@@ -61,7 +81,14 @@ class Answer:
     def whole(self) -> dict[str, Any]:
         """Return the whole answer."""
         choices = [self.choice(index, completion) for index, completion in enumerate(self.choices)]
-        return {**self.head(self.kind), "choices": choices, "usage": self.usage()}
+        return {**self.head(self.kind), "choices": choices, **self._counts()}
+
+    def _counts(self) -> dict[str, Any]:
+        """Return usage and, for an answer of one choice with drafts, vLLM's object of speculation metrics."""
+        usage: dict[str, Any] = {"usage": self.usage()}
+        if len(self.choices) == 1 and self.choices[0].stats.num_drafted_rounds:
+            usage["metrics"] = {"speculative_decoding": speculation_metrics(self.choices[0].stats)}
+        return usage
 
     def usage(self) -> dict[str, Any]:
         """Return token counts; OpenAI's accepted and rejected predictions count drafts."""
@@ -90,7 +117,7 @@ class Answer:
 
     def last(self) -> dict[str, Any]:
         """Return the usage chunk, if requested."""
-        return {**self.head(self.chunk_kind), "choices": [], "usage": self.usage()}
+        return {**self.head(self.chunk_kind), "choices": [], **self._counts()}
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         raise NotImplementedError
