@@ -1,7 +1,7 @@
 """Block verification: verifies a chain as a whole and accepts at least as many drafts as rejection, in expectation.
 
-Sun, Mendlovic, Leviathan, Aharoni, Ro, Beirami, Suresh 2024 (arXiv 2403.10444), Algorithm 2. For chains only. Trees use
-rejection, and so do point masses, where neither rule can accept more than the target's probability of the chain.
+Sun, Mendlovic, Leviathan, Aharoni, Ro, Beirami, Suresh 2024 (arXiv 2403.10444), Algorithm 2, for chains; trees by its
+generalisation (traversal.py). Point masses use rejection: no rule can accept more than the target's probability of them.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from torch import Tensor
 from outrider.types import Proposal, Randomness, Verdict
 from outrider.verifiers.base import chain_verdict, residual
 from outrider.verifiers.rejection import RejectionVerifier
+from outrider.verifiers.traversal import verify_tree
 
 _TINY = 1e-30
 
 
 class BlockVerifier(RejectionVerifier):
-    """Accepts the longest prefix whose Bernoulli trial succeeds, based on joint probabilities of the prefix."""
+    """Accepts the longest prefix, of a tree the first path, whose Bernoulli trial succeeds, by its joint probabilities."""
 
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
         """``target`` [B, N + 1, V] are target probabilities. See ``Verifier.verify``."""
         draft_probs, width = proposal.probs, proposal.num_nodes
-        if proposal.parents is not None or draft_probs is None or width == 0:
+        if draft_probs is None or width == 0:
             return super().verify(proposal, target, random)
+        if proposal.parents is not None:
+            return verify_tree(proposal, proposal.parents, target, random)
         device = target.device
         lens = proposal.lens.to(device).unsqueeze(-1)  # [B, 1]
         token_ids = proposal.token_ids.to(device)

@@ -1,0 +1,90 @@
+"""Traversal verification: block verification for trees. Accepts at least as many drafts as rejection, in expectation.
+
+Weng et al. 2025 (arXiv 2505.12398), Algorithm 2. Siblings may be drawn with or without replacement: only the distribution that
+each was drawn from enters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.types import Proposal, Randomness, Verdict
+from outrider.verifiers.base import accept_prob
+from outrider.verifiers.rejection import tree_verdict
+
+End = tuple[list[int], Tensor]  # the accepted path, and the distribution [V] of the token after it
+# Yields the probability that the accepted path ends at a node, and is sent whether it does.
+Traversal = Generator[float, bool, End | None]
+
+
+def verify_tree(proposal: Proposal, parents: Tensor, target_probs: Tensor, random: Randomness) -> Verdict:
+    """``target_probs`` [B, N + 1, V]; the proposal has probabilities. See ``Verifier.verify``."""
+    batch, num_nodes = proposal.token_ids.shape
+    traversals = [_Tree.of(proposal, parents, target_probs, b).traverse(-1, 1.0) for b in range(batch)]
+    chances, ends = [0.0] * batch, dict[int, End]()
+
+    def go_on(b: int, fell: bool | None) -> None:
+        try:
+            chances[b] = next(traversals[b]) if fell is None else traversals[b].send(fell)
+        except StopIteration as stop:
+            chances[b], ends[b] = 0.0, stop.value
+
+    for b in range(batch):
+        go_on(b, None)
+    # one trial per node, used or not, so that a request's random numbers do not depend on others
+    for _ in range(num_nodes):
+        falls = random.bernoulli(target_probs.new_tensor(chances).unsqueeze(-1)).flatten().tolist()
+        for b in range(batch):
+            if b not in ends:
+                go_on(b, falls[b])
+    accepted = torch.zeros(batch, num_nodes, dtype=torch.bool)
+    for b, (path, _) in ends.items():
+        accepted[b, path] = True
+    return tree_verdict(accepted, random.categorical(torch.stack([ends[b][1] for b in range(batch)])))
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """One request's tree."""
+
+    tokens: Sequence[int]
+    children: Sequence[Sequence[int]]  # of the root, then of each node; siblings in the order in which they were drawn
+    drawn_from: Tensor  # [N, V]
+    target: Tensor  # [N + 1, V]: after the root, then after each node
+
+    @classmethod
+    def of(cls, proposal: Proposal, parents: Tensor, target_probs: Tensor, b: int) -> _Tree:
+        assert proposal.probs is not None
+        above = parents[b, : proposal.lens[b]].tolist()
+        children: list[list[int]] = [[] for _ in range(len(above) + 1)]
+        for node, parent in enumerate(above):
+            children[parent + 1].append(node)
+        return cls(proposal.token_ids[b].tolist(), children, proposal.probs[b], target_probs[b])
+
+    def traverse(self, node: int, weight: float) -> Traversal:
+        """Look for the end of the accepted path at this node (-1: the root) and below it, leaves first.
+
+        ``weight``: the probability that the target, rather than the draft, leads here: with it the path ends here or below. A
+        child takes from ``weight * left`` what its draft's distribution covers; what remains is for its siblings, and in the
+        end for the node itself, whose next token comes from it.
+        """
+        left = self.target[node + 1]
+        for child in self.children[node + 1]:
+            drawn_from, token = self.drawn_from[child], self.tokens[child]
+            end = yield from self.traverse(child, float(accept_prob(weight * left[token], drawn_from[token])))
+            if end is not None:
+                return [child, *end[0]], end[1]
+            if weight > 0:
+                excess = (weight * left - drawn_from).clamp_min_(0.0)
+                mass = float(excess.sum())
+                if mass > 0:
+                    left, weight = excess / mass, mass / (mass + (1 - weight))
+                elif weight < 1:
+                    weight = 0.0  # else target and draft agree, and only rounding led here
+        if node < 0 or (yield weight):
+            return [], left
+        return None
