@@ -1,0 +1,85 @@
+"""Verifiers against each other: the same drafter and prompts, taking turns at each prompt. Acceptance, speed, and their ratios.
+
+    python bench/verifiers.py --method eagle:max_nodes=15 -k 6 --prompts HumanEval.jsonl.gz --out results/tree-verifiers.json
+
+The first verifier is the base of the ratios. Each repeat has its own seeds; the interval is a bootstrap over prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from outcome import check_out, count, told
+
+from outrider import LLM, SamplingParams
+from outrider.bench import workloads
+from outrider.bench.provenance import origin
+
+RESAMPLES = 2000
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="folder or hub id; left out: the embedded models")
+    parser.add_argument("--draft")
+    parser.add_argument("--method", default="eagle:max_nodes=15")
+    parser.add_argument("-k", type=count, default=6)
+    parser.add_argument("--verifiers", nargs="+", default=["rejection", "block"])
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--num-prompts", type=count, default=40)
+    parser.add_argument("--max-tokens", type=count, default=64)
+    parser.add_argument("--repeat", type=count, default=5)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    check_out(args.out)
+    options = {"draft": args.draft, "method": args.method, "num_draft_tokens": args.k, "compile": "always"}
+    llms = {name: LLM(args.target, verifier=name, **options) for name in args.verifiers}
+    prompts = [
+        workloads.encode(llms[args.verifiers[0]].tokenizer, each)
+        for each in workloads.from_file(args.prompts, args.num_prompts)
+    ]
+    for llm in llms.values():
+        llm.warmup()
+    counts = {name: np.zeros((len(prompts), 3)) for name in llms}  # tokens, rounds, seconds
+    for repeat in range(args.repeat):
+        for number, prompt in enumerate(prompts):
+            seed = repeat * len(prompts) + number
+            params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=seed, ignore_eos=True)
+            order = args.verifiers[seed % len(llms) :] + args.verifiers[: seed % len(llms)]
+            for name in order:
+                started = perf_counter()
+                stats = llms[name].generate(prompt, params)[0].outputs[0].stats
+                counts[name][number] += stats.num_tokens, stats.num_rounds, perf_counter() - started
+        print(f"repeat {repeat + 1} of {args.repeat}", file=sys.stderr)
+    settings = {name: getattr(args, name) for name in ("method", "k", "temperature", "num_prompts", "max_tokens", "repeat")}
+    rows = [row(name, counts[name], counts[args.verifiers[0]]) for name in llms]
+    return told({"schema": "outrider-verifiers/1", **origin(), **settings, "holds": True, "verifiers": rows}, args.out)
+
+
+def row(name: str, own: np.ndarray, base: np.ndarray) -> dict[str, Any]:
+    """A verifier's figures, and their ratios to the base with 95% intervals."""
+    found = {"verifier": name, "tokens_per_round": per_round(own), "tok_s": speed(own)}
+    picks = np.random.default_rng(0).integers(len(own), size=(RESAMPLES, len(own)))
+    for what, figure in {"tokens_per_round": per_round, "tok_s": speed}.items():
+        ratios = [figure(own[pick]) / figure(base[pick]) for pick in picks]
+        found[f"{what}_ratio"] = figure(own) / figure(base)
+        found[f"{what}_interval"] = np.quantile(ratios, (0.025, 0.975)).tolist()
+    return found
+
+
+def per_round(counts: np.ndarray) -> float:
+    return float(counts[:, 0].sum() / counts[:, 1].sum())
+
+
+def speed(counts: np.ndarray) -> float:
+    return float(counts[:, 0].sum() / counts[:, 2].sum())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
