@@ -58,13 +58,13 @@ def main() -> int:
                 counts[name][number] += stats.num_tokens, stats.num_rounds, perf_counter() - started
         print(f"repeat {repeat + 1} of {args.repeat}", file=sys.stderr)
     settings = {name: getattr(args, name) for name in ("method", "k", "temperature", "num_prompts", "max_tokens", "repeat")}
-    rows = [row(name, counts[name], counts[args.verifiers[0]]) for name in llms]
+    rows = {name: figures(counts[name], counts[args.verifiers[0]]) for name in llms}
     return told({"schema": "outrider-verifiers/1", **origin(), **settings, "holds": True, "verifiers": rows}, args.out)
 
 
-def row(name: str, own: np.ndarray, base: np.ndarray) -> dict[str, Any]:
+def figures(own: np.ndarray, base: np.ndarray) -> dict[str, Any]:
     """A verifier's figures, and their ratios to the base with 95% intervals."""
-    found = {"verifier": name, "tokens_per_round": per_round(own), "tok_s": speed(own)}
+    found: dict[str, Any] = {"tokens_per_round": per_round(own), "tok_s": speed(own)}
     picks = np.random.default_rng(0).integers(len(own), size=(RESAMPLES, len(own)))
     for what, figure in {"tokens_per_round": per_round, "tok_s": speed}.items():
         ratios = [figure(own[pick]) / figure(base[pick]) for pick in picks]

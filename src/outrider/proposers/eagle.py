@@ -4,7 +4,7 @@
 Greedy and coupled rounds use the dynamic tree of EAGLE-2, section 4: the ``top_k`` most confident nodes of each level are
 expanded, then all candidates are ranked again and the best kept; drafts are point masses. Confidences are calibrated by what
 the target accepted. Sampled rounds: siblings are sampled without replacement, in a tree whose shape does not depend on the
-samples, and the proposal carries the distributions, so multi-round rejection keeps its full value and the output has the
+samples, and the proposal carries the distributions, so verification keeps its full value and the output has the
 target's distribution.
 """
 
