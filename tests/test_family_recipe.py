@@ -19,8 +19,8 @@ from outrider.train.distillation import Distillation, DistillationLoss
 from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
 from outrider.train.plan import Plan
 from outrider.train.trainer import Job, Trainer
-from recipes.family import chats, corpus, data, evaluate, model, samples, stages, tokenizer
-from recipes.family.config import PRESETS
+from recipes.family import chats, corpus, data, evaluate, loops, model, samples, stages, tokenizer
+from recipes.family.config import PRESETS, AgainstLoops
 
 TINY = PRESETS["tiny"]
 PLAN = replace(TINY.target_plan, eval_every_s=1e9, save_every_s=1e9)
@@ -287,3 +287,27 @@ def test_a_run_can_be_ended_early_with_its_decay(tmp_path: Path) -> None:
     plan = shop.plan(TINY.target_plan)
     assert plan.max_tokens == 10_000 < TINY.target_plan.max_tokens
     assert optim.lr_factor(9_000 / plan.max_tokens, plan) < optim.lr_factor(9_000 / TINY.target_plan.max_tokens, plan)
+
+
+def test_repeats_are_the_tokens_of_a_loop_after_its_first_period_and_before_the_end() -> None:
+    assert loops.repeats([9, 5, 6, 5, 6, 5, 6, 7], end=0) == [False] * 3 + [True] * 4 + [False]
+    assert loops.repeats([5, 6, 5, 6], end=0) == [False] * 4  # twice is no loop
+    assert loops.repeats([5, 5, 5, 5, 0, 5, 5, 5], end=0) == [False, True, True, True, False, False, False, False]
+
+
+def test_unlikelihood_ends_greedy_loops() -> None:
+    net = model.build(TINY.target, TINY, 1)
+    torch.nn.init.normal_(net.model.embed_tokens.weight, std=0.3)  # tied: each token predicts itself
+    text = EarlyExitLoss(model.LlamaDecoder(net), LayerSkip(), seed=1)
+    loss = loops.LoopLoss(text, net, AgainstLoops(rows=4, prompt_tokens=8, new_tokens=16, every=2, weight=50.0))
+    ids = torch.randint(3, 300, (4, 17), generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    shares = []
+    for step in range(60):
+        total, parts = loss(ids, 2 * step, 0.5)
+        shares.append(float(parts["loops"]))
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+    assert shares[0] > 0.5 and sum(shares[-20:]) / 20 < shares[0] / 2
+    assert "loops" not in loss(ids, 1, 0.5)[1]

@@ -74,6 +74,23 @@ def target(
 
 
 @app.command()
+def loops(
+    preset: PresetName = "cpu",
+    corpus: Corpus = CORPUS,
+    work: Work = WORK,
+    minutes: Minutes = None,
+    wall: Wall = False,
+    compiled: Compiled = True,
+) -> None:
+    """Train the finished target against its own greedy loops; run again to resume."""
+    shop = replace(workshop(preset, corpus, work), minutes=minutes, count_pauses=wall, compiled=compiled)
+    if not (work / "target" / "checkpoint.pt").is_file():
+        raise typer.BadParameter(f"there is no target in {work}: run `python -m recipes.family target` first")
+    if not stages.train_against_loops(shop):
+        sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
+
+
+@app.command()
 def draft(
     preset: PresetName = "cpu",
     corpus: Corpus = CORPUS,
@@ -84,17 +101,17 @@ def draft(
 ) -> None:
     """Export the target, let it write text, distil the draft on it; run again to resume."""
     shop = replace(workshop(preset, corpus, work), minutes=minutes, count_pauses=wall)
-    stages.export_model(shop, "target", work / "export" / "target")
+    stages.export_model(shop, "loops", work / "export" / "target")
     if not stages.train_draft(shop, rows):
         sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
 
 
 @app.command()
 def export(name: str, out: Path, preset: PresetName = "cpu", work: Work = WORK) -> None:
-    """Write the last checkpoint of `target` or `draft` as a Hugging Face folder, while it trains if need be."""
+    """Write the last checkpoint of `target`, `loops` or `draft` as a Hugging Face folder, while it trains if need be."""
     check_preset(preset)
-    if name not in ("target", "draft"):
-        raise typer.BadParameter(f"unknown model {name!r}: target or draft")
+    if name not in ("target", "loops", "draft"):
+        raise typer.BadParameter(f"unknown model {name!r}: target, loops or draft")
     if not (work / name / "checkpoint.pt").is_file():
         raise typer.BadParameter(f"there is no checkpoint in {work / name}: run `python -m recipes.family {name}` first")
     if out.exists() and not (out / "config.json").is_file():  # what is there is deleted first
@@ -137,6 +154,7 @@ def everything(
 ) -> None:
     """All stages in order; run again to go on where it stopped."""
     target(preset, corpus, work)
+    loops(preset, corpus, work)
     draft(preset, corpus, work)
     finish(preset, corpus, work, package, curves)
     card(preset, package, curves)

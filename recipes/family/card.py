@@ -17,6 +17,7 @@ Outrider can be tried, tested and measured offline in seconds. They are far too 
 code and prose, not their truth. Made by `recipes/family/`; this card was written by the same command.
 """
 
+LOOPS = ("texts_that_end_in_a_loop", "tokens_in_loops")
 PARSING = """A continuation ends at its first end token or after {tokens} tokens. The body is everything before the first
 non-empty line that starts at column 0; if there is none, the limit cut the text, and the unfinished last line is dropped,
 with the beginning of a block of which nothing else came. It counts if prompt plus body is accepted by `ast.parse` and the
@@ -115,6 +116,28 @@ def speculation(report: dict[str, Any]) -> str:
     )
 
 
+def loops(found: dict[str, dict[str, Any]]) -> str:
+    """How many texts loop, before the stage against loops and after it."""
+    rows = [
+        f"| {when} | " + " | ".join(f"{each[how][what]:.0%}" for how in ("greedy", "sampled") for what in LOOPS) + " |"
+        for when, each in found.items()
+    ]
+    after = found["after"]
+    return "\n".join(
+        [
+            "## Loops",
+            "",
+            f"Texts of at most {after['new_tokens']} tokens after {after['prompts']} prompts (our signatures, and openings of "
+            "held-out documents): the share that ends in a loop, and the share of their tokens that are in loops, before and "
+            "after training against loops (unlikelihood; Welleck et al. 2020). Sampled: temperature 0.7, top-p 0.9.",
+            "",
+            "| | greedy: texts | tokens | sampled: texts | tokens |",
+            "|---|---|---|---|---|",
+            *rows,
+        ]
+    )
+
+
 def block(prompt: str, text: str, language: str) -> str:
     """One sample: prompt and continuation as one piece."""
     return f"````{language}\n{prompt}{text.rstrip()}\n````"
@@ -146,6 +169,7 @@ def render(preset: Preset, report: dict[str, Any], curves: dict[str, list[dict[s
             "## Training",
             "",
             training("target", preset.target_plan, curves["target"], hardware),
+            training("target, against loops", preset.loops_plan, curves["loops"], hardware),
             training("draft", preset.draft_plan, curves["draft"], hardware),
             "",
             f"The target is trained the LayerSkip way (Elhoushi et al. 2024): layer dropout up to {preset.layer_skip.max_drop} "
@@ -163,6 +187,7 @@ def render(preset: Preset, report: dict[str, Any], curves: dict[str, list[dict[s
         notes,
         *([note] if note else []),
         bits(report["bpb"]),
+        loops(report["loops"]),
         speculation(report),
         sample_sections(report, SAMPLE_TOKENS, SAMPLE_TEMPERATURE),
     ]

@@ -39,6 +39,17 @@ class DraftText:
 
 
 @dataclass(frozen=True)
+class AgainstLoops:
+    """How the model is trained against its own loops."""
+
+    rows: int = 16  # continued in a step
+    prompt_tokens: int = 64  # of each
+    new_tokens: int = 160
+    every: int = 2  # steps
+    weight: float = 2.0  # of the unlikelihood, beside the loss of the text
+
+
+@dataclass(frozen=True)
 class Preset:
     """One machine class: sizes, budgets and how much of each source is tokenised."""
 
@@ -46,11 +57,13 @@ class Preset:
     target: Shape
     draft: Shape
     target_plan: Plan
+    loops_plan: Plan
     draft_plan: Plan
     layer_skip: LayerSkip
     source_megabytes: float  # at most this much text of each source
     distillation: DraftText
     max_positions: int = 1024
+    against_loops: AgainstLoops = field(default_factory=AgainstLoops)
 
 
 PRESETS = {
@@ -59,6 +72,7 @@ PRESETS = {
         target=Shape(hidden=256, layers=14, heads=4, kv_heads=2, intermediate=768),
         draft=Shape(hidden=128, layers=2, heads=2, kv_heads=1, intermediate=384),
         target_plan=Plan(150_000_000, 8192, ((0.7, 256), (0.95, 512), (1.0, 1024)), decay=0.3),
+        loops_plan=Plan(4_000_000, 8192, ((1.0, 512),), muon_lr=0.002, adam_lr=0.0004, warmup=0.02, decay=0.5),
         draft_plan=Plan(20_000_000, 4096, ((1.0, 256),), minutes=40, muon_lr=0.01, adam_lr=0.0025, warmup=0.02),
         layer_skip=LayerSkip(exit_scale=0.5, exit_share=0.25, from_scratch=True, whole_steps=True, grow_at=0.35),
         source_megabytes=40,
@@ -69,6 +83,7 @@ PRESETS = {
         target=Shape(hidden=512, layers=12, heads=8, kv_heads=4, intermediate=1408),
         draft=Shape(hidden=256, layers=2, heads=4, kv_heads=2, intermediate=768),
         target_plan=Plan(1_500_000_000, 131_072, ((0.6, 512), (1.0, 1024)), minutes=25),
+        loops_plan=Plan(40_000_000, 65_536, ((1.0, 512),), muon_lr=0.002, adam_lr=0.0004, warmup=0.02, decay=0.5),
         draft_plan=Plan(400_000_000, 65_536, ((1.0, 512),), minutes=8, warmup=0.02),
         layer_skip=LayerSkip(exit_scale=0.2, exit_share=0.5, from_scratch=True, whole_steps=True),
         source_megabytes=1000,
@@ -79,10 +94,12 @@ PRESETS = {
         target=Shape(hidden=64, layers=3, heads=1, kv_heads=1, intermediate=96),
         draft=Shape(hidden=64, layers=1, heads=1, kv_heads=1, intermediate=96),
         target_plan=Plan(20_000, 256, ((0.5, 32), (1.0, 64))),
+        loops_plan=Plan(5_000, 256, ((1.0, 64),), muon_lr=0.002, adam_lr=0.0004),
         draft_plan=Plan(10_000, 256, ((1.0, 32),)),
         layer_skip=LayerSkip(exit_scale=0.2, exit_share=0.5, from_scratch=True, whole_steps=True),
         source_megabytes=1,
         distillation=DraftText(8, 8, 24, 4, layers=(0,)),
         max_positions=256,
+        against_loops=AgainstLoops(4, 16, 32),
     ),
 }

@@ -84,12 +84,17 @@ SIGNATURES = tuple('{}\n    """{}"""\n'.format(*line.split(" | ")) for line in _
 
 @torch.no_grad()
 def continuations(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], new_tokens: int, temperature: float
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: Sequence[str],
+    new_tokens: int,
+    temperature: float,
+    top_p: float = 1.0,
 ) -> list[list[int]]:
     """Each prompt's continuation up to and including the first end token, all prompts in one batch."""
     torch.manual_seed(SEED)
     batch = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left")
-    how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p} if temperature else {"do_sample": False}
     end = tokenizer.eos_token_id
     out = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=new_tokens, **how)
     found = []

@@ -16,14 +16,14 @@ from outrider.train import distillation, plots
 from outrider.train.continuation import continue_rows
 from outrider.train.distillation import DistillationLoss
 from outrider.train.draft_model import copy_layers
-from outrider.train.layer_skip import EarlyExitLoss
+from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
 from outrider.train.plan import Plan
 from outrider.train.precision import autocast_dtype
 from outrider.train.progress import Progress
 from outrider.train.shrink import shrink
 from outrider.train.trainer import Job, Trainer
 
-from . import card, corpus, data, evaluate, model, prompts, report, tokenizer
+from . import card, corpus, data, evaluate, loops, model, prompts, report, tokenizer
 from .config import PRESETS, Preset
 from .evaluate import HeldOut
 from .export import export
@@ -84,12 +84,12 @@ def prepare(shop: Workshop) -> None:
     print({name: f"{count / 1e6:.2f} M tokens" for name, count in counts.items()}, flush=True)
 
 
-def _loss(shop: Workshop, net: LlamaForCausalLM, plan: Plan) -> EarlyExitLoss:
+def _loss(shop: Workshop, net: LlamaForCausalLM, plan: Plan, skip: LayerSkip) -> EarlyExitLoss:
     decoder = model.LlamaDecoder(net)
     if shop.compiled:
         model.compile_layers(net)
         decoder.token_loss = torch.compile(decoder.token_loss, dynamic=False)
-    return EarlyExitLoss(decoder, shop.preset.layer_skip, autocast_dtype(shop.device), plan.seed)
+    return EarlyExitLoss(decoder, skip, autocast_dtype(shop.device), plan.seed)
 
 
 def target_job(shop: Workshop) -> Job:
@@ -106,7 +106,7 @@ def target_job(shop: Workshop) -> Job:
         return {"bpb": evaluate.bits_per_byte(net, found), "exit_agreement": agreement}
 
     batches = data.training_mixture(shop.tokens, plan.seed)
-    return Job("target", net, batches, _loss(shop, net, plan), plan, shop.folder / "target", measure)
+    return Job("target", net, batches, _loss(shop, net, plan, preset.layer_skip), plan, shop.folder / "target", measure)
 
 
 def train_target(shop: Workshop) -> bool:
@@ -115,9 +115,36 @@ def train_target(shop: Workshop) -> bool:
     return Trainer(target_job(shop)).run()
 
 
+def loops_job(shop: Workshop) -> Job:
+    """The run that trains the finished target against its own loops."""
+    preset = shop.preset
+    plan = shop.plan(preset.loops_plan)
+    net = model.build(preset.target, preset, plan.seed).to(shop.device)
+    learned = torch.load(shop.folder / "target" / "checkpoint.pt", map_location=shop.device, weights_only=True)
+    net.load_state_dict(learned["model"])
+    skip = replace(preset.layer_skip, from_scratch=False, grow_at=0.0)
+    text = _loss(shop, net, plan, skip)
+    words = tokenizer.load(shop.folder / "tokenizer")
+
+    def measure(final: bool) -> dict[str, Any]:
+        net.eval()
+        chosen = loops.mixed_prompts(shop.tokens, words)
+        found = loops.measure(net, words, chosen if final else chosen[::4], report.SAMPLE_TOKENS)
+        shares = {f"{how}_loops": found[how]["texts_that_end_in_a_loop"] for how in ("greedy", "sampled")}
+        return {"bpb": evaluate.bits_per_byte(net, shop.held_out(final)), **shares}
+
+    batches = data.training_mixture(shop.tokens, plan.seed + 3)
+    return Job("loops", net, batches, loops.LoopLoss(text, net, preset.against_loops), plan, shop.folder / "loops", measure)
+
+
+def train_against_loops(shop: Workshop) -> bool:
+    """Train the target against its own loops to the end of the plan; False if interrupted."""
+    return Trainer(loops_job(shop)).run()
+
+
 def export_model(shop: Workshop, name: str, out: Path) -> None:
-    """Export the last checkpoint of `target` or `draft`, finished or not."""
-    shape = shop.preset.target if name == "target" else shop.preset.draft
+    """Export the last checkpoint of `target`, of `loops`, which is the target after that stage, or of `draft`."""
+    shape = shop.preset.draft if name == "draft" else shop.preset.target
     export(shop.folder / name / "checkpoint.pt", shape, shop.preset, shop.folder / "tokenizer", out)
 
 
@@ -185,12 +212,19 @@ def hardware() -> str:
 
 def finish(shop: Workshop, package: Path, curves: Path) -> None:
     """Export both models into `package`, measure them, draw the curves."""
-    for name in ("target", "draft"):
-        export_model(shop, name, package / name)
+    for name, out in (
+        ("target", shop.folder / "export" / "learned"),
+        ("loops", package / "target"),
+        ("draft", package / "draft"),
+    ):
+        export_model(shop, name, out)
         curve = json.loads((shop.folder / name / "curve.json").read_text())
         plots.draw(name, curve, curves)
     learned = tokenizer.load(shop.folder / "tokenizer")
     found = report.measure(package, shop.tokens, shop.held_out(long=True), learned)
+    chosen = loops.mixed_prompts(shop.tokens, learned)
+    for name, folder in (("before", shop.folder / "export" / "learned"), ("after", package / "target")):
+        found.setdefault("loops", {})[name] = loops.measure(model.load(folder), learned, chosen, report.SAMPLE_TOKENS)
     found["tokens"] = json.loads((shop.tokens / "tokens.json").read_text())
     (curves / "report.json").write_text(json.dumps(found, indent=1) + "\n")
 
@@ -198,5 +232,5 @@ def finish(shop: Workshop, package: Path, curves: Path) -> None:
 def write_card(preset: Preset, package: Path, curves: Path, on: str, note: str) -> None:
     """The model card from what `finish` left in `curves`."""
     found = json.loads((curves / "report.json").read_text())
-    history = {name: json.loads((curves / f"{name}_curve.json").read_text()) for name in ("target", "draft")}
+    history = {name: json.loads((curves / f"{name}_curve.json").read_text()) for name in ("target", "loops", "draft")}
     (package / "MODEL_CARD.md").write_text(card.render(preset, found, history, on, note))

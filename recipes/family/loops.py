@@ -1,0 +1,95 @@
+"""Training against greedy loops, and how many texts loop.
+
+Small models that decode greedily end in loops. Sequence-level unlikelihood (Welleck et al. 2020, arXiv 1908.04319, section 5.2)
+makes the model continue text greedily and lowers the probability of what it repeats. The paper counts every repeated 4-gram;
+here only loops count, from their second period on: code repeats n-grams rightly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from outrider.bench.loops import MAX_PERIOD, ends_in_loop, in_loops, loop_share
+from outrider.train.continuation import continue_rows
+from outrider.train.layer_skip import EarlyExitLoss
+from outrider.train.precision import arithmetic
+
+from . import samples
+from .config import AgainstLoops
+
+HELD_OUT = ("tales", "books", "tldr", "gsm8k", "chats")  # sources of the prompts that are not signatures
+OPENING = 24  # tokens of a held-out document that are a prompt
+
+
+@dataclass
+class LoopLoss:
+    """The loss of the text and, every few steps, the unlikelihood of loops in the model's own continuations of it."""
+
+    text: EarlyExitLoss
+    net: LlamaForCausalLM
+    how: AgainstLoops
+
+    def __call__(self, ids: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
+        """Return the loss of ids [B, S + 1]."""
+        loss, parts = self.text(ids, step, progress)
+        if step % self.how.every:
+            return loss, parts
+        prompts = ids[: self.how.rows, : self.how.prompt_tokens]
+        self.net.eval()
+        greedy = torch.zeros(len(prompts), device=ids.device)
+        rows = continue_rows(self.net, prompts, self.how.new_tokens, greedy, torch.Generator(ids.device))
+        self.net.train()
+        end = int(self.net.config.eos_token_id)
+        repeated = torch.tensor([repeats(row, end) for row in rows[:, prompts.shape[1] :].tolist()], device=ids.device)
+        unlikely = self._unlikelihood(rows, prompts.shape[1], repeated)
+        return loss + self.how.weight * unlikely, {**parts, "loops": repeated.float().mean(), "unlikelihood": unlikely.detach()}
+
+    def _unlikelihood(self, rows: Tensor, start: int, repeated: Tensor) -> Tensor:
+        """-log(1 - p) of the ``repeated`` [B, N] tokens of the continuations, which begin at ``start``; mean over all N."""
+        decoder = self.text.decoder
+        with arithmetic(rows.device, self.text.dtype):
+            logits = decoder.logits(decoder.hidden_states(rows[:, :-1])[-1][:, start - 1 :]).float()
+        # log(1 - p) as the sum of the others: of a p that rounds to 1 it would have no gradient
+        others = logits.scatter(-1, rows[:, start:, None], float("-inf")).logsumexp(-1)
+        return ((logits.logsumexp(-1) - others) * repeated).mean()
+
+
+def repeats(token_ids: Sequence[int], end: int) -> list[bool]:
+    """Whether each token repeats the period before it in a loop. What follows the end of the text does not count."""
+    length = token_ids.index(end) + 1 if end in token_ids else len(token_ids)
+    looping, found = in_loops(token_ids[:length]), [False] * len(token_ids)
+    for period in range(1, MAX_PERIOD + 1):
+        for at in range(period, length):
+            found[at] |= looping[at] and looping[at - period] and token_ids[at] == token_ids[at - period]
+    return found
+
+
+def mixed_prompts(tokens: Path, tokenizer: PreTrainedTokenizerFast, most: int = 50) -> list[str]:
+    """Our signatures, and openings of held-out documents."""
+    openings: list[str] = []
+    for name in HELD_OUT:
+        ids = np.fromfile(tokens / f"val_{name}.bin", dtype=np.uint16)
+        begins = [0, *(np.flatnonzero(ids == tokenizer.eos_token_id)[:-1] + 1).tolist()]
+        longest = [begin for begin, stop in zip(begins, [*begins[1:], len(ids)], strict=True) if stop - begin > 2 * OPENING]
+        openings += [str(tokenizer.decode(ids[begin : begin + OPENING].tolist())) for begin in longest[: most // len(HELD_OUT)]]
+    return [*samples.SIGNATURES, *openings]
+
+
+def measure(
+    net: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], new_tokens: int
+) -> dict[str, Any]:
+    """Shares of texts that end in a loop and of tokens in loops, greedy and at temperature 0.7 with top-p 0.9."""
+    found: dict[str, Any] = {"prompts": len(prompts), "new_tokens": new_tokens}
+    for name, temperature, top_p in (("greedy", 0.0, 1.0), ("sampled", 0.7, 0.9)):
+        texts = samples.continuations(net, tokenizer, prompts, new_tokens, temperature, top_p)
+        ends = sum(map(ends_in_loop, texts)) / len(texts)
+        found[name] = {"texts_that_end_in_a_loop": round(ends, 4), "tokens_in_loops": round(loop_share(texts), 4)}
+    return found
