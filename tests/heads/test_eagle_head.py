@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.heads import eagle_formats
-from outrider.heads.eagle import check_fit, default_hidden_states
+from outrider.heads.eagle import default_hidden_states
 from outrider.heads.head_runner import HeadRunner
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.types import OutriderError
@@ -302,7 +302,7 @@ def test_a_head_for_another_target_is_refused(change, message, tmp_path, target)
     for name, value in change.items():
         setattr(target, name, value)
     with pytest.raises(OutriderError, match=message):
-        check_fit(head, target)
+        head.check_fit(target)
 
 
 def test_a_medusa_folder_is_not_taken_for_an_eagle_head(tmp_path):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.heads import eagle, eagle_formats, medusa
+from outrider.heads import eagle_formats, medusa
 from outrider.heads.checkpoint import read_folder
 from outrider.heads.eagle import EagleHead
 from outrider.runner import ModelRunner
@@ -25,7 +25,7 @@ def of_eagle(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterat
     """Check an EAGLE head. ``sample``: token ids of a text. Raises ``OutriderError`` for unreadable or invalid files."""
     config, tensors = read_folder(folder)
     head = eagle_formats.load(folder, target.num_layers, target.vocab_size, target.hidden_size)
-    eagle.check_fit(head, target)
+    head.check_fit(target)
     yield Finding("ok", "hidden size", f"both have {target.hidden_size} features")
     layer = config.get("transformer_layer_config") or config
     yield from _vocabulary(layer.get("vocab_size"), target)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
-from outrider.heads.eagle import EagleHead
+from outrider.heads.rollout_head import RolloutHead
 from outrider.train import rollout_attention
 from outrider.train.capture import FeatureCache
 from outrider.train.precision import arithmetic
@@ -35,7 +35,7 @@ ONE_DEEP, ALL_DEEP = 0.2, 0.3  # shares of a run: one depth until the first, all
 class EagleLoss:
     """Loss of ``head`` over up to ``steps`` depths. ``last``: index of the hidden state after the final norm."""
 
-    head: EagleHead
+    head: RolloutHead
     cache: FeatureCache
     last: int
     steps: int
@@ -47,7 +47,7 @@ class EagleLoss:
     def __call__(self, rows: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss of the cached rows with these indices [B]."""
         ids, features, last = self._read(rows.tolist())
-        if self.head.shape.generation == 1:
+        if self.head.imitates_features:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
             noise = torch.rand(last.shape, generator=generator).to(ids.device)
             features = [last + (2 * noise - 1) * NOISE]
@@ -75,8 +75,8 @@ class EagleLoss:
     def _read(self, rows: list[int]) -> tuple[Tensor, list[Tensor], Tensor]:
         """Return tokens [B, S], the head's input features, each [B, S, H], and the target's last features."""
         device = self.head.fc.weight.device
-        ids, found = self.cache.read(rows, sorted({*self.head.shape.hidden_states, self.last}))
-        return ids.to(device), [found[layer].to(device) for layer in self.head.shape.hidden_states], found[self.last].to(device)
+        ids, found = self.cache.read(rows, sorted({*self.head.hidden_states, self.last}))
+        return ids.to(device), [found[layer].to(device) for layer in self.head.hidden_states], found[self.last].to(device)
 
     @torch.no_grad()
     def _said(self, last: Tensor) -> Said:
@@ -98,7 +98,7 @@ class EagleLoss:
         """Return the loss of outputs [B, T, H] against the target, and the share of equal likeliest tokens."""
         head = self.head
         entropy, hit = self.entropy(head.logits(out), said)
-        if head.shape.generation == 1:
+        if head.imitates_features:
             return smooth_l1_loss(out.float(), goal) + CLASS_WEIGHT * entropy, hit
         return entropy, hit
 
