@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.heads import eagle_formats
+from outrider.heads.checkpoint import measured_acceptance
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.head_runner import HeadRunner
 from outrider.runner import ModelRunner, RunnerConfig
@@ -161,7 +162,7 @@ def test_an_exported_head_is_the_same_head(source, kind, tmp_path, target):
         wanted = target.model.get_input_embeddings() if lent and name == "embed_tokens.weight" else None
         torch.testing.assert_close(tensor, first.embedding_table() if wanted is not None else first.state_dict()[name])
     assert second.shape.llama.rope_parameters["rope_theta"] == 5000.0
-    assert eagle_formats.measured_acceptance(tmp_path / "out") == (0.7, 0.1)
+    assert measured_acceptance(tmp_path / "out") == (0.7, 0.1)
 
 
 def test_the_native_export_has_the_names_and_shapes_of_the_format(tmp_path, target):

@@ -18,6 +18,7 @@ from outrider.proposers.portable import (
     FirstLayers,
     Lookup,
     NoDrafts,
+    OwnHead,
     Pair,
     ParallelHeads,
     Portable,
@@ -94,4 +95,7 @@ class Sglang(Engine):
             tree = chain | {"speculative-eagle-topk": kind.top_k, "speculative-num-draft-tokens": nodes + 1}
             model = {"speculative-algorithm": algorithm, "speculative-draft-model-path": source}
             return {**model, **(chain if kind.top_k == 1 else tree)}, []
+        if isinstance(kind, OwnHead):
+            model = {} if kind.source is None else {"speculative-draft-model-path": kind.source}
+            return {"speculative-algorithm": "NEXTN", **model, **chain}, []
         raise self.refuse(kind, wanted)

@@ -19,6 +19,7 @@ from outrider.proposers.portable import (
     FirstLayers,
     Lookup,
     NoDrafts,
+    OwnHead,
     Pair,
     ParallelHeads,
     Portable,
@@ -96,6 +97,10 @@ class Vllm(Engine):
             method = "eagle3" if generation == 3 else "eagle"
             notes = [] if kind.top_k == 1 else ["vLLM drafts a chain; Outrider a tree, which accepts more."]
             return {"method": method, "model": _within(source), **count, **rule}, notes
+        if isinstance(kind, OwnHead):
+            notes = [] if kind.top_k == 1 else ["vLLM drafts a chain; Outrider a tree, which accepts more."]
+            model = {} if kind.source is None else {"model": kind.source}
+            return {"method": "mtp", **model, **count, **rule}, notes
         raise self.refuse(kind, wanted)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from outrider.heads import eagle_formats, findings
-from outrider.heads.checkpoint import EAGLE, folder_of
+from outrider.heads.checkpoint import EAGLE, folder_of, measured_acceptance
 from outrider.heads.eagle import EagleHead
 from outrider.proposers.head_trees import HeadProposer, TreeConfig
 from outrider.proposers.method import MethodSpec, Setting
@@ -56,7 +56,7 @@ class EagleMethod(MethodSpec):
             return EagleProposer(source, target, setting.config(EagleConfig))
         folder = folder_of(source)
         head = eagle_formats.load(folder, target.num_layers, target.vocab_size, target.hidden_size)
-        return EagleProposer(head, target, setting.config(EagleConfig, acceptance=eagle_formats.measured_acceptance(folder)))
+        return EagleProposer(head, target, setting.config(EagleConfig, acceptance=measured_acceptance(folder)))
 
     def portable(self, setting: Setting) -> FeatureHead:
         setting = setting.of(self)

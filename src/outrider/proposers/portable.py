@@ -84,6 +84,16 @@ class FeatureHead(Portable):
 
 
 @dataclass(frozen=True)
+class OwnHead(Portable):
+    """A head of the target's own kind of layer, in the target's checkpoint or in a folder."""
+
+    source: str | None  # None: in the target's
+    top_k: int = 1  # children of a node
+
+    what: ClassVar[str] = "an MTP head"
+
+
+@dataclass(frozen=True)
 class FirstLayers(Portable):
     """The target's own first layers."""
 
