@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_folder import letter_tokenizer
+from toy import outputs_of
 
+from outrider import LLM, SamplingParams
 from outrider.heads import mtp_formats
+from outrider.heads.checkpoint import MODEL, MTP, kinds_of
 from outrider.heads.head_runner import HeadRunner
 from outrider.heads.mtp import MtpHead
 from outrider.runner import ModelRunner, RunnerConfig
+from outrider.runner.linear import packed_layers
 from outrider.types import OutriderError
 
 from .mtp_checkpoints import FAMILIES, LAYOUT_OF, NAMES, Reference, rewrite, set_config, tiny_target, write_checkpoint
@@ -191,3 +196,50 @@ def test_the_first_of_several_heads_is_read(tmp_path):
     rewrite(tmp_path, lambda t: t.update(further))
     target = ModelRunner.load(str(tmp_path), CONFIG)
     assert isinstance(mtp_formats.load(tmp_path, target), MtpHead)
+
+
+PROMPTS = [[7, 3, 11, 4, 9, 2, 30], [5], [8, 1, 8, 2, 8]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_head_in_the_targets_folder_drafts_and_the_text_is_plain_decodings(family, tmp_path):
+    """Greedy, and sampled with coupled noise; targets with recurrent layers score chains."""
+    write_checkpoint(family, tmp_path, tiny_target(family))
+    params = [SamplingParams(max_tokens=16, temperature=t, seed=4, ignore_eos=True) for t in (0.0, 0.9, 1.0)]
+    texts = []
+    for method in ("plain", "mtp"):
+        llm = LLM(
+            str(tmp_path),
+            tokenizer=letter_tokenizer(61, 1),
+            method=method,
+            num_draft_tokens=4,
+            same_text=True,
+            compile="never",
+            max_batch=3,
+        )
+        for batch in (PROMPTS, *([prompt] for prompt in PROMPTS)):
+            found = outputs_of(llm.generate(batch, params[: len(batch)]))
+            texts.append((method, [completion.token_ids for completion in found]))
+        assert llm.stats.faults == 0
+    half = len(texts) // 2
+    assert [text for _, text in texts[:half]] == [text for _, text in texts[half:]]
+    assert llm.stats.num_drafts > 0
+
+
+def test_a_head_keeps_16_bits_beside_a_target_in_4(tmp_path):
+    write_checkpoint("qwen2", tmp_path, tiny_target("qwen2", hidden_size=128, intermediate_size=128, head_dim=32))
+    target = ModelRunner.load(str(tmp_path), RunnerConfig(compile="never", max_batch=1, weights="int4"))
+    head = mtp_formats.load(tmp_path, target)
+    assert head.uses_targets_output
+    HeadRunner(head, target)
+    kinds = {layer.packed.dtype for layer in packed_layers(head)}
+    assert kinds == {torch.bfloat16}, kinds
+
+
+def test_what_a_folder_holds(tmp_path):
+    for family in ("qwen3_next", "glm4_moe", "qwen2"):
+        write_checkpoint(family, tmp_path / family, tiny_target(family))
+        assert kinds_of(tmp_path / family) == [MODEL, MTP]
+        target = ModelRunner.load(str(tmp_path / family), CONFIG)
+        mtp_formats.export(mtp_formats.load(tmp_path / family, target), tmp_path / f"{family}-head", LAYOUT_OF[family])
+        assert kinds_of(tmp_path / f"{family}-head") == [MTP]

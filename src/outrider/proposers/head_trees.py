@@ -54,6 +54,8 @@ class HeadProposer(Proposer):
     def __init__(self, head: RolloutHead, target: ModelRunner, config: TreeConfig) -> None:
         """Raise ``OutriderError`` for a head that does not fit the target."""
         head.check_fit(target)
+        if not target.takes_trees:  # one path would be left of any tree
+            config = replace(config, top_k=1, acceptance=config.acceptance[:1])
         self.needs_hidden = head.hidden_states
         self.head = HeadRunner(head, target, config.bits)
         self.max_drafts = config.max_depth

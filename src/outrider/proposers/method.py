@@ -97,7 +97,8 @@ def _read(value: Any, hint: Any) -> Any:
 def chosen_draft(method: MethodSpec, named: object, general: object, drafts: Mapping[str, object]) -> object:
     """What a method drafts with: the draft ``named`` for it, else the ``general`` one, else its own among ``drafts``.
 
-    A name of ``drafts`` means that one. None: the one in the target's checkpoint. Raises ``OutriderError`` where there is none, or one of another kind than the method's.
+    A name of ``drafts`` means that one; None is the one in the target's checkpoint. Raises ``OutriderError`` where there
+    is none, or one of another kind than the method's.
     """
     name, kind = method.name, method.drafts_with
     source = general if named is None else named

@@ -1,9 +1,9 @@
-"""Losses of EAGLE heads on a frozen target, and acceptance measurements.
+"""Losses of heads that draft token by token on a frozen target, and acceptance measurements.
 
 EAGLE-1 (arXiv 2401.15077, section 3.2): smooth L1 to the target's next feature and a tenth of the cross entropy to what the
 target's head makes of it, on features with noise. EAGLE-3 (arXiv 2503.01840, section 3): cross entropy alone, over several
-steps on the head's own outputs (training-time test), weighted 0.8 ** step. EAGLE-1 over several steps is HASS (arXiv
-2408.15766).
+steps on the head's own outputs (training-time test), weighted 0.8 ** step; MTP heads are trained like that too (FastMTP, arXiv
+2509.18362). EAGLE-1 over several steps is HASS (arXiv 2408.15766).
 
 Further depths cost as much as the first and teach less, so a run starts with one depth; while the learning rate falls, when
 most is learned, all are trained.
@@ -32,7 +32,7 @@ ONE_DEEP, ALL_DEEP = 0.2, 0.3  # shares of a run: one depth until the first, all
 
 
 @dataclass
-class EagleLoss:
+class RolloutLoss:
     """Loss of ``head`` over up to ``steps`` depths. ``last``: index of the hidden state after the final norm."""
 
     head: RolloutHead
