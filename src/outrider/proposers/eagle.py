@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from outrider.heads import eagle_formats, findings
 from outrider.heads.checkpoint import EAGLE, folder_of, measured_acceptance
 from outrider.heads.eagle import EagleHead
-from outrider.proposers.head_trees import HeadProposer, TreeConfig
+from outrider.proposers.head_trees import HeadProposer, TreeConfig, tree_options
 from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import FeatureHead
 from outrider.proposers.sample_text import TEXT
@@ -61,8 +61,7 @@ class EagleMethod(MethodSpec):
     def portable(self, setting: Setting) -> FeatureHead:
         setting = setting.of(self)
         config = setting.config(EagleConfig)
-        asks_for_tree = config.top_k > 1 and not {"top_k", "max_nodes"}.isdisjoint(setting.options)
-        return FeatureHead(str(setting.draft), config.hidden_states, config.top_k, config.max_nodes, asks_for_tree)
+        return FeatureHead(str(setting.draft), hidden_states=config.hidden_states, **tree_options(config, setting.options))
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Check sizes, vocabulary, layers, norms, RoPE, dtype and embedding from the head's files."""

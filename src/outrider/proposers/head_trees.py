@@ -9,9 +9,10 @@ the output has the target's distribution.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +45,12 @@ class TreeConfig:
         if self.top_k < 1 or self.max_depth < 1 or (self.max_nodes is not None and self.max_nodes < 1) or not self.acceptance:
             raise OutriderError("top_k, max_depth and max_nodes must be at least 1, and acceptance must not be empty")
         check_head_bits(self.bits)
+
+
+def tree_options(config: TreeConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a portable ``TreeHead`` that describe its trees. ``options``: those that the user gave."""
+    asked = config.top_k > 1 and not {"top_k", "max_nodes"}.isdisjoint(options)
+    return {"top_k": config.top_k, "max_nodes": config.max_nodes, "asks_for_tree": asked}
 
 
 class HeadProposer(Proposer):

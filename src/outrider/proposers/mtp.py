@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from outrider.heads import findings, mtp_formats
 from outrider.heads.checkpoint import MTP, folder_of, measured_acceptance
 from outrider.heads.mtp import MtpHead
-from outrider.proposers.head_trees import HeadProposer, TreeConfig
+from outrider.proposers.head_trees import HeadProposer, TreeConfig, tree_options
 from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import OwnHead
 from outrider.types import Finding
@@ -41,8 +41,8 @@ class MtpMethod(MethodSpec):
 
     def portable(self, setting: Setting) -> OwnHead:
         setting = setting.of(self)
-        config = setting.config(TreeConfig)
-        return OwnHead(None if setting.draft is None else str(setting.draft), config.top_k)
+        source = None if setting.draft is None else str(setting.draft)
+        return OwnHead(source, **tree_options(setting.config(TreeConfig), setting.options))
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Check the head's tensors, dtype and size from its files."""
