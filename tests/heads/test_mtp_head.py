@@ -141,6 +141,19 @@ WRONG = {
         lambda folder: rewrite(folder, lambda t: t.update({EXPERT: torch.zeros(3, 3)})),
         "the experts of mtp.layers.0.mlp.experts have different shapes",
     ),
+    "rounded to 8 bits": (
+        "deepseek_v3",
+        lambda folder: rewrite(
+            folder,
+            lambda t: t.update(
+                {
+                    "model.layers.2.eh_proj.weight": t["model.layers.2.eh_proj.weight"].to(torch.float8_e4m3fn),
+                    "model.layers.2.eh_proj.weight_scale_inv": torch.ones(1, 1),
+                }
+            ),
+        ),
+        "does not have: 1, the first model.layers.2.eh_proj.weight_scale_inv",
+    ),
     "not finite": (
         "qwen2",
         lambda folder: rewrite(folder, lambda t: t["model.mtp_layers.0.input_proj.weight"].fill_(float("nan"))),

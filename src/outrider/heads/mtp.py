@@ -33,9 +33,12 @@ class Body:
     layers: dict[int, LayerShape]  # decoder layers that see the whole text, and what they store
 
     @classmethod
-    def of(cls, config: PreTrainedConfig, kind: Any) -> Body:
-        """The body of a model class. Raises ``OutriderError`` for a model none of whose layers runs by itself."""
-        found = survey_without_weights(config, kind)
+    def of(cls, config: PreTrainedConfig, kind: Any, stored: CacheShape | None = None) -> Body:
+        """Return the body of a model class. ``stored``: what its layers store, if known.
+
+        Raises ``OutriderError`` for a model none of whose layers runs by itself.
+        """
+        found = stored or survey_without_weights(config, kind)
         model = without_weights(config, kind)
         kinds = getattr(text_config(model), "layer_types", None)
         whole: dict[int, LayerShape] = {}

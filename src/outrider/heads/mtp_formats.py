@@ -115,7 +115,7 @@ def _body(folder: Path, config: Mapping[str, Any], target: ModelRunner) -> Body:
     own = target.model.config
     kinds = (own.model_type, loading.text_config(own).model_type)
     if config.get("model_type") in kinds:
-        return Body.of(own, type(target.model))
+        return Body.of(own, type(target.model), target.cache.shape)
     described = loading.load_config(folder)
     return Body.of(described, loading.model_class(described))
 

@@ -135,7 +135,7 @@ def new_mtp(runner: ModelRunner) -> MtpHead:
     Its layer is like the last one of the target, or Llama's where those of the target do not run by themselves.
     """
     try:
-        body = Body.of(runner.model.config, type(runner.model))
+        body = Body.of(runner.model.config, type(runner.model), runner.cache.shape)
     except OutriderError as error:
         logger.info("%s: a Llama layer is trained", error)
         config = head_config(runner)
