@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from heads.mtp_checkpoints import rewrite, tiny_target, write_checkpoint
 from heads.writers import write_eagle3
 from safetensors.torch import load_file, save_file
 from tiny_folder import make_folder, make_tokenizer
@@ -50,6 +51,16 @@ def test_a_draft_that_is_the_target_is_accepted_at_every_place_and_is_told_to_be
     assert level_of(found, "vocabulary") == level_of(found, "text") == level_of(found, "context") == "ok"
     assert level_of(found, "size") == "suspicious"
     assert "fits, with doubts" in found.verdict or "gains nothing" in found.verdict
+
+
+def test_the_head_in_a_checkpoint_is_examined(tmp_path):
+    write_checkpoint("qwen2", tmp_path, tiny_target("qwen2", vocab_size=320))
+    make_tokenizer().save_pretrained(tmp_path)
+    found = examined(tmp_path, "mtp")
+    assert level_of(found, "tensors") == level_of(found, "hidden size") == "ok"
+    assert "its output head is the target's" in text_of(found, "tensors")
+    rewrite(tmp_path, lambda tensors: tensors.pop("model.mtp_layers.0.input_proj.weight"))
+    assert "model.mtp_layers.0.input_proj.weight" in " ".join(each.text for each in examined(tmp_path, "mtp").findings)
 
 
 def test_a_draft_of_another_target_does_not_fit(target, tmp_path):

@@ -60,6 +60,7 @@ PROPOSERS = Registry(
         "low-bit": "outrider.proposers.low_bit:METHOD",
         "medusa": "outrider.proposers.medusa:METHOD",
         "eagle": "outrider.proposers.eagle:METHOD",
+        "mtp": "outrider.proposers.mtp:METHOD",
     },
     joint="outrider.proposers.combined:CombinedMethod",
 )

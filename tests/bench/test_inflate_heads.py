@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from heads.writers import FFN, HIDDEN, write_eagle1, write_eagle3, write_medusa, write_speculators, write_vllm_medusa
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_folder import make_folder
 from toy import outputs_of
 
@@ -139,6 +139,10 @@ def test_what_cannot_be_inflated_is_refused_in_one_line(family, tmp_path):
     write_speculators(tmp_path / "last", VOCAB, DRAFT_VOCAB, extra="fc_norm")
     path = tmp_path / "last" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eagle_aux_hidden_state_layer_ids": [1, 2, LAYERS]}))
+    (tmp_path / "mtp").mkdir()
+    save_file({"mtp.fc.weight": torch.zeros(2, 4)}, tmp_path / "mtp" / "model.safetensors")
+    with pytest.raises(OutriderError, match="holds an MTP head, which cannot be inflated"):
+        inflate_head(tmp_path / "mtp", family["twice as wide"], tmp_path / "out")
     with pytest.raises(OutriderError, match="cannot be inflated to this size"):
         inflate_head(tmp_path / "last", family["twice as wide"], tmp_path / "out")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob("*.part-*"))

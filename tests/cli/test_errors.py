@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from heads import writers
+from heads import mtp_checkpoints, writers
 from safetensors.torch import load_file, save_file
 from tiny_folder import make_folder, make_tokenizer
 
@@ -104,6 +104,23 @@ def test_a_head_whose_config_holds_wrong_values(outrider: Run, wrong: dict[str, 
     file = tmp_path / "head" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | wrong))
     assert_one_line(outrider("generate", "--target", folder, "--method", f"eagle:draft={file.parent}", "hi"), str(file.parent))
+
+
+def test_an_mtp_head_that_was_dropped_renamed_or_cut(outrider: Run, tmp_path: Path) -> None:
+    model = mtp_checkpoints.tiny_target("qwen2", vocab_size=320)
+    mtp_checkpoints.write_checkpoint("qwen2", tmp_path, model)
+    make_tokenizer().save_pretrained(tmp_path)
+    run = ("generate", "--target", tmp_path, "--compile", "never", "--method", "mtp", "--max-tokens", "4", "hi")
+    assert outrider(*run)[0] == 0
+    name = "model.mtp_layers.0.hidden_layernorm.weight"
+    mtp_checkpoints.rewrite(tmp_path, lambda tensors: tensors.update({name: torch.ones(3)}))
+    assert_one_line(outrider(*run), f"{name} has shape [3], expected [32]")
+    mtp_checkpoints.rewrite(tmp_path, lambda tensors: tensors.update({f"{name}s": tensors.pop(name)}))
+    assert_one_line(outrider(*run), f"lacks 1 tensors of the head, the first {name}")
+    mtp_checkpoints.rewrite(tmp_path, lambda tensors: [tensors.pop(each) for each in list(tensors) if "mtp" in each])
+    mtp_checkpoints.set_config(tmp_path, num_nextn_predict_layers=1)
+    assert_one_line(outrider(*run), "holds no MTP head", "model.mtp_layers.0.input_proj.weight")
+    assert_one_line(outrider(*run[:-1], "--draft", tmp_path, "hi"), "holds a draft model, and method 'mtp' needs an MTP head")
 
 
 def test_a_broken_tokenizer(outrider: Run, tmp_path: Path) -> None:

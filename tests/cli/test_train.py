@@ -25,6 +25,7 @@ def text(tmp_path: Path) -> Path:
     [
         ("medusa", "medusa", ("--heads", "2")),
         ("eagle", "eagle", ("--generation", "1", "--regenerate", "--prompt-len", "8")),
+        ("mtp", "mtp", ("--steps", "2", "--format", "deepseek")),
         ("eagle", "eagle", ("--layers", "0,1,2", "--steps", "2", "--draft-vocab", "100", "--format", "speculators")),
     ],
 )
@@ -88,6 +89,9 @@ def test_mistakes_in_training_a_model_are_one_line(outrider: Run, target: Path, 
     assert_one_line(train("early-exit", "--max-drop", 1.5), "--max-drop 1.5")
     assert_one_line(train("early-exit", "--rotation", 0), "--rotation 0")
     assert_one_line(train("early-exit"), "at least three layers")
+    assert_one_line(train("mtp", "--steps", 0), "--steps 0")
+    assert_one_line(train("mtp", "--format", "gguf"), "unknown layout 'gguf': expected qwen, deepseek, mimo")
+    assert_one_line(train("mtp", "--start", target), "holds no MTP head: none of mtp.fc.weight")
 
 
 def test_mistakes_are_one_line(outrider: Run, target: Path, text: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from heads import writers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_folder import letter_tokenizer, make_folder
 
 from outrider.cli import main
@@ -44,6 +44,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writers.write_speculators(folder / "speculators", VOCAB, 64)
     writers.write_eagle1(folder / "eagle1", VOCAB)
     writers.write_medusa(folder / "medusa", VOCAB, 3)
+    (folder / "mtp").mkdir()
+    save_file({"mtp.fc.weight": torch.zeros(2, 4)}, folder / "mtp" / "model.safetensors")
     return folder
 
 
@@ -111,14 +113,15 @@ def window(least: int, most: int) -> dict[str, int]:
         ("ngram", "auto", {"method": "ngram", "num_speculative_tokens": 5, **window(2, 4)}),
         ("plain", 4, None),
         ("medusa:draft=medusa", 5, {"method": "medusa", "model": "./heads", "num_speculative_tokens": 3}),
+        ("mtp:draft=mtp", 2, {"method": "mtp", "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}),
         ("eagle:draft=eagle1", 2, {"method": "eagle", "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}),
     ],
 )  # fmt: skip
 def test_methods_in_the_words_of_vllm(method: str, num_draft_tokens: Any, says: Any, export: Any, models: Path) -> None:
     folder, said = export("vllm", method=in_folder(method, models), num_draft_tokens=num_draft_tokens)
     found = vllm_settings(folder).get("speculative-config")
-    if says is not None and "eagle" in method:
-        says = says | {"model": str(models / "eagle1")}
+    if says is not None and "draft_sample_method" in says:
+        says = says | {"model": str(models / method.split("=")[1])}
     assert found == says
     assert bool([note for note in said.notes if "typical" in note]) == (num_draft_tokens == "auto")
 
@@ -227,12 +230,14 @@ def test_medusa_heads_of_their_makers_become_vllms(export: Any, models: Path) ->
         ("ngram", "NGRAM --speculative-num-draft-tokens 4"),
         ("eagle:draft={eagle1}:top_k=1", "EAGLE --speculative-draft-model-path {eagle1} --speculative-num-steps 3"
                                          " --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"),
+        ("mtp:draft={mtp}:top_k=1", "NEXTN --speculative-draft-model-path {mtp} --speculative-num-steps 3"
+                                    " --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"),
         ("eagle:draft={eagle3}:top_k=4:max_nodes=12", "EAGLE3 --speculative-draft-model-path heads --speculative-num-steps 3"
                                                       " --speculative-eagle-topk 4 --speculative-num-draft-tokens 13"),
     ],
 )  # fmt: skip
 def test_methods_in_the_flags_of_sglang(options: str, flags: str, export: Any, models: Path) -> None:
-    places = {name: models / name for name in ("draft", "eagle1", "eagle3")}
+    places = {name: models / name for name in ("draft", "eagle1", "eagle3", "mtp")}
     draft = {"draft": "draft"} if options == "draft" else {}
     folder, said = export(
         "sglang", method=options.format(**places), num_draft_tokens=3, max_len=128, max_batch=4, device="cuda:0", **draft
@@ -282,6 +287,8 @@ REFUSED = [
     ("vllm", {"method": "low-bit"}, "vLLM cannot draft with the target's own weights in fewer bits .*draft model"),
     ("vllm", {"method": "suffix+draft", "draft": "draft"}, "vLLM cannot draft with two methods in turn .*one of the two"),
     ("vllm", {"method": "eagle:draft={models}/eagle3:top_k=4"}, "vLLM does not support trees.*top_k=1"),
+    ("vllm", {"method": "mtp:draft={models}/mtp:top_k=4"}, "vLLM does not support trees.*top_k=1"),
+    ("vllm", {"method": "mtp"}, "target holds no MTP head"),
     ("vllm", {"method": "ngram", "same_text": True}, "same-text"),
     ("vllm", {"method": "ngram", "verifier": "typical"}, "does not support the verifier"),
     ("sglang", {"method": "medusa:draft={models}/medusa"}, "SGLang cannot draft with parallel heads .*EAGLE"),
@@ -290,6 +297,7 @@ REFUSED = [
     ("sglang", {"method": "ngram", "verifier": "block"}, "does not support the verifier"),
     ("transformers", {"method": "suffix"}, "transformers cannot draft .*n-grams"),
     ("transformers", {"method": "eagle:draft={models}/eagle3"}, "transformers cannot draft .*vLLM"),
+    ("transformers", {"method": "mtp:draft={models}/mtp"}, "transformers cannot draft with an MTP head .*vLLM"),
     ("transformers", {"method": "low-bit"}, "transformers cannot draft .*draft model"),
 ]
 

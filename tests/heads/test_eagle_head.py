@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.heads import eagle_formats
-from outrider.heads.eagle import check_fit, default_hidden_states
+from outrider.heads.checkpoint import measured_acceptance
+from outrider.heads.eagle import default_hidden_states
 from outrider.heads.head_runner import HeadRunner
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.types import OutriderError
@@ -161,7 +162,7 @@ def test_an_exported_head_is_the_same_head(source, kind, tmp_path, target):
         wanted = target.model.get_input_embeddings() if lent and name == "embed_tokens.weight" else None
         torch.testing.assert_close(tensor, first.embedding_table() if wanted is not None else first.state_dict()[name])
     assert second.shape.llama.rope_parameters["rope_theta"] == 5000.0
-    assert eagle_formats.measured_acceptance(tmp_path / "out") == (0.7, 0.1)
+    assert measured_acceptance(tmp_path / "out") == (0.7, 0.1)
 
 
 def test_the_native_export_has_the_names_and_shapes_of_the_format(tmp_path, target):
@@ -302,7 +303,7 @@ def test_a_head_for_another_target_is_refused(change, message, tmp_path, target)
     for name, value in change.items():
         setattr(target, name, value)
     with pytest.raises(OutriderError, match=message):
-        check_fit(head, target)
+        head.check_fit(target)
 
 
 def test_a_medusa_folder_is_not_taken_for_an_eagle_head(tmp_path):

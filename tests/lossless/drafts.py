@@ -9,6 +9,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from outrider.heads.eagle import EagleHead, EagleShape
 from outrider.heads.medusa import MedusaHeads, MedusaShape
+from outrider.heads.mtp import Body, MtpHead
 
 
 def draft_for(method: str, target: PreTrainedModel, model: PreTrainedModel | None = None) -> Any:
@@ -36,9 +37,19 @@ def eagle_head(target: PreTrainedModel, generation: int = 3, draft_vocab: int | 
     return head
 
 
+def mtp_head(target: PreTrainedModel, seed: int = 7) -> MtpHead:
+    torch.manual_seed(seed)
+    body = Body.of(target.config, type(target))
+    head = MtpHead(body, body.layer_for(with_experts=False)).eval().requires_grad_(False)
+    for weight in head.parameters():
+        if weight.dim() > 1:
+            weight.normal_(std=0.5)
+    return head
+
+
 def medusa_heads(target: PreTrainedModel, num_heads: int = 4, seed: int = 8) -> MedusaHeads:
     torch.manual_seed(seed)
     return MedusaHeads(MedusaShape(num_heads, 1, target.config.hidden_size, target.config.vocab_size)).eval()
 
 
-HEADS = {"eagle": eagle_head, "medusa": medusa_heads}
+HEADS = {"eagle": eagle_head, "medusa": medusa_heads, "mtp": mtp_head}

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 from tiny_folder import letter_tokenizer
+from tiny_hybrids import hybrid
 from toy import outputs_of, reference_probs
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider import LLM, SamplingParams
 from outrider.engine.policy import FixedLength, LengthPolicy
@@ -54,12 +55,12 @@ TARGET, DRAFT = tiny_model(1), tiny_model(2, layers=1)
 
 
 @torch.no_grad()
-def exact_law(params: SamplingParams) -> torch.Tensor:
+def exact_law(params: SamplingParams, target: PreTrainedModel = TARGET) -> torch.Tensor:
     """float64 [V, V, V]: the probability of each text of three tokens, from plain forwards."""
     law = torch.ones((VOCAB,) * LENGTH, dtype=torch.float64)
     for length in range(LENGTH):
         outputs = list(itertools.product(range(VOCAB), repeat=length))
-        logits = TARGET(torch.tensor([[*PROMPT, *output] for output in outputs])).logits[:, -1].double()
+        logits = target(torch.tensor([[*PROMPT, *output] for output in outputs])).logits[:, -1].double()
         for output, row in zip(outputs, logits.tolist(), strict=True):
             probs = torch.tensor(reference_probs(row, PROMPT, list(output), params), dtype=torch.float64)
             shape = [VOCAB] + [1] * (LENGTH - length - 1)
@@ -109,9 +110,9 @@ class Uneven(FixedLength):
         return [(3 * self._round + 2 * b) % (self.k + 1) for b in range(len(context.requests))]
 
 
-def sample(params: SamplingParams, **options: object) -> list[list[int]]:
+def sample(params: SamplingParams, target: PreTrainedModel = TARGET, **options: object) -> list[list[int]]:
     options = {"method": "draft", "draft": DRAFT, "num_draft_tokens": 3, **options}
-    llm = LLM(TARGET, max_batch=256, compile="never", **options)
+    llm = LLM(target, max_batch=256, compile="never", **options)
     completions = outputs_of(llm.generate([PROMPT], replace(params, n=SAMPLES, max_tokens=LENGTH, seed=7, ignore_eos=True)))
     assert llm.stats.faults == 0
     return [completion.token_ids for completion in completions]
@@ -217,6 +218,14 @@ def test_samples_of_trees_follow_the_targets_law(method: str, temperature: float
     params = SamplingParams(temperature=temperature)
     samples = sample(params, method=method, draft=draft_for(method, TARGET))
     assert excess(samples, exact_law(params)) < 1
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp"])
+def test_samples_of_a_recurrent_target_follow_its_law(method: str) -> None:
+    """It scores chains alone."""
+    target = hybrid("qwen3_5_text", vocab_size=VOCAB)
+    samples = sample(SETTINGS["penalties"], target, method=method, draft=draft_for(method, target))
+    assert excess(samples, exact_law(SETTINGS["penalties"], target)) < 1
 
 
 @pytest.mark.parametrize("method", TREES)

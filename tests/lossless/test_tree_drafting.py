@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from toy import make_request
 
-from outrider.proposers import eagle, medusa, trees
+from outrider.proposers import head_trees, medusa, trees
 from outrider.proposers.tree_chances import Calibration, Floats
 from outrider.proposers.tree_sizes import TreeCosts
 from outrider.proposers.trees import grown, shape_of, without
@@ -95,8 +95,8 @@ def drawn(output: Text, params: SamplingParams) -> Drafts:
     for script in itertools.product(range(VOCAB), repeat=len(SHAPE.parents)):
         request = make_request(PROMPT + output, params, num_prompt=len(PROMPT))
         sampler = Scripted(script, request)
-        round_ = eagle._Round(Context((request,), (9,), sampler), [0], max(SHAPE.depths), VOCAB)
-        proposal = eagle._drawn_tree(TableHead(PROMPT + output), round_, torch.zeros(1, 1), SHAPE)
+        round_ = head_trees._Round(Context((request,), (9,), sampler), [0], max(SHAPE.depths), VOCAB)
+        proposal = head_trees._drawn_tree(TableHead(PROMPT + output), round_, torch.zeros(1, 1), SHAPE)
         if sampler.weight > 0:
             rows.append(proposal)
             weights.append(sampler.weight)
@@ -182,8 +182,10 @@ def test_the_confident_tree_holds_the_likeliest_paths(k: int) -> None:
     """Against all paths of the table: the nodes kept are those with the highest products of probabilities."""
     text: Text = PROMPT
     sampler = Sampler([make_request(text)], VOCAB)
-    round_ = eagle._Round(Context((make_request(text),), (9,), sampler), [0], k, VOCAB)
-    proposal = eagle._confident_tree(TableHead(text), round_, torch.zeros(1, 1), VOCAB**2, eagle._Candidates(5, Believing()))
+    round_ = head_trees._Round(Context((make_request(text),), (9,), sampler), [0], k, VOCAB)
+    proposal = head_trees._confident_tree(
+        TableHead(text), round_, torch.zeros(1, 1), VOCAB**2, head_trees._Candidates(5, Believing())
+    )
     worth: dict[Text, float] = {}
     for depth in range(1, k + 1):
         for path in itertools.product(range(VOCAB), repeat=depth):
@@ -201,8 +203,10 @@ def test_the_confident_tree_holds_the_likeliest_paths(k: int) -> None:
 def test_a_token_that_cannot_come_is_in_no_tree() -> None:
     """However many nodes there is room for, and whatever calibration makes of small confidences."""
     request = make_request(PROMPT, SamplingParams(banned_token_ids=(1,)))
-    round_ = eagle._Round(Context((request,), (9,), Sampler([request], VOCAB)), [0], 2, VOCAB)
-    proposal = eagle._confident_tree(TableHead(PROMPT), round_, torch.zeros(1, 1), VOCAB, eagle._Candidates(50, Calibration()))
+    round_ = head_trees._Round(Context((request,), (9,), Sampler([request], VOCAB)), [0], 2, VOCAB)
+    proposal = head_trees._confident_tree(
+        TableHead(PROMPT), round_, torch.zeros(1, 1), VOCAB, head_trees._Candidates(50, Calibration())
+    )
     assert int(proposal.lens[0]) == (VOCAB - 1) + (VOCAB - 1) ** 2
     assert 1 not in proposal.token_ids[0, : int(proposal.lens[0])]
 
@@ -210,13 +214,13 @@ def test_a_token_that_cannot_come_is_in_no_tree() -> None:
 def test_a_head_that_is_better_than_it_says_drafts_deeper() -> None:
     """A level costs what pays for a draft that is taken in nine of ten rounds, but not in as many as this table says."""
     sampler = Sampler([make_request(PROMPT)], VOCAB)
-    round_ = eagle._Round(Context((make_request(PROMPT),), (9,), sampler), [0], 6, VOCAB)
+    round_ = head_trees._Round(Context((make_request(PROMPT),), (9,), sampler), [0], 6, VOCAB)
     calibration = Calibration()
     prices = TreeCosts(1, 0.0, [1.0 + 0.3 * nodes for nodes in range(7)])
 
     def drafted() -> tuple[int, list[float]]:
-        found = eagle._Candidates(6, calibration, prices, perf_counter())
-        eagle._confident_tree(TableHead(PROMPT), round_, torch.zeros(1, 1), 2, found)
+        found = head_trees._Candidates(6, calibration, prices, perf_counter())
+        head_trees._confident_tree(TableHead(PROMPT), round_, torch.zeros(1, 1), 2, found)
         return found.num_levels, found.drafted[round_.ids[0]].confidences
 
     depth, confidences = drafted()
@@ -227,9 +231,11 @@ def test_a_head_that_is_better_than_it_says_drafts_deeper() -> None:
 
 def test_a_limit_cuts_the_tree_by_depth() -> None:
     sampler = Sampler([make_request(PROMPT)], VOCAB)
-    round_ = eagle._Round(Context((make_request(PROMPT),), (1,), sampler), [0], 3, VOCAB)
+    round_ = head_trees._Round(Context((make_request(PROMPT),), (1,), sampler), [0], 3, VOCAB)
     round_.limits = [1]
-    proposal = eagle._confident_tree(TableHead(PROMPT), round_, torch.zeros(1, 1), 2, eagle._Candidates(6, Believing()))
+    proposal = head_trees._confident_tree(
+        TableHead(PROMPT), round_, torch.zeros(1, 1), 2, head_trees._Candidates(6, Believing())
+    )
     assert set(proposal.parents[0, : int(proposal.lens[0])].tolist()) == {-1}
 
 

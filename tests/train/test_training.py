@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_folder import TEXT, make_folder
+from heads.mtp_checkpoints import tiny_target
+from tiny_folder import TEXT, letter_tokenizer, make_folder
 from toy import outputs_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from outrider import LLM, SamplingParams
-from outrider.heads import eagle_formats
+from outrider.heads import eagle_formats, mtp_formats
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.head_runner import HeadRunner
 from outrider.runner import ModelRunner, RunnerConfig
@@ -22,9 +23,9 @@ from outrider.train import runs, shapes
 from outrider.train.capture import CachedRows, capture
 from outrider.train.claims import fingerprint
 from outrider.train.clock import RunningClock
-from outrider.train.eagle import EagleLoss
 from outrider.train.medusa import MedusaLoss
-from outrider.train.runs import Bench, EagleRun, HeadPlan, Source, train_eagle, train_medusa
+from outrider.train.rollout_loss import RolloutLoss
+from outrider.train.runs import Bench, EagleRun, HeadPlan, MtpRun, Source, train_eagle, train_medusa, train_mtp
 from outrider.train.text import read_documents, regenerate, token_rows
 from outrider.train.trainer import Job, Trainer
 from outrider.types import OutriderError
@@ -88,17 +89,20 @@ def test_an_interrupted_capture_goes_on_where_it_stopped(runner, rows, tmp_path,
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("generation", [1, 3])
-def test_the_steps_of_training_are_those_of_drafting(generation, runner, cache):
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "mtp"])
+def test_the_steps_of_training_are_those_of_drafting(kind, runner, cache):
     """Training-time test: what the head puts out at depth d over a text is what the runner's cache and levels give."""
     torch.manual_seed(3)
-    head = shapes.new_eagle(runner, generation, (0, 2, 3), None)
+    head = shapes.new_mtp(runner) if kind == "mtp" else shapes.new_eagle(runner, int(kind[-1]), (0, 2, 3), None)
     for parameter in head.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))
-    loss = EagleLoss(head, cache, LAYERS, steps=3)
+    loss = RolloutLoss(head, cache, LAYERS, steps=3)
     ids, features, _ = loss._read([5])
     outs = loss._rollout(ids, features, loss.steps)
-    head.shape.llama._attn_implementation = "outrider"
+    if kind == "mtp":
+        head.set_attention("outrider")
+    else:
+        head.shape.llama._attn_implementation = "outrider"
     drafting = HeadRunner(head, runner)
     for length in (1, 4, 12):
         name = f"text-{length}"
@@ -114,9 +118,9 @@ def test_the_steps_of_training_are_those_of_drafting(generation, runner, cache):
 
 @torch.no_grad()
 def test_a_run_begins_one_step_deep(runner, cache):
-    loss = EagleLoss(shapes.new_eagle(runner, 3, (0, 2, 3), None), cache, LAYERS, steps=3)
+    loss = RolloutLoss(shapes.new_eagle(runner, 3, (0, 2, 3), None), cache, LAYERS, steps=3)
     assert [loss.depth(progress) for progress in (0.0, 0.2, 0.24, 0.28, 0.3, 1.0)] == [1, 1, 2, 3, 3, 3]
-    assert EagleLoss(loss.head, cache, LAYERS, steps=1).depth(1.0) == 1
+    assert RolloutLoss(loss.head, cache, LAYERS, steps=1).depth(1.0) == 1
     for progress, depth in ((0.1, 1), (0.24, 2), (0.9, 3)):
         parts = loss(torch.tensor([0, 1]), 0, progress)[1]
         assert [name for name in parts if name.startswith("step_")] == [f"step_{step + 1}" for step in range(depth)]
@@ -130,16 +134,19 @@ def job(kind, runner, cache, folder, steps=6):
     if kind == "medusa":
         head = shapes.new_medusa(runner, 2, 1)
         loss = MedusaLoss(head, shapes.output_layer(runner), cache, LAYERS)
+    elif kind == "mtp":
+        head = shapes.new_mtp(runner)
+        loss = RolloutLoss(head, cache, LAYERS, 2)
     else:
         ids = shapes.frequent_tokens(cache.read(range(cache.num_rows))[0], runner.vocab_size, 60) if kind == "eagle3" else None
         head = shapes.new_eagle(runner, int(kind[-1]), (0, 2, 3), ids)
-        loss = EagleLoss(head, cache, LAYERS, 2)
+        loss = RolloutLoss(head, cache, LAYERS, 2)
     plan = HeadPlan(batch_tokens=6 * SEQ, epochs=1.0).plan(cache)
     plan = runs.replace(plan, max_tokens=steps * 6 * SEQ, save_every_s=1e9, eval_every_s=1e9)
     return Job(kind, head, CachedRows(cache), loss, plan, folder)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp"])
 def test_a_run_that_is_interrupted_ends_with_the_same_weights(kind, runner, cache, tmp_path):
     whole = Trainer(job(kind, runner, cache, tmp_path / "whole"))
     assert whole.run()
@@ -151,7 +158,7 @@ def test_a_run_that_is_interrupted_ends_with_the_same_weights(kind, runner, cach
     assert [point["loss"] for point in whole.curve] == [point["loss"] for point in resumed.curve]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp"])
 def test_a_head_learns_what_the_target_says(kind, runner, rows, cache, tmp_path):
     trainer = Trainer(job(kind, runner, cache, tmp_path, steps=25))
     assert trainer.run()
@@ -159,12 +166,14 @@ def test_a_head_learns_what_the_target_says(kind, runner, rows, cache, tmp_path)
     assert sum(point["loss"] for point in last) / 3 < 0.95 * first["loss"]  # what is left is mostly the target's own entropy
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp"])
 def test_a_trained_head_is_written_with_what_was_measured_and_drafts(kind, folder, llm, rows, tmp_path):
     bench = Bench(ModelRunner.load(str(folder), RunnerConfig(compile="never")), None, tmp_path / "work", rows=rows)
     how = HeadPlan(epochs=0.2, batch_tokens=6 * SEQ)
     if kind == "medusa":
         assert train_medusa(bench, tmp_path / "out", how, num_heads=2)
+    elif kind == "mtp":
+        assert train_mtp(bench, tmp_path / "out", how, MtpRun(2))
     else:
         formats = ("native",) if kind == "eagle1" else ("native", "speculators")
         run = EagleRun(int(kind[-1]), 2, (1, 2, 3), 60 if kind == "eagle3" else None, formats)
@@ -182,6 +191,48 @@ def test_a_trained_head_is_written_with_what_was_measured_and_drafts(kind, folde
         drafted = LLM(str(folder), method=kind.rstrip("13"), draft=str(place), num_draft_tokens=2, compile="never")
         assert drafted.generate([prompt], params)[0].outputs[0].token_ids == wanted
         assert drafted.stats.faults == 0 and drafted.stats.num_drafts > 0
+
+
+@torch.no_grad()
+def test_a_new_mtp_head_repeats_the_feature(runner, cache):
+    head = shapes.new_mtp(runner)
+    loss = RolloutLoss(head, cache, LAYERS, 1)
+    ids, features, _ = loss._read([3])
+    out = loss._rollout(ids, features, 1)[0]
+    assert torch.cosine_similarity(out, features[0][:, : out.shape[1]], -1).min() > 0.95
+    scale = out.square().mean().sqrt() / features[0].square().mean().sqrt()
+    assert 0.8 < scale < 1.25
+
+
+@pytest.mark.parametrize(("family", "kind"), [("qwen3_next", "qwen3_next"), ("deepseek_v3", "deepseek_v3"), ("gpt2", "llama")])
+def test_an_mtp_head_is_trained_for_targets_of_other_kinds_and_goes_on(family, kind, tmp_path):
+    """Its layer is the target's own, with experts where that has them; Llama's where that cannot be."""
+    if family == "gpt2":
+        torch.manual_seed(0)
+        config = GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+    else:
+        model = tiny_target(family)
+    model.save_pretrained(tmp_path / "target")
+    rows = torch.arange(4, 60).repeat(2)[None].expand(9, -1)[:, :SEQ].contiguous().int()
+    how, config = HeadPlan(epochs=0.5, batch_tokens=4 * SEQ), RunnerConfig(compile="never")
+
+    def trained(name, **options):
+        bench = Bench(ModelRunner.load(str(tmp_path / "target"), config), None, tmp_path / f"{name}-work", rows=rows)
+        assert train_mtp(bench, tmp_path / name, how, MtpRun(2, **options))
+        return mtp_formats.load(tmp_path / name, bench.runner)
+
+    first = trained("first")
+    assert json.loads((tmp_path / "first" / "config.json").read_text())["model_type"] == kind
+    assert any("experts" in name for name in first.state_dict()) is (family != "gpt2")
+    second = trained("second", start=str(tmp_path / "first"), layout="mimo")
+    assert not torch.equal(first.fc.weight, second.fc.weight)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    texts = []
+    for options in ({"method": "plain"}, {"method": "mtp", "draft": str(tmp_path / "second"), "num_draft_tokens": 3}):
+        llm = LLM(str(tmp_path / "target"), compile="never", tokenizer=letter_tokenizer(61, 1), **options)
+        texts.append(llm.generate([[5, 6, 7, 8]], params)[0].outputs[0].token_ids)
+    assert texts[0] == texts[1] and llm.stats.faults == 0 and llm.stats.num_drafts > 0
 
 
 def test_the_target_writes_text_anew_and_goes_on_where_it_was_interrupted(llm, runner, rows, tmp_path):
@@ -351,6 +402,9 @@ def test_what_cannot_be_trained_is_said_in_one_line(runner, llm, rows, tmp_path)
         (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(3, steps=40)), "too short for 40 steps"),
         (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(3, draft_vocab=10**6)), "draft vocabulary of 1000000"),
         (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(1, formats=("speculators",))), "native format only"),
+        (lambda: train_mtp(from_rows, tmp_path, how, MtpRun(steps=40)), "too short for 40 steps"),
+        (lambda: train_mtp(from_rows, tmp_path, how, MtpRun(layout="gguf")), "unknown layout 'gguf': expected qwen, deepseek"),
+        (lambda: train_mtp(from_rows, tmp_path, how, MtpRun(start=runner.name)), "holds no MTP head"),
         (lambda: default_hidden_states(4), "name three of them"),
     ]
     for run, message in cases:

@@ -24,7 +24,7 @@ from outrider.bench.shapes import Shape, head_dim, source_shape
 from outrider.bench.widening import Inflater, Noise
 from outrider.disk_cache import lasting_dir
 from outrider.heads import eagle_formats, medusa
-from outrider.heads.checkpoint import MEDUSA, find_folder, kind_of
+from outrider.heads.checkpoint import MEDUSA, MTP, find_folder, kind_of, measured_acceptance
 from outrider.heads.eagle import EagleHead
 from outrider.types import OutriderError
 
@@ -177,6 +177,8 @@ def inflate_head(source: str | Path, target: Path, out: Path) -> Path:
     Raises ``OutriderError`` for a head that does not fit the small target or cannot be inflated.
     """
     facts, folder = InflatedTarget.read(target), find_folder(source)
+    if kind_of(folder) == MTP:
+        raise OutriderError(f"{source} holds an MTP head, which cannot be inflated: leave out --inflate, or this method")
     with new_folder(out) as part:
         if kind_of(folder) == MEDUSA:
             heads, accuracies = medusa.load(folder, facts.vocab_size)
@@ -187,7 +189,7 @@ def inflate_head(source: str | Path, target: Path, out: Path) -> Path:
             medusa.export(wide_medusa(heads, facts), part, facts.vocab_size, accuracies)
         else:
             head = eagle_formats.load(folder, facts.small.layers, facts.vocab_size, facts.small.hidden)
-            acceptance = eagle_formats.measured_acceptance(folder)
+            acceptance = measured_acceptance(folder)
             made = _WideEagle(head, facts).made()
             eagle_formats.export(made, part, verifier=str(target), acceptance=list(acceptance) if acceptance else None)
     return out

@@ -22,6 +22,8 @@ outrider train eagle --target ./my-model --text notes.jsonl --out heads/eagle3 -
 
 outrider train eagle --generation 1 --target ./my-model --text notes.jsonl --regenerate --out heads/eagle1
 
+outrider train mtp --target ./my-model --start ./my-model --text notes.jsonl --out heads/mtp
+
 outrider train draft --target ./my-model --text notes.jsonl --layers 2 --width 512 --out my-draft
 
 outrider train draft --target ./my-model --start ./small-model --text notes.jsonl --regenerate --out my-draft
@@ -169,6 +171,36 @@ def eagle(  # noqa: PLR0913 - one parameter an option
 
 
 @with_groups
+def mtp(
+    *,
+    out: Out,
+    steps: Annotated[int, typer.Option(help="Depths trained per step.", rich_help_panel=WHAT)] = 3,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            help="Continue this head, a folder or hub id, such as the target's own, instead of a new one.", rich_help_panel=WHAT
+        ),
+    ] = None,
+    layout: Annotated[
+        str,
+        typer.Option(
+            "--format", help="Tensor names: qwen (mtp.*), deepseek (of a further layer) or mimo.", rich_help_panel=WHAT
+        ),
+    ] = "qwen",
+    text: TextOptions,
+    length: LengthOptions,
+) -> None:
+    """Train an MTP head, one layer of the target's own kind, or continue the one in its checkpoint."""
+    from outrider.cli.session import check_source
+    from outrider.train.runs import MtpRun, train_mtp
+
+    check(steps=steps)
+    check_source(start)
+    how = plan_of(length, MODEL_RATES if start is not None else {})
+    done(train_mtp(bench_of(text, out), out, how, MtpRun(steps, start, layout)), f"--method mtp --draft {out}")
+
+
+@with_groups
 def draft(  # noqa: PLR0913 - one parameter an option
     *,
     out: Out,
@@ -243,7 +275,7 @@ def early_exit(
     done(train_early_exit(bench_of(text, out), out, plan_of(length, MODEL_RATES), skip), f"--target {out} --method early-exit")
 
 
-COMMANDS = {"medusa": medusa, "eagle": eagle, "draft": draft, "early-exit": early_exit}
+COMMANDS = {"medusa": medusa, "eagle": eagle, "mtp": mtp, "draft": draft, "early-exit": early_exit}
 
 
 def check(**numbers: int | None) -> None:

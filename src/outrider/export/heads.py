@@ -12,8 +12,9 @@ from torch import nn
 
 from outrider.export.wanted import Wanted
 from outrider.heads import eagle_formats, medusa
-from outrider.heads.checkpoint import find_folder, read_folder
-from outrider.proposers.portable import FeatureHead, ParallelHeads
+from outrider.heads.checkpoint import MTP, find_folder, kinds_of, read_folder
+from outrider.proposers.portable import FeatureHead, OwnHead, ParallelHeads
+from outrider.types import OutriderError
 
 Heads = TypeVar("Heads", bound=nn.Module)
 FOLDER = "heads"  # inside the folder of an export
@@ -38,6 +39,15 @@ def feature_head(kind: FeatureHead, wanted: Wanted, folder: Path) -> tuple[str, 
         head.shape = replace(head.shape, hidden_states=kind.hidden_states)
     eagle_formats.export(_as_stored(head, kind.source), folder / FOLDER, "native", verifier=wanted.target)
     return FOLDER, 3
+
+
+def own_head(kind: OwnHead, wanted: Wanted) -> str | None:
+    """Return the folder of a head of the target's own kind; None: the target's. Raises ``OutriderError`` if it holds none."""
+    folder = Path(kind.source or wanted.target)
+    found = kinds_of(folder)
+    if found and MTP not in found:
+        raise OutriderError(f"{folder} holds no MTP head: give the method's draft a folder that does, or train one")
+    return kind.source
 
 
 def parallel_heads(kind: ParallelHeads, wanted: Wanted, folder: Path) -> tuple[str, int]:

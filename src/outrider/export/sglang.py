@@ -18,11 +18,13 @@ from outrider.proposers.portable import (
     FirstLayers,
     Lookup,
     NoDrafts,
+    OwnHead,
     Pair,
     ParallelHeads,
     Portable,
     SmallModel,
     TextDrafts,
+    TreeHead,
 )
 from outrider.types import OutriderError
 
@@ -87,11 +89,20 @@ class Sglang(Engine):
         if isinstance(kind, Lookup):
             note = "SGLang uses a trie over all requests and ignores min_n and max_n; it needs a CUDA GPU."
             return {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": k + 1}, [note]
-        if isinstance(kind, FeatureHead):
-            source, generation = heads.feature_head(kind, wanted, folder)
-            algorithm = "EAGLE3" if generation == 3 else "EAGLE"
+        if isinstance(kind, TreeHead):
             nodes = kind.max_nodes or min(TREE_NODES, 2 * k)
             tree = chain | {"speculative-eagle-topk": kind.top_k, "speculative-num-draft-tokens": nodes + 1}
-            model = {"speculative-algorithm": algorithm, "speculative-draft-model-path": source}
-            return {**model, **(chain if kind.top_k == 1 else tree)}, []
+            return self._head(kind, wanted, folder) | (chain if kind.top_k == 1 else tree), []
         raise self.refuse(kind, wanted)
+
+    def _head(self, kind: TreeHead, wanted: Wanted, folder: Path) -> dict[str, str | int]:
+        """Return the flags that name a head. ``NEXTN`` is one of the target's own kind of layer."""
+        if isinstance(kind, FeatureHead):
+            source, generation = heads.feature_head(kind, wanted, folder)
+            algorithm, model = "EAGLE3" if generation == 3 else "EAGLE", {"speculative-draft-model-path": source}
+        elif isinstance(kind, OwnHead):
+            own = heads.own_head(kind, wanted)
+            algorithm, model = "NEXTN", {} if own is None else {"speculative-draft-model-path": own}
+        else:
+            raise self.refuse(kind, wanted)
+        return {"speculative-algorithm": algorithm, **model}

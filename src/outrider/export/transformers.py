@@ -15,6 +15,7 @@ from outrider.proposers.portable import (
     FirstLayers,
     Lookup,
     NoDrafts,
+    OwnHead,
     Pair,
     ParallelHeads,
     Portable,
@@ -53,6 +54,7 @@ class Transformers(Engine):
         FewerBits: "give the plan a draft model",
         ParallelHeads: HEADS,
         FeatureHead: HEADS,
+        OwnHead: HEADS,
         TextDrafts: "use n-grams, or export to vLLM, which takes Outrider's own proposer",
         Pair: "name one of the two",
     }

@@ -19,11 +19,13 @@ from outrider.proposers.portable import (
     FirstLayers,
     Lookup,
     NoDrafts,
+    OwnHead,
     Pair,
     ParallelHeads,
     Portable,
     SmallModel,
     TextDrafts,
+    TreeHead,
 )
 from outrider.types import OutriderError
 
@@ -89,13 +91,15 @@ class Vllm(Engine):
             k = min(wanted.k, num_heads)
             config = {"method": "medusa", "model": _within(source), "num_speculative_tokens": k, **judged}
             return config, ["vLLM drafts a chain of each head's likeliest token; Outrider drafts a tree."]
+        if isinstance(kind, TreeHead) and kind.asks_for_tree:
+            raise OutriderError("vLLM does not support trees: set the method's option top_k=1, or remove its tree options")
+        notes = ["vLLM drafts a chain; Outrider a tree, which accepts more."] if getattr(kind, "top_k", 1) > 1 else []
         if isinstance(kind, FeatureHead):
-            if kind.asks_for_tree:
-                raise OutriderError("vLLM does not support trees: set the method's option top_k=1, or remove its tree options")
             source, generation = heads.feature_head(kind, wanted, folder)
-            method = "eagle3" if generation == 3 else "eagle"
-            notes = [] if kind.top_k == 1 else ["vLLM drafts a chain; Outrider a tree, which accepts more."]
-            return {"method": method, "model": _within(source), **count, **rule}, notes
+            return {"method": "eagle3" if generation == 3 else "eagle", "model": _within(source), **count, **rule}, notes
+        if isinstance(kind, OwnHead):
+            model = heads.own_head(kind, wanted)
+            return {"method": "mtp", **({} if model is None else {"model": model}), **count, **rule}, notes
         raise self.refuse(kind, wanted)
 
 

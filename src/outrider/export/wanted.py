@@ -12,7 +12,7 @@ from outrider.engine.config import default_method
 from outrider.engine.plan import Plan, served_name
 from outrider.method_text import split_method
 from outrider.proposers.method import Setting
-from outrider.proposers.portable import FeatureHead, NoDrafts, ParallelHeads, Portable, SmallModel
+from outrider.proposers.portable import FeatureHead, NoDrafts, OwnHead, ParallelHeads, Portable, SmallModel
 from outrider.registry import DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS, VERIFIERS
 from outrider.types import OutriderError
 
@@ -71,6 +71,8 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
     kind = _kind(method, draft, drafts_there)
     if isinstance(kind, (SmallModel, ParallelHeads, FeatureHead)):
         check(kind.source)
+    if isinstance(kind, OwnHead) and kind.source is not None:
+        check(kind.source)
     if isinstance(kind, SmallModel) and not kind.other_tokenizer and _tokenizers_differ(target, kind.source):
         if named:
             raise OutriderError(f"{kind.source} has another tokenizer than the target: remove the method from the plan")
@@ -104,6 +106,8 @@ def _kind(method: str, draft: str | None, drafts: Mapping[str, str]) -> Portable
     name, options = split_method(method)
     kind: Portable = PROPOSERS.get(name).portable(Setting.without_target(draft=draft, options=options, drafts=drafts))
     if isinstance(kind, (SmallModel, ParallelHeads, FeatureHead)):
+        return replace(kind, source=_located(kind.source))
+    if isinstance(kind, OwnHead) and kind.source is not None:
         return replace(kind, source=_located(kind.source))
     return kind
 

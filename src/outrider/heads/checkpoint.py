@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.types import OutriderError, first_line
@@ -35,9 +35,10 @@ class DraftKind:
         return self.what
 
 
-MODEL = DraftKind("draft", "a draft model", r"(embed_tokens|wte|embed_in|word_embeddings)\.weight$")
+MODEL = DraftKind("draft", "a draft model", r"(?<!\d\.)(?<!mtp\.)(embed_tokens|wte|embed_in|word_embeddings)\.weight$")
 MEDUSA = DraftKind("medusa", "Medusa heads", r"^(medusa_heads?\.)?(blocks\.0\.layers\.0\.|0\.0\.linear\.)")
 EAGLE = DraftKind("eagle", "an EAGLE head", r"^((model|eagle_module|draft_model)\.)?fc\.weight$")
+MTP = DraftKind("mtp", "an MTP head", r"^mtp\.|\bmtp_layers\.0\.|\.(eh_proj|enorm|hnorm|shared_head)\.")
 
 
 def find_folder(source: str | Path) -> Path:
@@ -64,23 +65,29 @@ def folder_of(source: object) -> Path:
     return find_folder(source)
 
 
-def kind_of(folder: Path) -> DraftKind | None:
-    """What a local folder holds by the names of its tensors; None if they do not tell."""
+def kinds_of(folder: Path) -> list[DraftKind]:
+    """What a local folder holds by the names of its tensors; nothing if they do not tell."""
     folder = folder.expanduser()
     if not folder.is_dir():
-        return None
+        return []
     try:
-        names = list(_tensor_names(folder))
+        names = list(tensor_names(folder))
     except Exception:  # broken files are reported when they are loaded
-        return None
-    kinds = (MEDUSA, EAGLE, MODEL)  # heads may come with an embedding of their own
-    return next((kind for kind in kinds if any(re.search(kind.mark, name) for name in names)), None)
+        return []
+    kinds = (MEDUSA, EAGLE, MODEL, MTP)  # heads may come with an embedding of their own, models with a head
+    return [kind for kind in kinds if any(re.search(kind.mark, name) for name in names)]
 
 
-def _tensor_names(folder: Path) -> Iterator[str]:
+def kind_of(folder: Path) -> DraftKind | None:
+    """The first of ``kinds_of``, None if there is none."""
+    return next(iter(kinds_of(folder)), None)
+
+
+def tensor_names(folder: Path) -> Iterator[str]:
+    """Yield the names of the tensors in a folder; weights are not read where the format allows it."""
     for name in INDEXES:
         if (folder / name).exists():
-            yield from json.loads((folder / name).read_text())["weight_map"]
+            yield from _weight_map(folder / name)
             return
     for file in _weight_files(folder):
         if file.suffix == ".safetensors":
@@ -90,8 +97,8 @@ def _tensor_names(folder: Path) -> Iterator[str]:
             yield from torch.load(file, "cpu", weights_only=True, mmap=True)
 
 
-def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read config.json and all tensors, on the CPU. Raises ``OutriderError`` for missing or broken files, NaN or infinity."""
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json. Raises ``OutriderError`` if it is missing or not an object."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except OSError:
@@ -100,10 +107,19 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise OutriderError(f"{folder}/config.json is not valid JSON: {first_line(error)}") from error
     if not isinstance(config, dict):
         raise OutriderError(f"{folder}/config.json must be an object, got a {type(config).__name__}")
+    return config
+
+
+def read_folder(folder: Path, prefix: str = "") -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read config.json and all tensors whose names begin with ``prefix``, on the CPU.
+
+    Raises ``OutriderError`` for missing or broken files, NaN or infinity.
+    """
+    config = read_config(folder)
     tensors: dict[str, Tensor] = {}
-    for file in _weight_files(folder):
+    for file in _weight_files(folder, prefix):
         try:
-            tensors |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+            tensors |= _read_file(file, prefix)
         except Exception as error:  # truncated files raise many kinds of exceptions
             raise OutriderError(f"cannot read {file}: {first_line(error)}; download or copy it again") from error
     for name, tensor in tensors.items():
@@ -114,14 +130,35 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, tensors
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def _read_file(file: Path, prefix: str) -> dict[str, Tensor]:
+    if file.suffix != ".safetensors":
+        found = torch.load(file, "cpu", weights_only=True, mmap=bool(prefix))
+        return {name: tensor for name, tensor in found.items() if name.startswith(prefix)}
+    with safe_open(file, framework="pt") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys() if name.startswith(prefix)}  # noqa: SIM118
+
+
+def measured_acceptance(folder: Path) -> tuple[float, ...] | None:
+    """Return the sibling acceptance stored with a trained head, if any."""
+    values = (read_config(folder).get("outrider") or {}).get("acceptance_by_rank")
+    return tuple(float(value) for value in values) if values else None
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor."""
+    try:
+        files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"].items())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OutriderError(f"{index} is not a weight index: {first_line(error)}") from error
+    return files
+
+
+def _weight_files(folder: Path, prefix: str = "") -> list[Path]:
+    """Return the files that hold tensors whose names begin with ``prefix``."""
     for name in INDEXES:
         index = folder / name
         if index.exists():
-            try:
-                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise OutriderError(f"{index} is not a weight index: {first_line(error)}") from error
+            names = sorted({file for tensor, file in _weight_map(index).items() if tensor.startswith(prefix)})
             missing = [name for name in names if not (folder / name).exists()]
             if missing:
                 raise OutriderError(f"{folder} has no {missing[0]}, which {index.name} lists")
@@ -140,23 +177,31 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
               metadata={"format": "pt"})  # fmt: skip
 
 
-def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: object, ignored: Sequence[str] = ()) -> None:
-    """Load every parameter and persistent buffer of a module. ``ignored``: patterns of names that may be unused.
+def fill(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    source: object,
+    ignored: Sequence[str] = (),
+    named: Callable[[str], str] = str,
+) -> None:
+    """Load every parameter and persistent buffer of a module.
+
+    ``ignored``: patterns of names that may be unused; ``named``: a tensor's name in the checkpoint, for messages.
 
     Raises ``OutriderError`` with the first tensor that is missing, unknown or of another shape.
     """
     wanted = module.state_dict()
     missing = [name for name in wanted if name not in tensors]
     if missing:
-        raise OutriderError(f"{source} lacks {len(missing)} tensors of the head, the first {missing[0]}")
+        raise OutriderError(f"{source} lacks {len(missing)} tensors of the head, the first {named(missing[0])}")
     unknown = [name for name in tensors if name not in wanted and not any(re.search(pattern, name) for pattern in ignored)]
     if unknown:
         raise OutriderError(
-            f"{source} has tensors that this kind of head does not have: {len(unknown)}, the first {unknown[0]}"
+            f"{source} has tensors that this kind of head does not have: {len(unknown)}, the first {named(unknown[0])}"
         )
     for name, there in wanted.items():
         if there.shape != tensors[name].shape:
             raise OutriderError(
-                f"{source}: {name} has shape {list(tensors[name].shape)}, expected {list(there.shape)} from its config"
+                f"{source}: {named(name)} has shape {list(tensors[name].shape)}, expected {list(there.shape)} from its config"
             )
     module.load_state_dict({name: tensors[name].to(there.dtype) for name, there in wanted.items()})

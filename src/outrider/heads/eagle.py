@@ -3,8 +3,6 @@
 EAGLE-1 and EAGLE-2 (Li et al. 2024, arXiv 2401.15077 and 2406.16858) share their weights: fc over the next token's embedding
 and the target's last feature, one decoder layer, the target's own output head. EAGLE-3 (arXiv 2503.01840) reads three layers of
 the target, has its own norm and output head over a part of the vocabulary, and feeds itself back without imitating features.
-
-Entry j of a sequence combines token j + 1 and feature j at position j; its output predicts the token after token j + 1.
 """
 
 from __future__ import annotations
@@ -15,15 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from outrider.heads.own_logits import Finish
+from outrider.heads.rollout_head import RolloutHead, Rotation
 from outrider.runner import ModelRunner
-from outrider.types import UNSAID, OutriderError
-
-Rotation = tuple[Tensor, Tensor]  # cosines and sines
+from outrider.runner.kv_cache import CacheShape
+from outrider.types import OutriderError
 
 
 @dataclass(frozen=True)
@@ -83,10 +79,8 @@ class FusedLayer(LlamaDecoderLayer):
         return out
 
 
-class EagleHead(nn.Module):
-    """The head's modules. ``lend`` provides the target's embedding and output head if the head uses them."""
-
-    draft_ids: Tensor | None  # [Vd] target id of each draft id; None: identical
+class EagleHead(RolloutHead):
+    """The head's modules."""
 
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()
@@ -121,23 +115,28 @@ class EagleHead(nn.Module):
                 output = layer.self_attn.o_proj
                 layer.self_attn.o_proj = nn.Linear(output.in_features, output.out_features, bias=False)
         self.register_buffer("draft_ids", torch.arange(shape.draft_vocab_size) if shape.reduced else None)
-        self._lent: list[nn.Module] = []  # in a list, so that the target's modules are not registered
-        self._finish: Finish | None = None
-        self._columns = torch.empty(0, dtype=torch.long)  # [V] column of the padded logits per target token
+
+    @property
+    def hidden_states(self) -> tuple[int, ...]:
+        return self.shape.hidden_states
+
+    @property
+    def imitates_features(self) -> bool:
+        return self.shape.generation == 1
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        config = self.shape.llama
+        dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        heads = int(config.num_key_value_heads or config.num_attention_heads)
+        return CacheShape.uniform(int(config.num_hidden_layers), heads, dim, dim)
+
+    def exact_rotary(self) -> nn.Module:
+        return LlamaRotaryEmbedding(self.shape.llama)
 
     @property
     def uses_targets_output(self) -> bool:
-        """Return whether the target's output head is used, and thus read at every level."""
         return self.shape.generation == 1 or not self.shape.own_output
-
-    def lend(self, embedding: nn.Module, output: nn.Module, finish: Finish | None = None) -> None:
-        """Set the target's embedding, output head and logit post-processing."""
-        self._lent, self._finish = [embedding, output], finish
-
-    def target_logits(self, features: Tensor) -> Tensor:
-        """Return the target's logits of its last features: [..., H] -> [..., V]."""
-        numbers: Tensor = self._lent[1](features)
-        return numbers if self._finish is None else self._finish(numbers)
 
     def embedding_table(self) -> Tensor:
         """Return [V, H]: its own embedding, or the target's output per token (some targets scale their weights)."""
@@ -147,7 +146,6 @@ class EagleHead(nn.Module):
         return table.to(self.fc.weight.dtype)
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
-        """Combine target features, each [..., Ht], into the first input [..., H]."""
         if self.shape.generation == 1:
             return features[0]
         if self.shape.fc_norm:
@@ -157,12 +155,7 @@ class EagleHead(nn.Module):
         return fused
 
     def forward(self, token_ids: Tensor, hidden: Tensor, position_ids: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """Map tokens [B, W] and the features before them [B, W, H] to [B, W, H], the input of ``logits`` and ``feedback``.
-
-        ``rotation``: cosines and sines at these positions [B, W, D], if available.
-        """
-        embedding = self.embed_tokens if self.shape.own_embedding else self._lent[0]
-        embeds = embedding(token_ids).to(hidden.dtype)
+        embeds = self.embed(token_ids, hidden)
         options = {"position_ids": position_ids, "position_embeddings": rotation or self.rotary_emb(hidden, position_ids)}
         first, *rest = self.layers
         if self.shape.generation == 1:
@@ -174,49 +167,37 @@ class EagleHead(nn.Module):
         return hidden
 
     def feedback(self, out: Tensor) -> Tensor:
-        """Return the stand-in for a target feature in the next step."""
         return self.norm(out) if self.shape.norm_output else out
 
     def logits(self, out: Tensor) -> Tensor:
-        """Map [..., H] to logits [..., Vd] over the head's vocabulary."""
         if self.shape.generation == 3:
             out = self.norm(out)
             if self.shape.own_output:
                 return self.lm_head(out)  # type: ignore[no-any-return]
         return self.target_logits(out)
 
-    def spread(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """Expand [..., Vd] to float32 [..., V] over the target's vocabulary, ``UNSAID`` for tokens the head lacks."""
-        logits = logits.float()
-        ids = self.draft_ids
-        if ids is None and logits.shape[-1] >= vocab_size:
-            return logits[..., :vocab_size]
-        if ids is None:
-            return functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=UNSAID)
-        if self._columns.shape[0] != vocab_size or self._columns.device != logits.device:
-            self._columns = torch.full((vocab_size,), logits.shape[-1], device=logits.device)
-            self._columns[ids] = torch.arange(len(ids), device=logits.device)
-        padded = functional.pad(logits, (0, 1), value=UNSAID)  # the last column is for tokens that the head lacks
-        return padded.gather(-1, self._columns.expand(*logits.shape[:-1], -1))
-
-
-def check_fit(head: EagleHead, target: ModelRunner) -> None:
-    """Raise ``OutriderError`` for a head that was not made for a target like this."""
-    shape, name = head.shape, target.name
-    if shape.target_hidden_size != target.hidden_size:
-        raise OutriderError(f"the head expects hidden size {shape.target_hidden_size}, but {name} has {target.hidden_size}")
-    lends = not shape.own_embedding or head.uses_targets_output
-    if lends and shape.llama.hidden_size != target.hidden_size:
-        raise OutriderError(f"the head has hidden size {shape.llama.hidden_size} but no embedding or output head of that size")
-    if not 0 <= min(shape.hidden_states) <= max(shape.hidden_states) <= target.num_layers:
-        raise OutriderError(f"the head reads hidden states {shape.hidden_states}, but {name} has {target.num_layers} layers")
-    if shape.own_embedding and shape.llama.vocab_size < target.vocab_size:
-        raise OutriderError(f"the head has {shape.llama.vocab_size} embeddings, but {name} has {target.vocab_size} tokens")
-    if head.draft_ids is not None:
-        lowest, highest = int(head.draft_ids.min()), int(head.draft_ids.max())
-        if lowest < 0 or highest >= target.vocab_size:
-            odd = lowest if lowest < 0 else highest
-            raise OutriderError(f"the head's draft vocabulary contains token {odd}, but {name} has {target.vocab_size} tokens")
+    def check_fit(self, target: ModelRunner) -> None:
+        shape, name = self.shape, target.name
+        if shape.target_hidden_size != target.hidden_size:
+            raise OutriderError(f"the head expects hidden size {shape.target_hidden_size}, but {name} has {target.hidden_size}")
+        lends = not shape.own_embedding or self.uses_targets_output
+        if lends and shape.llama.hidden_size != target.hidden_size:
+            raise OutriderError(
+                f"the head has hidden size {shape.llama.hidden_size} but no embedding or output head of that size"
+            )
+        if not 0 <= min(shape.hidden_states) <= max(shape.hidden_states) <= target.num_layers:
+            raise OutriderError(
+                f"the head reads hidden states {shape.hidden_states}, but {name} has {target.num_layers} layers"
+            )
+        if shape.own_embedding and shape.llama.vocab_size < target.vocab_size:
+            raise OutriderError(f"the head has {shape.llama.vocab_size} embeddings, but {name} has {target.vocab_size} tokens")
+        if self.draft_ids is not None:
+            lowest, highest = int(self.draft_ids.min()), int(self.draft_ids.max())
+            if lowest < 0 or highest >= target.vocab_size:
+                odd = lowest if lowest < 0 else highest
+                raise OutriderError(
+                    f"the head's draft vocabulary contains token {odd}, but {name} has {target.vocab_size} tokens"
+                )
 
 
 def default_hidden_states(num_layers: int) -> tuple[int, int, int]:

@@ -7,7 +7,6 @@ from 0 and means their outputs, one less. Both are written.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from pathlib import Path
@@ -254,10 +253,3 @@ def _speculators(layer: dict[str, Any], verifier: str) -> dict[str, Any]:
         },
         "torch_dtype": layer["torch_dtype"],
     }
-
-
-def measured_acceptance(folder: Path) -> tuple[float, ...] | None:
-    """Return the sibling acceptance stored by ``export``, if any."""
-    config = json.loads((folder / "config.json").read_text())
-    values = (config.get("outrider") or {}).get("acceptance_by_rank")
-    return tuple(float(value) for value in values) if values else None

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.heads import eagle, eagle_formats, medusa
+from outrider.heads import eagle_formats, medusa, mtp_formats
 from outrider.heads.checkpoint import read_folder
 from outrider.heads.eagle import EagleHead
+from outrider.heads.rollout_head import RolloutHead
 from outrider.runner import ModelRunner
 from outrider.runner.loading import text_config
 from outrider.types import Finding
@@ -25,7 +26,7 @@ def of_eagle(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterat
     """Check an EAGLE head. ``sample``: token ids of a text. Raises ``OutriderError`` for unreadable or invalid files."""
     config, tensors = read_folder(folder)
     head = eagle_formats.load(folder, target.num_layers, target.vocab_size, target.hidden_size)
-    eagle.check_fit(head, target)
+    head.check_fit(target)
     yield Finding("ok", "hidden size", f"both have {target.hidden_size} features")
     layer = config.get("transformer_layer_config") or config
     yield from _vocabulary(layer.get("vocab_size"), target)
@@ -39,6 +40,15 @@ def of_eagle(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterat
     yield from _dtype(tensors, target)
     if head.shape.own_embedding:
         yield from _embedding(head, target)
+    yield _size(head, target, "one tree level")
+
+
+def of_mtp(folder: Path, target: ModelRunner) -> Iterator[Finding]:
+    """Check an MTP head. Raises ``OutriderError`` for unreadable or invalid files."""
+    head = mtp_formats.load(folder, target)
+    yield Finding("ok", "hidden size", f"both have {target.hidden_size} features")
+    output = "the target's" if head.uses_targets_output else "its own"
+    yield Finding("ok", "tensors", f"all {len(head.state_dict())} are there; its output head is {output}")
     yield _size(head, target, "one tree level")
 
 
@@ -155,7 +165,7 @@ def _embedding(head: EagleHead, target: ModelRunner) -> Iterator[Finding]:
 def _size(head: nn.Module, target: ModelRunner, what: str) -> Finding:
     """Compare the weights read for drafting with those of a target pass."""
     own = sum(weight.numel() for name, weight in head.named_parameters() if "embed_tokens" not in name)
-    if isinstance(head, EagleHead) and head.uses_targets_output:
+    if isinstance(head, RolloutHead) and head.uses_targets_output:
         own += target.vocab_size * target.hidden_size
     whole = sum(tensor.numel() for tensor in {*target.model.parameters(), *target.model.buffers()})
     said = f"{what} reads {own / 1e6:.1f} M weights, {own / max(whole, 1):.0%} of the target's"

@@ -9,14 +9,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from outrider.heads.eagle import EagleHead, Rotation
 from outrider.heads.own_logits import finish_of
+from outrider.heads.rollout_head import RolloutHead, Rotation
 from outrider.runner import ModelRunner, linear, quantized
 from outrider.runner.attention import PassLayout, active_pass
-from outrider.runner.kv_cache import CacheShape, KVCache
+from outrider.runner.kv_cache import KVCache
 from outrider.runner.layouts import Layouts
 
 CHUNK = 256  # entries of a request per pass during prefill
@@ -25,16 +23,15 @@ CHUNK = 256  # entries of a request per pass during prefill
 class HeadRunner:
     """Runs one head for one target. Cache entries come from target features; drafted entries are overwritten."""
 
-    def __init__(self, head: EagleHead, target: ModelRunner, bits: int | None = None) -> None:
+    def __init__(self, head: RolloutHead, target: ModelRunner, bits: int | None = None) -> None:
         """``bits``: 8, or None for the target's weight type. Raises ``OutriderError`` if 8 bits are not supported."""
         self.head, self.dtype = head, quantized.place_head(head, target.model, bits)
-        # Frequencies rounded to 16 bits would give wrong angles after a hundred tokens.
-        head.rotary_emb = LlamaRotaryEmbedding(head.shape.llama).to(target.device)
+        head.rotary_emb = head.exact_rotary().to(target.device)
         model, finish = target.model, finish_of(target.model) if head.uses_targets_output else None
         head.lend(model.get_input_embeddings(), model.get_output_embeddings(), finish)
         self.device, self._max_len, self._vocab_size = target.device, target.max_len, target.vocab_size
         cache_dtype = linear.arithmetic(head)
-        self.cache = KVCache(_cache_shape(head.shape.llama), target.max_batch, target.max_len, cache_dtype, target.device)
+        self.cache = KVCache(head.cache_shape, target.max_batch, target.max_len, cache_dtype, target.device)
         self._layouts = Layouts(self.cache, self.device, self._max_len)
         self._rotations: Rotation | None = None  # rotations of the first positions, [S, D]
 
@@ -117,9 +114,3 @@ class HeadRunner:
     def logits(self, out: Tensor) -> Tensor:
         """Map [..., H] to float32 logits [..., V] over the target's vocabulary."""
         return self.head.spread(self.head.logits(out), self._vocab_size)
-
-
-def _cache_shape(config: LlamaConfig) -> CacheShape:
-    dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    heads = int(config.num_key_value_heads or config.num_attention_heads)
-    return CacheShape.uniform(int(config.num_hidden_layers), heads, dim, dim)

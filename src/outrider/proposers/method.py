@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from outrider.heads.checkpoint import MODEL, DraftKind, kind_of
+from outrider.heads.checkpoint import MODEL, DraftKind, kinds_of
 from outrider.proposers.base import Proposer
 from outrider.proposers.portable import Portable
 from outrider.types import Finding, OutriderError
@@ -97,7 +97,8 @@ def _read(value: Any, hint: Any) -> Any:
 def chosen_draft(method: MethodSpec, named: object, general: object, drafts: Mapping[str, object]) -> object:
     """What a method drafts with: the draft ``named`` for it, else the ``general`` one, else its own among ``drafts``.
 
-    A name of ``drafts`` means that one. Raises ``OutriderError`` where there is none, or one of another kind than the method's.
+    A name of ``drafts`` means that one; None is the one in the target's checkpoint. Raises ``OutriderError`` where there
+    is none, or one of another kind than the method's.
     """
     name, kind = method.name, method.drafts_with
     source = general if named is None else named
@@ -105,12 +106,16 @@ def chosen_draft(method: MethodSpec, named: object, general: object, drafts: Map
         source = drafts.get(method.own_draft or "")
     elif isinstance(source, str):
         source = drafts.get(source, source)
+    if source is None and method.comes_with_target:
+        return None
     if source is None:
         lack = f", and {method.own_draft!r} is not among those that come with this target" if drafts else ""
         raise OutriderError(f"method {name!r} needs {kind}{lack}: give {name}:draft=<folder or hub id>, or --draft")
-    found = kind_of(Path(source)) if isinstance(source, (str, Path)) else None
-    if found is not None and found != kind:
-        raise OutriderError(f"{source} holds {found}, and method {name!r} needs {kind}: use method {found.name!r} with it")
+    found = kinds_of(Path(source)) if isinstance(source, (str, Path)) else []
+    if found and kind not in found:
+        raise OutriderError(
+            f"{source} holds {found[0]}, and method {name!r} needs {kind}: use method {found[0].name!r} with it"
+        )
     return source
 
 
@@ -121,6 +126,7 @@ class MethodSpec(ABC):
     options: type = NoOptions  # the dataclass of its options
     takes_draft: bool = False  # whether it looks at the draft that the user names
     drafts_with: DraftKind = MODEL  # the kind of draft that it takes
+    comes_with_target: bool = False  # whether, if none is named, it takes the draft in the target's own checkpoint
     own_draft: str | None = None  # the name under which a draft for it may come with the target
 
     @property
@@ -147,7 +153,8 @@ class MethodSpec(ABC):
 
     def drafts_in(self, options: Mapping[str, Any], general: object, drafts: Mapping[str, object]) -> list[object]:
         """What it will draft with, before anything is loaded. Raises ``OutriderError`` as ``chosen_draft`` does."""
-        return [chosen_draft(self, options.get("draft"), general, drafts)] if self.takes_draft else []
+        found = chosen_draft(self, options.get("draft"), general, drafts) if self.takes_draft else None
+        return [] if found is None else [found]
 
     def portable(self, setting: Setting) -> Portable:
         """What it is in terms that other engines have too. No model is loaded: ``setting.target`` is None.

@@ -70,17 +70,32 @@ class ParallelHeads(Portable):
     what: ClassVar[str] = "parallel heads"
 
 
-@dataclass(frozen=True)
-class FeatureHead(Portable):
-    """A head that continues from the target's features, token by token."""
+@dataclass(frozen=True, kw_only=True)
+class TreeHead(Portable):
+    """A head that continues from the target's features, token by token, and may draft trees."""
 
-    source: str
-    hidden_states: tuple[int, ...] | None = None  # target hidden states that override those named by the head
     top_k: int = 1  # children of a node
     max_nodes: int | None = None  # drafts in a tree
     asks_for_tree: bool = False  # explicitly requested, not the default
 
+
+@dataclass(frozen=True)
+class FeatureHead(TreeHead):
+    """A head trained on the target, in a folder or on the hub."""
+
+    source: str
+    hidden_states: tuple[int, ...] | None = None  # target hidden states that override those named by the head
+
     what: ClassVar[str] = "a head on the target's features"
+
+
+@dataclass(frozen=True)
+class OwnHead(TreeHead):
+    """A head of the target's own kind of layer."""
+
+    source: str | None  # None: in the target's checkpoint
+
+    what: ClassVar[str] = "an MTP head"
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from outrider.memory import weight_files
 from outrider.runner import attention, recurrence
 from outrider.types import OutriderError, first_line
 
+LAYER = r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\."  # in a tensor's name
 MADV_POPULATE_READ = 22  # Linux 5.14 and newer
 POPULATE_BYTES = 1 << 28  # of a file, in one call
 # Sizes in a config, and the largest that is not a mistake: a model of 10^20 layers would fill the memory.
@@ -92,9 +93,13 @@ def check_readable(source: str | Path) -> None:
 
 
 def layers_beyond(keys: Iterable[str], config: PreTrainedConfig) -> list[str]:
-    """The names, of tensors that the model does not know, that belong to layers beyond the config's last."""
-    found = ((key, re.search(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.", key)) for key in sorted(keys))
-    return [key for key, layer in found if layer is not None and int(layer[1]) >= num_layers(config)]
+    """The names, of tensors that the model does not know, that belong to layers beyond the config's last.
+
+    Such a layer may be a head that drafts for the model, which has norms and a projection that no layer has.
+    """
+    found = [(key, layer[1]) for key in sorted(keys) if (layer := re.search(LAYER, key)) is not None]
+    heads = {layer for key, layer in found if re.search(r"\.(eh_proj|enorm|hnorm)\.", key)}
+    return [key for key, layer in found if int(layer) >= num_layers(config) and layer not in heads]
 
 
 def adopt(model: PreTrainedModel, by_request: bool = False) -> PreTrainedModel:

@@ -15,18 +15,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from outrider.heads import eagle_formats
+from outrider.heads import eagle_formats, mtp_formats
 from outrider.heads import medusa as medusa_heads
 from outrider.heads.eagle import default_hidden_states
+from outrider.heads.rollout_head import RolloutHead
 from outrider.runner import ModelRunner
 from outrider.train import plots, shapes
 from outrider.train.capture import CachedRows, FeatureCache, capture, check_captured
 from outrider.train.claims import claim, digest, fingerprint
-from outrider.train.eagle import EagleLoss
 from outrider.train.medusa import MedusaLoss, measure_accuracies
 from outrider.train.plan import SEED, Plan
 from outrider.train.precision import autocast_dtype
 from outrider.train.progress import Progress
+from outrider.train.rollout_loss import RolloutLoss
 from outrider.train.soft_entropy import SoftEntropy, compiled, soft_entropy
 from outrider.train.text import regenerate, token_rows
 from outrider.train.trainer import Batches, Job, Loss, Trainer
@@ -34,6 +35,7 @@ from outrider.types import OutriderError
 
 Evaluate = Callable[[bool], dict[str, Any]]
 Found = TypeVar("Found")
+NAME_OF_MTP = "mtp"  # of its part of the work folder
 
 
 @dataclass(frozen=True)
@@ -217,28 +219,71 @@ def train_eagle(bench: Bench, out: Path, how: HeadPlan, kind: EagleRun = EagleRu
     cache = bench.features([*kind.layers, runner.num_layers])
     torch.manual_seed(how.seed)
     head = shapes.new_eagle(runner, kind.generation, kind.layers, draft_ids).to(runner.device)
+    found = _train_rollout(bench, name, head, cache, how, kind.steps)
+    if found is None:
+        return False
+    for index, form in enumerate(kind.formats):
+        folder = out if index == 0 else out.with_name(f"{out.name}-{form}")
+        eagle_formats.export(head, folder, form, runner.name, found["acceptance_by_rank"])
+    finish(bench, name, out, found)
+    return True
+
+
+@dataclass(frozen=True)
+class MtpRun:
+    """How to train an MTP head."""
+
+    steps: int = 3  # depths per step
+    start: str | None = None  # the head to continue, such as the one in the target's folder; None: a new one
+    layout: str = "qwen"  # names of the tensors
+
+    def check(self, runner: ModelRunner, seq_len: int) -> None:
+        """Raise ``OutriderError`` for an unknown layout, or rows that are too short."""
+        if self.layout not in mtp_formats.LAYOUTS:
+            raise OutriderError(f"unknown layout {self.layout!r}: expected {', '.join(mtp_formats.LAYOUTS)}")
+        if seq_len < self.steps + 2:
+            raise OutriderError(f"rows of {seq_len} tokens are too short for {self.steps} steps")
+        check_captured(runner, [runner.num_layers], seq_len)
+
+
+def train_mtp(bench: Bench, out: Path, how: HeadPlan, kind: MtpRun = MtpRun()) -> bool:
+    """Train an MTP head, a new one or further, and write it to ``out``. Return False if interrupted.
+
+    Raises ``OutriderError`` like ``MtpRun.check`` and ``mtp_formats.load``, before any text is generated or read.
+    """
+    runner = bench.runner
+    kind.check(runner, bench.seq_len)
+    torch.manual_seed(how.seed)
+    head = shapes.new_mtp(runner) if kind.start is None else shapes.trainable(mtp_formats.load(kind.start, runner), runner)
+    bench.claim(NAME_OF_MTP, steps=kind.steps, start=kind.start)
+    cache = bench.features([runner.num_layers])
+    found = _train_rollout(bench, NAME_OF_MTP, head, cache, how, kind.steps)
+    if found is None:
+        return False
+    mtp_formats.export(head, out, kind.layout, found["acceptance_by_rank"])
+    finish(bench, NAME_OF_MTP, out, found)
+    return True
+
+
+def _train_rollout(
+    bench: Bench, name: str, head: RolloutHead, cache: FeatureCache, how: HeadPlan, steps: int
+) -> dict[str, Any] | None:
+    """Train a head over this many depths and convert it to its target's dtype. Return what was measured.
+
+    None if interrupted.
+    """
+    runner = bench.runner
     if how.compiled:
         for layer in head.layers:
             layer.compile(dynamic=False)
-    loss = EagleLoss(
-        head,
-        cache,
-        runner.num_layers,
-        kind.steps,
-        seed=how.seed,
-        dtype=autocast_dtype(runner.device),
-        entropy=entropy_of(how),
-    )
+    dtype, entropy = autocast_dtype(runner.device), entropy_of(how)
+    loss = RolloutLoss(head, cache, runner.num_layers, steps, seed=how.seed, dtype=dtype, entropy=entropy)
     held_out = Latest(loss.evaluate)
     if not run_job(bench, name, head, CachedRows(cache), loss, how.plan(cache), lambda final: held_out.again()):
-        return False
+        return None
     found = {"held_out": held_out.known(), "acceptance_by_rank": loss.sibling_acceptance()}
-    head = head.to(checkpoint_dtype(runner))
-    for index, form in enumerate(kind.formats):
-        folder = out if index == 0 else out.with_name(f"{out.name}-{form}")
-        eagle_formats.export(head, folder, form, runner.name, found["acceptance_by_rank"])  # type: ignore[arg-type]
-    finish(bench, name, out, found)
-    return True
+    head.to(checkpoint_dtype(runner))
+    return found
 
 
 def entropy_of(how: HeadPlan) -> SoftEntropy:

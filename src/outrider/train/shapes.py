@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.heads.eagle import EagleHead, EagleShape
 from outrider.heads.medusa import MedusaHeads, MedusaShape
+from outrider.heads.mtp import Body, MtpHead
 from outrider.heads.own_logits import Finish, finish_of
 from outrider.runner import ModelRunner, loading
 from outrider.runner.linear import weight_of
 from outrider.train import rollout_attention
 from outrider.types import OutriderError
+
+logger = logging.getLogger(__name__)
 
 
 class OutputLayer(nn.Linear):
@@ -122,6 +127,37 @@ def new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ..
             if head.draft_ids is not None:
                 head.draft_ids.copy_(chosen)
     return head
+
+
+def new_mtp(runner: ModelRunner) -> MtpHead:
+    """Return an MTP head that initially repeats its input feature, up to its scale.
+
+    Its layer is like the last one of the target, or Llama's where those of the target do not run by themselves.
+    """
+    try:
+        body = Body.of(runner.model.config, type(runner.model), runner.cache.shape)
+    except OutriderError as error:
+        logger.info("%s: a Llama layer is trained", error)
+        config = head_config(runner)
+        config.num_hidden_layers = runner.num_layers
+        body = Body.of(config, LlamaForCausalLM)
+    head, hidden = MtpHead(body, max(body.layers)), runner.hidden_size
+    with torch.no_grad():
+        nn.init.normal_(head.fc.weight, std=0.02 / hidden**0.5)
+        head.fc.weight[:, hidden:] += torch.eye(hidden)
+        for name, weight in head.layers.named_parameters():
+            if re.search(r"\b(o_proj|down_proj)\b", name):
+                nn.init.zeros_(weight)
+        # The norm of the feature takes away its scale. Weights of some norms are one less than their scale.
+        head.norm.weight += final_scale(runner).square().mean().sqrt().cpu() - 1
+    return trainable(head, runner)
+
+
+def trainable(head: MtpHead, runner: ModelRunner) -> MtpHead:
+    """Return the head in training on this target."""
+    head.set_attention(rollout_attention.NAME)
+    head.lend(runner.model.get_input_embeddings(), output_layer(runner))
+    return head.to(runner.device).requires_grad_(True)
 
 
 def frequent_tokens(rows: Tensor, vocab_size: int, size: int) -> Tensor:

@@ -1,9 +1,9 @@
-"""Losses of EAGLE heads on a frozen target, and acceptance measurements.
+"""Losses of heads that draft token by token on a frozen target, and acceptance measurements.
 
 EAGLE-1 (arXiv 2401.15077, section 3.2): smooth L1 to the target's next feature and a tenth of the cross entropy to what the
 target's head makes of it, on features with noise. EAGLE-3 (arXiv 2503.01840, section 3): cross entropy alone, over several
-steps on the head's own outputs (training-time test), weighted 0.8 ** step. EAGLE-1 over several steps is HASS (arXiv
-2408.15766).
+steps on the head's own outputs (training-time test), weighted 0.8 ** step; MTP heads are trained like that too (FastMTP, arXiv
+2509.18362). EAGLE-1 over several steps is HASS (arXiv 2408.15766).
 
 Further depths cost as much as the first and teach less, so a run starts with one depth; while the learning rate falls, when
 most is learned, all are trained.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
-from outrider.heads.eagle import EagleHead
+from outrider.heads.rollout_head import RolloutHead
 from outrider.train import rollout_attention
 from outrider.train.capture import FeatureCache
 from outrider.train.precision import arithmetic
@@ -32,10 +32,10 @@ ONE_DEEP, ALL_DEEP = 0.2, 0.3  # shares of a run: one depth until the first, all
 
 
 @dataclass
-class EagleLoss:
+class RolloutLoss:
     """Loss of ``head`` over up to ``steps`` depths. ``last``: index of the hidden state after the final norm."""
 
-    head: EagleHead
+    head: RolloutHead
     cache: FeatureCache
     last: int
     steps: int
@@ -47,7 +47,7 @@ class EagleLoss:
     def __call__(self, rows: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss of the cached rows with these indices [B]."""
         ids, features, last = self._read(rows.tolist())
-        if self.head.shape.generation == 1:
+        if self.head.imitates_features:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
             noise = torch.rand(last.shape, generator=generator).to(ids.device)
             features = [last + (2 * noise - 1) * NOISE]
@@ -75,8 +75,8 @@ class EagleLoss:
     def _read(self, rows: list[int]) -> tuple[Tensor, list[Tensor], Tensor]:
         """Return tokens [B, S], the head's input features, each [B, S, H], and the target's last features."""
         device = self.head.fc.weight.device
-        ids, found = self.cache.read(rows, sorted({*self.head.shape.hidden_states, self.last}))
-        return ids.to(device), [found[layer].to(device) for layer in self.head.shape.hidden_states], found[self.last].to(device)
+        ids, found = self.cache.read(rows, sorted({*self.head.hidden_states, self.last}))
+        return ids.to(device), [found[layer].to(device) for layer in self.head.hidden_states], found[self.last].to(device)
 
     @torch.no_grad()
     def _said(self, last: Tensor) -> Said:
@@ -98,7 +98,7 @@ class EagleLoss:
         """Return the loss of outputs [B, T, H] against the target, and the share of equal likeliest tokens."""
         head = self.head
         entropy, hit = self.entropy(head.logits(out), said)
-        if head.shape.generation == 1:
+        if head.imitates_features:
             return smooth_l1_loss(out.float(), goal) + CLASS_WEIGHT * entropy, hit
         return entropy, hit
 

@@ -1,0 +1,162 @@
+"""Multi-token-prediction heads: one decoder layer of the target's own kind over the next token's embedding and the target's
+last feature (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+The feature is the target's hidden state after its final norm. Both halves have a norm before ``fc`` joins them, embedding
+first; the output passes a final norm and is both the input of the output head and the feature of the next step. A checkpoint
+with modules for several depths is used as most engines use it: its first module, again and again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from outrider.heads.rollout_head import RolloutHead, Rotation
+from outrider.runner import ModelRunner, attention
+from outrider.runner.kv_cache import CacheShape, LayerShape
+from outrider.runner.loading import decoder_layers, num_layers, text_config
+from outrider.runner.survey import survey_without_weights, without_weights
+from outrider.types import OutriderError, first_line
+
+
+@dataclass(frozen=True)
+class Body:
+    """A model without weights, whose parts a head is made of."""
+
+    model: PreTrainedModel  # on the meta device
+    layers: dict[int, LayerShape]  # decoder layers that see the whole text, and what they store
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, kind: Any, stored: CacheShape | None = None) -> Body:
+        """Return the body of a model class. ``stored``: what its layers store, if known.
+
+        Raises ``OutriderError`` for a model none of whose layers runs by itself.
+        """
+        found = stored or survey_without_weights(config, kind)
+        model = without_weights(config, kind)
+        kinds = getattr(text_config(model), "layer_types", None)
+        whole: dict[int, LayerShape] = {}
+        for layer, place in enumerate(() if found is None or found.by_request else found.places):
+            if place is not None and (not kinds or kinds[layer] == "full_attention"):
+                whole[layer] = found.kinds[place[0]][0]  # type: ignore[union-attr]
+        body = cls(model, whole)
+        if not whole:
+            raise OutriderError(f"{model.config.model_type} has no layer with full attention for a head")
+        body._try(max(whole))
+        return body
+
+    def _try(self, layer: int) -> None:
+        """Run one layer by itself. Raises ``OutriderError`` where it needs more than hidden states and positions."""
+        text = text_config(self.model)
+        hidden = torch.zeros(1, 2, int(text.hidden_size), device="meta")
+        positions = torch.zeros(1, 2, dtype=torch.long, device="meta")
+        self.model.set_experts_implementation("batched_mm")  # whose shapes do not depend on which experts are chosen
+        try:
+            decoder: Any = self.model.get_decoder()
+            rotation = decoder.rotary_emb(hidden, positions)
+            out = run_layer(decoder_layers(self.model)[layer], hidden, positions, rotation)
+            assert out.shape == decoder.norm(hidden).shape
+        except Exception as error:  # model code raises many kinds of exceptions
+            raise OutriderError(
+                f"the layers of {self.model.config.model_type} cannot be those of a head: {first_line(error)}"
+            ) from error
+
+    def layer_for(self, with_experts: bool) -> int:
+        """Return the last layer with, or without, experts; the last one if there is none like that."""
+        own = decoder_layers(self.model)
+        like = [layer for layer in self.layers if any("experts" in name for name in own[layer].state_dict()) == with_experts]
+        return max(like or self.layers)
+
+    def new(self, module: nn.Module) -> Any:
+        """Return a copy of one of the model's modules with memory and initial weights."""
+        found = copy.deepcopy(module).to_empty(device="cpu").train(False)
+        with torch.no_grad():
+            found.apply(self.model._init_weights)
+        return found
+
+
+def run_layer(layer: nn.Module, hidden: Tensor, position_ids: Tensor, rotation: Rotation) -> Tensor:
+    """Apply a decoder layer of transformers to [B, T, H]."""
+    out = layer(hidden, attention_mask=None, position_ids=position_ids, position_embeddings=rotation)
+    found: Tensor = out[0] if isinstance(out, tuple) else out
+    return found
+
+
+class MtpHead(RolloutHead):
+    """The head's modules: those of the checkpoints, under names of our own."""
+
+    def __init__(self, body: Body, layer: int, own_embedding: bool = False, own_output: bool = False) -> None:
+        """``layer``: the body's layer that is copied."""
+        super().__init__()
+        self.model_config, self.text, self.layer = body.model.config, text_config(body.model), layer
+        self._cache_shape = CacheShape.of({layer: body.layers[layer]})
+        hidden, decoder = int(self.text.hidden_size), body.model.get_decoder()
+        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.embed_norm, self.hidden_norm, self.norm = (body.new(decoder.norm) for _ in range(3))
+        self.layers = nn.ModuleList([body.new(decoder_layers(body.model)[layer])])
+        self.rotary_emb = self.exact_rotary_of(decoder.rotary_emb)
+        if own_embedding:
+            self.embed_tokens = nn.Embedding(int(self.text.vocab_size), hidden)
+        if own_output:
+            self.lm_head = nn.Linear(hidden, int(self.text.vocab_size), bias=False)
+        self.register_buffer("draft_ids", None)
+        self.set_attention(attention.NAME)
+
+    def exact_rotary_of(self, rotary: nn.Module) -> nn.Module:
+        """Return a new rotary embedding of this kind; frequencies are computed from the config."""
+        made: nn.Module = type(rotary)(self.text)
+        return made
+
+    def exact_rotary(self) -> nn.Module:
+        return self.exact_rotary_of(self.rotary_emb)
+
+    def set_attention(self, name: str) -> None:
+        """Set the attention function of its layer; experts are computed one after another."""
+        for module in self.layers.modules():
+            config = getattr(module, "config", None)
+            if isinstance(config, PreTrainedConfig):
+                config._attn_implementation, config._experts_implementation = name, "eager"
+
+    @property
+    def hidden_states(self) -> tuple[int, ...]:
+        return (num_layers(self.text),)
+
+    @property
+    def uses_targets_output(self) -> bool:
+        return not hasattr(self, "lm_head")
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        return self._cache_shape
+
+    def check_fit(self, target: ModelRunner) -> None:
+        hidden, vocab = int(self.text.hidden_size), int(self.text.vocab_size)
+        if hidden != target.hidden_size:
+            raise OutriderError(f"the head expects hidden size {hidden}, but {target.name} has {target.hidden_size}")
+        if vocab != target.vocab_size:
+            raise OutriderError(f"the head was made for {vocab} tokens, but {target.name} has {target.vocab_size}")
+        if self.hidden_states != (target.num_layers,):
+            raise OutriderError(
+                f"the head was made for {self.hidden_states[0]} layers, but {target.name} has {target.num_layers}"
+            )
+
+    def fuse(self, features: Sequence[Tensor]) -> Tensor:
+        return features[0]
+
+    def forward(self, token_ids: Tensor, hidden: Tensor, position_ids: Tensor, rotation: Rotation | None = None) -> Tensor:
+        joined = torch.cat((self.embed_norm(self.embed(token_ids, hidden)), self.hidden_norm(hidden)), -1)
+        rotation = rotation or self.rotary_emb(hidden, position_ids)
+        out: Tensor = self.norm(run_layer(self.layers[0], self.fc(joined), position_ids, rotation))
+        return out
+
+    def feedback(self, out: Tensor) -> Tensor:
+        return out
+
+    def logits(self, out: Tensor) -> Tensor:
+        return self.target_logits(out) if self.uses_targets_output else self.lm_head(out)

@@ -1,0 +1,177 @@
+"""MTP heads on disk, in the three layouts of checkpoints, in the target's own folder or in one of the head alone.
+
+A head is recognised by its tensors: configs still name a head that a quantiser has dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.heads.checkpoint import fill, find_folder, read_config, read_folder, tensor_names, write_folder
+from outrider.heads.mtp import Body, MtpHead
+from outrider.runner import ModelRunner, loading
+from outrider.runner.linear import weight_of
+from outrider.types import OutriderError
+
+IGNORED = (r"rotary_emb\.",)
+SHARED = 0.02  # relative distance up to which a stored embedding or output head is the target's: its rounding to 8 bits
+STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of experts, by transformers' names
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of a head's tensors in one family of checkpoints."""
+
+    pattern: str  # of what the names begin with
+    prefix: str  # the same, of the first head; {n}: the target's number of layers
+    parts: Mapping[str, str]  # the head's module -> its name after the prefix; "" is the decoder layer's
+    hidden_first: bool = False  # whether the feature's columns of fc come before the embedding's
+    count: str = "num_nextn_predict_layers"  # where its configs say how many heads there are
+
+
+QWEN = {"fc": "fc", "embed_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden", "norm": "norm"}
+DEEPSEEK = {"fc": "eh_proj", "embed_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head.norm"}
+MIMO = {"fc": "input_proj", "embed_norm": "token_layernorm", "hidden_norm": "hidden_layernorm", "norm": "final_layernorm"}
+OWN = {"embed_tokens": "embed_tokens", "lm_head": "lm_head"}
+LAYOUTS = {
+    "qwen": Layout(r"mtp\.", "mtp.", QWEN | OWN | {"layers.0": "layers.0"}, count="mtp_num_hidden_layers"),
+    "deepseek": Layout(
+        r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.",
+        "model.layers.{n}.",
+        DEEPSEEK | OWN | {"lm_head": "shared_head.head", "layers.0": ""},
+    ),
+    "mimo": Layout(r"(?:model\.)?mtp_layers\.0\.", "model.mtp_layers.0.", MIMO | OWN | {"layers.0": ""}, hidden_first=True),
+}
+
+
+def load(source: str | Path, target: ModelRunner) -> MtpHead:
+    """Read a head for this target, in float32. Raises ``OutriderError`` naming the tensor that is missing or does not fit."""
+    folder = find_folder(source)
+    layout, prefix = _found_layout(folder, target.num_layers, str(source))
+    config, tensors = read_folder(folder, prefix)
+    names = {_own_name(layout, name.removeprefix(prefix)): name for name in tensors}
+    found = {own: tensors.pop(name) for own, name in names.items() if own is not None}
+    body = _body(folder, config, target)
+    own_embedding = _keeps(found, "embed_tokens.weight", target.model.get_input_embeddings())
+    own_output = _keeps(found, "lm_head.weight", target.model.get_output_embeddings())
+    layer = body.layer_for(any(".experts." in name for name in found))
+    head = MtpHead(body, layer, own_embedding, own_output)
+    head.check_fit(target)
+
+    def named(name: str) -> str:
+        return prefix + _stored_name(layout, name)
+
+    _stack_experts(found, head.state_dict(), named, source)
+    if layout.hidden_first and "fc.weight" in found:
+        found["fc.weight"] = _swapped(found["fc.weight"])
+    fill(head, found, source, IGNORED, named)
+    return head.eval().requires_grad_(False)
+
+
+def _found_layout(folder: Path, num_layers: int, source: str) -> tuple[Layout, str]:
+    """Return the layout of the head in a folder, and what its tensors' names begin with."""
+    names = list(tensor_names(folder))
+    for layout in LAYOUTS.values():
+        starts = [start for name in names if (start := re.match(layout.pattern, name)) is not None]
+        beyond = [start for start in starts if not start.groups() or int(start[1]) >= num_layers]
+        if beyond:
+            return layout, min(beyond, key=lambda start: int(start[1]) if start.groups() else 0)[0]
+    if read_config(folder).get("model_type") in ASSISTANTS:
+        raise OutriderError(
+            f"{source} drafts over the target's own KV cache, as Gemma 4's assistants do: this is not supported"
+        )
+    wanted = [each.prefix.format(n=num_layers) + each.parts["fc"] + ".weight" for each in LAYOUTS.values()]
+    raise OutriderError(
+        f"{source} holds no MTP head: none of {', '.join(wanted)} is there; give a folder with the head as the method's draft, "
+        "or train one"
+    )
+
+
+def _own_name(layout: Layout, name: str) -> str | None:
+    """Return the head's name of a tensor without its prefix; None for modules of further depths."""
+    for own, part in layout.parts.items():
+        if part and name.startswith(f"{part}."):
+            return own + name.removeprefix(part)
+    return f"layers.0.{name}" if layout.parts["layers.0"] == "" else None if name.startswith("layers.") else name
+
+
+def _stored_name(layout: Layout, name: str) -> str:
+    """Return a tensor's name in the layout, without its prefix."""
+    own = next(own for own in layout.parts if name.startswith(f"{own}."))
+    return f"{layout.parts[own]}{name.removeprefix(own)}".removeprefix(".")
+
+
+def _body(folder: Path, config: Mapping[str, Any], target: ModelRunner) -> Body:
+    """Return the model whose parts the head is made of: the target, or what the config of the head's folder describes."""
+    own = target.model.config
+    kinds = (own.model_type, loading.text_config(own).model_type)
+    if config.get("model_type") in kinds:
+        return Body.of(own, type(target.model), target.cache.shape)
+    described = loading.load_config(folder)
+    return Body.of(described, loading.model_class(described))
+
+
+def _keeps(tensors: dict[str, Tensor], name: str, module: Any) -> bool:
+    """Return whether the head has a table of its own under this name; a copy of the target's is dropped."""
+    if name not in tensors:
+        return False
+    own, other = tensors[name].float(), weight_of(module).float().cpu()
+    if own.shape == other.shape and float((own - other).norm()) <= SHARED * float(other.norm()):
+        del tensors[name]
+        return False
+    return True
+
+
+def _stack_experts(
+    tensors: dict[str, Tensor], wanted: Mapping[str, Tensor], named: Callable[[str], str], source: object
+) -> None:
+    """Join the matrices of single experts to transformers' stacks of them, in place."""
+    for name, there in wanted.items():
+        stem, _, stack = name.rpartition(".experts.")
+        if not stem or stack not in STACKS or name in tensors:
+            continue
+        each = [[f"{stem}.experts.{expert}.{part}.weight" for part in STACKS[stack]] for expert in range(len(there))]
+        try:
+            tensors[name] = torch.stack([torch.cat([tensors.pop(part) for part in parts]) for parts in each])
+        except KeyError as missing:
+            raise OutriderError(f"{source} lacks tensors of the head, the first {named(missing.args[0])}") from missing
+        except RuntimeError as error:
+            raise OutriderError(f"{source}: the experts of {named(stem + '.experts')} have different shapes") from error
+
+
+def export(head: MtpHead, folder: Path, layout: str = "qwen", acceptance: list[float] | None = None) -> None:
+    """Write a head with the config of the model whose layer it has.
+
+    ``acceptance``: measured acceptance of the first, second, ... sibling, which determines tree shapes.
+    """
+    names = LAYOUTS[layout]
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in head.state_dict().items():
+        stem, _, stack = name.rpartition(".experts.")
+        if not stem or stack not in STACKS:
+            tensors[name] = tensor
+            continue
+        for expert, rows in enumerate(tensor):
+            for part, matrix in zip(STACKS[stack], rows.chunk(len(STACKS[stack])), strict=True):
+                tensors[f"{stem}.experts.{expert}.{part}.weight"] = matrix
+    if names.hidden_first:
+        tensors["fc.weight"] = _swapped(tensors["fc.weight"])
+    prefix = names.prefix.format(n=head.hidden_states[0])
+    config = json.loads(head.model_config.to_json_string(use_diff=False))
+    config.get("text_config", config)[names.count] = 1
+    extra = {"outrider": {"acceptance_by_rank": acceptance}} if acceptance else {}
+    write_folder(folder, config | extra, {prefix + _stored_name(names, name): tensor for name, tensor in tensors.items()})
+
+
+def _swapped(weight: Tensor) -> Tensor:
+    """Swap the two halves of the inputs of fc [H, 2H]."""
+    return torch.cat(weight.chunk(2, -1)[::-1], -1)

@@ -1,0 +1,296 @@
+"""Trees drafted by a head that continues from the target's features, level by level.
+
+Greedy and coupled rounds use the dynamic tree of EAGLE-2 (Li et al. 2024, arXiv 2406.16858), section 4: the ``top_k`` most
+confident nodes of each level are expanded, then all candidates are ranked again and the best kept; drafts are point masses.
+Confidences are calibrated by what the target accepted. Sampled rounds: siblings are sampled without replacement, in a tree
+whose shape does not depend on the samples, and the proposal carries the distributions, so verification keeps its full value and
+the output has the target's distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.heads.head_runner import HeadRunner
+from outrider.heads.rollout_head import RolloutHead
+from outrider.proposers.base import Proposer, spread
+from outrider.proposers.tree_chances import Calibration, Drafted, DrawnTree, Floats, GrownTree, SiblingRates, learn_from
+from outrider.proposers.tree_sizes import TreeCosts, TreeSizes
+from outrider.proposers.trees import TreeShape, draw_tree
+from outrider.runner import ModelRunner
+from outrider.runner.quantized import check_head_bits
+from outrider.types import Context, OutriderError, Proposal, Verdict
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """Shape of the trees, and the head's precision."""
+
+    top_k: int = 6  # children per node, and expanded nodes per level
+    max_depth: int = 12
+    max_nodes: int | None = None  # maximum drafts in a proposal; None: as many as pay
+    acceptance: tuple[float, ...] = (0.72, 0.13, 0.05, 0.025, 0.01)  # of the first, second, ... sibling when sampling
+    bits: int | None = (
+        None  # 8: quantise the head's weights, and its inputs on CPUs with 8-bit products; halves the memory traffic
+    )
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1 or self.max_depth < 1 or (self.max_nodes is not None and self.max_nodes < 1) or not self.acceptance:
+            raise OutriderError("top_k, max_depth and max_nodes must be at least 1, and acceptance must not be empty")
+        check_head_bits(self.bits)
+
+
+def tree_options(config: TreeConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a portable ``TreeHead`` that describe its trees. ``options``: those that the user gave."""
+    asked = config.top_k > 1 and not {"top_k", "max_nodes"}.isdisjoint(options)
+    return {"top_k": config.top_k, "max_nodes": config.max_nodes, "asks_for_tree": asked}
+
+
+class HeadProposer(Proposer):
+    """Drafts with a head over the target's features, which has its own KV cache."""
+
+    drafts_trees = True
+
+    def __init__(self, head: RolloutHead, target: ModelRunner, config: TreeConfig) -> None:
+        """Raise ``OutriderError`` for a head that does not fit the target."""
+        head.check_fit(target)
+        if not target.takes_trees:  # one path would be left of any tree
+            config = replace(config, top_k=1, acceptance=config.acceptance[:1])
+        self.needs_hidden = head.hidden_states
+        self.head = HeadRunner(head, target, config.bits)
+        self.max_drafts = config.max_depth
+        self._config, self._vocab_size = config, target.vocab_size
+        self._sizes = TreeSizes(target, config.max_nodes)
+        self._rates = SiblingRates([config.acceptance] * config.max_depth)
+        self._calibrations = {is_greedy: Calibration() for is_greedy in (True, False)}
+        self._drafted: dict[str, Drafted] = {}  # trees of this round, until the verdict
+
+    def num_nodes(self, k: int) -> int:
+        return self._sizes.expected(k)
+
+    def propose(self, context: Context, k: int) -> Proposal:
+        started = perf_counter()
+        # A request has no features before the target has read its prompt.
+        able = [b for b in range(len(context.requests)) if len(context.hidden[self.needs_hidden[0]][b])]
+        k = min(k, self.max_drafts, max((context.limits[b] for b in able), default=0))
+        self._drafted = {}
+        if not able:
+            return Proposal.empty(len(context.requests))
+        out = self._read(context, able)
+        if k <= 0:
+            return Proposal.empty(len(context.requests))
+        round_ = _Round(context, able, k, self._vocab_size)
+        if context.sampler.is_deterministic:
+            calibration = self._calibrations[all(request.params.is_greedy for request in context.requests)]
+            found = _Candidates(self._sizes.most, calibration, self._sizes.costs(context), started)
+            proposal = _confident_tree(self.head, round_, out, self._config.top_k, found)
+            depth, num_steps = found.depth, found.num_levels
+            self._drafted = found.drafted
+        else:
+            shape = self._sizes.shape(self._rates.table[:k], context, is_levelwise=True)
+            proposal = _drawn_tree(self.head, round_, out, shape)
+            depth = num_steps = max(shape.depths)
+            if not self._sizes.is_fixed:  # with a fixed size, output for a seed does not depend on other requests
+                lens = proposal.lens.tolist()
+                drawn = zip(round_.ids, [lens[b] for b in able], strict=True)
+                self._drafted = {request_id: DrawnTree(shape, count, self._rates) for request_id, count in drawn}
+        self._sizes.learn(int(proposal.lens.max()), max(depth, 1), num_steps, started)
+        return proposal
+
+    def _read(self, context: Context, able: list[int]) -> Tensor:
+        """Process new target features; return the head's output after each request's last token, [A, H]."""
+        ids = [context.requests[b].request_id for b in able]
+        tokens = [context.requests[b].token_ids[self.head.cached_len(name) + 1 :] for b, name in zip(able, ids, strict=True)]
+        features = [[context.hidden[index][b] for index in self.needs_hidden] for b in able]
+        if any(len(text) != len(new[0]) for text, new in zip(tokens, features, strict=True)):
+            raise RuntimeError("the features do not continue where the last ones ended")
+        out = self.head.extend(ids, tokens, features)
+        if not bool(torch.isfinite(out).all()):
+            raise RuntimeError("the head's output is NaN or infinite")
+        return out
+
+    def commit(self, context: Context, verdict: Verdict) -> None:
+        """Update the acceptance estimates from the verdict."""
+        learn_from(self._drafted, context, verdict)
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        self.head.release(request_ids)
+
+
+class _Round:
+    """The requests of a round that can be drafted for: A of B."""
+
+    def __init__(self, context: Context, able: list[int], k: int, vocab_size: int) -> None:
+        self.batch, self.able, self.k, self.vocab_size = len(context.requests), able, k, vocab_size
+        self.sampler = context.sampler
+        self.ids = [context.requests[b].request_id for b in able]
+        self.limits = [min(k, context.limits[b]) for b in able]
+        self.is_whole = len(able) == self.batch
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[A, ...] -> [B, ...]."""
+        return spread(values, self.able, self.batch)
+
+    def pick(self, values: Tensor) -> Tensor:
+        """[B, ...] -> [A, ...]."""
+        return values if self.is_whole else values[self.able]
+
+
+def _grown(sees: Tensor | None, parent: Tensor, width: int) -> Tensor:
+    """Return the attention mask bool [A, W, M] of the next level over the drafts fed so far, from each node's parent."""
+    own = torch.eye(width, dtype=torch.bool, device=parent.device).expand(parent.shape[0], -1, -1)
+    if sees is None:
+        return own
+    return torch.cat((sees.gather(1, parent[:, :, None].expand(-1, -1, sees.shape[2])), own), -1)
+
+
+def _children_of(values: Tensor, parent: Tensor) -> Tensor:
+    """values [A, P, H], parent [A, W] -> [A, W, H]."""
+    return values.gather(1, parent[:, :, None].expand(-1, -1, values.shape[2]))
+
+
+def _confident_tree(head: HeadRunner, round_: _Round, out: Tensor, top_k: int, found: _Candidates) -> Proposal:
+    """Expand and re-rank (EAGLE-2, sections 4.1 and 4.2) as far as it pays."""
+    beam: Tensor | None = None  # [A, W]: candidate index of each expanded node
+    nodes = parents = torch.zeros(len(round_.able), 0, dtype=torch.long, device=out.device)  # expanded so far, for the sampler
+    sees, at = None, torch.zeros(len(round_.able), 1, dtype=torch.float64, device=out.device)
+    hidden = out[:, None]  # [A, W, H]
+    for depth in range(1, round_.k + 1):
+        start = nodes.shape[1] - hidden.shape[1] + 1 if depth > 1 else 0
+        logits = round_.spread(head.logits(hidden))
+        drafts, above = (round_.spread(nodes), round_.spread(parents)) if depth > 1 else (None, None)
+        confidences = round_.pick(round_.sampler.confidences(logits, drafts, above, start))  # [A, W, V]
+        best = confidences.topk(min(top_k, confidences.shape[-1]), -1)
+        logprobs = found.chances(best.values).log_().clamp_(max=-1e-9)  # a child has less value than its parent
+        values = (at[:, :, None] + logprobs).flatten(1)  # [A, W * top_k]
+        first = found.add(best.indices.flatten(1), values, beam, depth)
+        if depth == round_.k or not found.can_grow(values):
+            break
+        at, chosen = values.topk(min(top_k, values.shape[1]), -1)  # [A, W]
+        beam, in_level = first + chosen, chosen // best.values.shape[2]
+        token_ids = found.tokens.gather(1, beam)
+        sees = _grown(sees, in_level, token_ids.shape[1])
+        feedback = head.head.feedback(hidden)
+        level_start = nodes.shape[1] - hidden.shape[1] if depth > 1 else -1
+        parents = torch.cat((parents, in_level + level_start if depth > 1 else torch.full_like(in_level, -1)), 1)
+        nodes = torch.cat((nodes, token_ids), 1)
+        hidden = head.level(round_.ids, token_ids, _children_of(feedback, in_level), depth, sees)
+    return found.proposal(round_)
+
+
+class _Candidates:
+    """All candidate nodes, as [A, C] tensors that grow by one level at a time, and the choice among them."""
+
+    def __init__(self, num_nodes: int, calibration: Calibration, costs: TreeCosts | None = None, started: float = 0.0) -> None:
+        """At most ``num_nodes`` are chosen; with ``costs`` as many as pay, of drafting that began at ``started``."""
+        self.num_nodes, self._calibration, self._costs, self._started = num_nodes, calibration, costs, started
+        self.tokens = self.values = self.parents = torch.empty(0)
+        self.depths: list[int] = []
+        self.depth = 0  # depth of the chosen tree
+        self.drafted: dict[str, Drafted] = {}  # by request, after the choice
+        self._confidences: list[Floats] = []  # per level, [A, W * top_k]
+
+    def chances(self, confidences: Tensor) -> Tensor:
+        """Return float64 [A, W, top_k]: the probability that each node is accepted after its parent."""
+        found = confidences.double().cpu().numpy()
+        self._confidences.append(found.reshape(len(found), -1))
+        return torch.from_numpy(self._calibration.chances(found)).to(confidences.device)
+
+    def add(self, token_ids: Tensor, values: Tensor, beam: Tensor | None, depth: int) -> int:
+        """Add the children [A, W * top_k] of the nodes ``beam`` [A, W]. Return the index of the first."""
+        first, count = len(self.depths), token_ids.shape[1]
+        if beam is None:
+            self.tokens, self.values, self.parents = token_ids, values, torch.full_like(token_ids, -1)
+        else:
+            parents = beam.repeat_interleave(count // beam.shape[1], 1)
+            self.tokens, self.values = torch.cat((self.tokens, token_ids), 1), torch.cat((self.values, values), 1)
+            self.parents = torch.cat((self.parents, parents), 1)
+        self.depths += [depth] * count
+        return first
+
+    @property
+    def num_levels(self) -> int:
+        """Return the number of candidates."""
+        return self.depths[-1]
+
+    def can_grow(self, values: Tensor) -> bool:
+        """Return whether a child of the last level could still be among the best and pay for its level."""
+        likeliest, best = values.amax(-1), self.values.topk(min(self.num_nodes, len(self.depths)), -1).values
+        if best.shape[1] == self.num_nodes and not bool((likeliest > best[:, -1]).any()):
+            return False
+        if self._costs is None:
+            return True
+        so_far = self._costs_so_far()
+        return so_far.level_pays(float(likeliest.exp().sum()), so_far.drafted / self.num_levels, _worths(best))
+
+    def _costs_so_far(self) -> TreeCosts:
+        """The costs with the seconds drafted up to now."""
+        assert self._costs is not None
+        return replace(self._costs, drafted=perf_counter() - self._started)
+
+    def proposal(self, round_: _Round) -> Proposal:
+        """Return the most confident nodes of each request as point masses, parents first, siblings by confidence."""
+        is_beyond = torch.tensor(self.depths)[None] > torch.tensor(round_.limits)[:, None]
+        values = self.values.cpu().masked_fill(is_beyond, float("-inf"))
+        best = values.topk(min(self.num_nodes, values.shape[1]), -1)
+        size = best.values.shape[1] if self._costs is None else self._costs_so_far().best_size(_worths(best.values))[0]
+        tokens, above, confidences = self.tokens.tolist(), self.parents.tolist(), np.concatenate(self._confidences, 1).tolist()
+        token_ids = torch.zeros(round_.batch, size, dtype=torch.long)
+        parents, lens = torch.full_like(token_ids, -1), torch.zeros(round_.batch, dtype=torch.long)
+        for a, b in enumerate(round_.able):
+            ranked = zip(best.indices[a, :size].tolist(), best.values[a, :size].tolist(), strict=True)
+            kept = [node for node, value in ranked if value > -1e30]
+            kept.sort(key=lambda node: self.depths[node])  # stable sort: by value within a depth
+            place = {node: index for index, node in enumerate(kept)} | {-1: -1}
+            self.drafted[round_.ids[a]] = GrownTree(tokens[a], above[a], confidences[a], kept, self._calibration)
+            lens[b] = len(kept)
+            if kept:
+                self.depth = max(self.depth, self.depths[kept[-1]])
+                token_ids[b, : len(kept)] = torch.tensor([tokens[a][node] for node in kept])
+                parents[b, : len(kept)] = torch.tensor([place[above[a][node]] for node in kept])
+        return Proposal(token_ids, lens, None, parents)
+
+
+def _worths(best: Tensor) -> list[float]:
+    """Return the expected accepted drafts that each further node adds over the batch, from the best values [A, N]."""
+    worths: list[float] = best.exp().sum(0).tolist()
+    return worths
+
+
+def _drawn_tree(head: HeadRunner, round_: _Round, out: Tensor, shape: TreeShape) -> Proposal:
+    """Sample a tree of the shape level by level, up to each request's maximum depth."""
+    proposal = draw_tree(shape, round_.sampler, round_.batch, _Levels(head, round_, out, shape))
+    lens = torch.zeros(round_.batch, dtype=torch.long)
+    lens[round_.able] = torch.tensor([shape.cut(limit) for limit in round_.limits])
+    return replace(proposal, lens=lens)
+
+
+class _Levels:
+    """Runs the head over the inner nodes, level by level."""
+
+    def __init__(self, head: HeadRunner, round_: _Round, out: Tensor, shape: TreeShape) -> None:
+        """``out`` [A, H]: the head's output after the root."""
+        self._head, self._round, self._shape = head, round_, shape
+        self._hidden = out[:, None]  # [A, I, H]
+        self._sees: Tensor | None = None
+        self._inner: list[int] = []
+
+    def __call__(self, inner: list[int], token_ids: Tensor) -> Tensor:
+        """See ``trees.draw_tree``."""
+        if self._inner:
+            round_ = self._round
+            in_level = torch.tensor([self._inner.index(self._shape.parents[node]) for node in inner], device=token_ids.device)
+            in_level = in_level.expand(len(round_.able), -1)
+            self._sees = _grown(self._sees, in_level, len(inner))
+            above = _children_of(self._head.head.feedback(self._hidden), in_level)
+            depth = self._shape.depths[inner[0]]
+            self._hidden = self._head.level(round_.ids, round_.pick(token_ids)[:, inner], above, depth, self._sees)
+        self._inner = inner
+        return self._round.spread(self._head.logits(self._hidden))

@@ -1,0 +1,54 @@
+"""MTP: the multi-token-prediction head that comes with a checkpoint drafts a tree (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+The head is that of the target's own folder unless another one is named. Targets whose layers have a state score chains: then
+the first path of each tree is all that is drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from outrider.heads import findings, mtp_formats
+from outrider.heads.checkpoint import MTP, folder_of, measured_acceptance
+from outrider.heads.mtp import MtpHead
+from outrider.proposers.head_trees import HeadProposer, TreeConfig, tree_options
+from outrider.proposers.method import MethodSpec, Setting
+from outrider.proposers.portable import OwnHead
+from outrider.types import Finding
+
+
+class MtpProposer(HeadProposer):
+    """Drafts with an MTP head."""
+
+    name = "mtp"
+
+
+class MtpMethod(MethodSpec):
+    proposer = MtpProposer
+    options = TreeConfig
+    takes_draft = True
+    drafts_with = MTP
+    comes_with_target = True
+
+    def build(self, setting: Setting) -> MtpProposer:
+        """Load the head. Raises ``OutriderError`` if there is none or it does not fit."""
+        setting = setting.of(self)
+        if isinstance(setting.draft, MtpHead):
+            return MtpProposer(setting.draft, setting.target, setting.config(TreeConfig))
+        folder = folder_of(setting.draft or setting.target.name)
+        config = setting.config(TreeConfig, acceptance=measured_acceptance(folder))
+        return MtpProposer(mtp_formats.load(folder, setting.target), setting.target, config)
+
+    def portable(self, setting: Setting) -> OwnHead:
+        setting = setting.of(self)
+        source = None if setting.draft is None else str(setting.draft)
+        return OwnHead(source, **tree_options(setting.config(TreeConfig), setting.options))
+
+    def examine(self, setting: Setting) -> Iterator[Finding]:
+        """Check the head's tensors, dtype and size from its files."""
+        setting = setting.of(self)
+        if not isinstance(setting.draft, MtpHead):
+            yield from findings.of_mtp(folder_of(setting.draft or setting.target.name), setting.target)
+
+
+METHOD = MtpMethod()
