@@ -21,6 +21,7 @@ def cell(
         "temperature": 0.0,
         "batch": 1,
         "workload": workload,
+        "busy": 0,
         "tok_s": sorted(speeds)[len(speeds) // 2],
         "plain_tok_s": sorted(plain_speeds)[len(speeds) // 2],
         "speedup": middle,

@@ -13,12 +13,15 @@ from heads.writers import write_eagle3
 from safetensors.torch import load_file, save_file
 from tiny_folder import make_folder, make_tokenizer
 from toy import outputs_of
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from outrider import LLM
 from outrider.doctor import Patient, check_up, checkup
 from outrider.proposers.base import Proposer, chain_proposal
 from outrider.proposers.method import MethodSpec, Setting
 from outrider.registry import PROPOSERS
+from outrider.runner import ModelRunner
+from outrider.runner.config import RunnerConfig
 from outrider.types import Finding, SamplingParams
 
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -61,6 +64,23 @@ def test_the_head_in_a_checkpoint_is_examined(tmp_path):
     assert "its output head is the target's" in text_of(found, "tensors")
     rewrite(tmp_path, lambda tensors: tensors.pop("model.mtp_layers.0.input_proj.weight"))
     assert "model.mtp_layers.0.input_proj.weight" in " ".join(each.text for each in examined(tmp_path, "mtp").findings)
+
+
+def test_passes_over_experts_are_priced_with_tokens_that_use_different_ones(tmp_path, monkeypatch):
+    make_folder(tmp_path)
+    sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 16}
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, num_key_value_heads=2)).save_pretrained(tmp_path)
+    runner = ModelRunner.load(tmp_path, RunnerConfig(compile="never", device="cpu"))
+    used: list[int] = []
+    gate = next(module for name, module in runner.model.named_modules() if name.endswith("mlp.gate"))
+    gate.register_forward_hook(lambda module, args, out: used.append(len(set(out[-1].flatten().tolist()))))
+    runner.pass_cost(6, 1, 16)
+    assert max(used) > 4  # equal tokens are sent to two of the eight
+    monkeypatch.setattr(ModelRunner, "pass_cost", lambda self, width, *_: float(width))
+    found = examined(tmp_path, "ngram")
+    assert level_of(found, "passes") == "suspicious" and "2 of 8 experts" in text_of(found, "passes")
 
 
 def test_a_draft_of_another_target_does_not_fit(target, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,16 @@ def test_weights_on_a_disk_that_fails_are_refused(
             loading.check_readable(folder)
     else:  # a kernel that does not know the request
         loading.check_readable(folder)
+
+
+@pytest.mark.parametrize(
+    ("granted", "cores"), [("150000 100000", 2), ("50000 100000", 1), ("max 100000", 64), ("", 64), (None, 64)]
+)
+def test_a_groups_share_of_time_limits_the_cores(
+    granted: str | None, cores: int, groups: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if granted is not None:
+        (groups / "cpu.max").write_text(granted)
+    group(monkeypatch, "0::/")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64), raising=False)
+    assert memory.num_cores() == cores

@@ -1,7 +1,9 @@
-"""How much memory there is for a model, and how much its weights take."""
+"""How much memory and how many cores this process may use, and how much memory weights take."""
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
 
 from outrider.errors import OutriderError
@@ -21,22 +23,40 @@ def total_memory() -> int | None:
 
 
 def group_limit() -> int | None:
-    """Return the limit of this process's control group, in bytes; None without one."""
+    """Return the memory limit of this process's control group, in bytes; None without one."""
+    names = [*_group_files("", "memory.max"), *_group_files("memory", "memory.limit_in_bytes")]
+    return _least(*(_number(name) for name in names))
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use: by its affinity, and by its control group's share of time, rounded up."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limits = [own]
+    for name in _group_files("", "cpu.max"):
+        try:
+            granted, period = name.read_text().split()
+            limits.append(max(1, math.ceil(int(granted) / int(period))))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return min(limits)
+
+
+def _group_files(controller: str, name: str) -> list[Path]:
+    """Files of that name of this process's control group, and of the root: in a container the group's own folder is the root.
+
+    ``controller``: of version 1; empty for version 2.
+    """
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return None
-    limits = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            names = [GROUPS / path.strip("/") / "memory.max", GROUPS / "memory.max"]
-        elif "memory" in controllers.split(","):
-            names = [GROUPS / "memory" / path.strip("/") / "memory.limit_in_bytes", GROUPS / "memory" / "memory.limit_in_bytes"]
-        else:
-            continue
-        limits += [_number(name) for name in names]  # in a container the group's own folder is the root
-    return _least(*limits)
+        return []
+    groups = [line.split(":", 2)[1:] for line in lines]
+    return [
+        root / name
+        for controllers, path in groups
+        if controller in controllers.split(",")
+        for root in (GROUPS / controller / path.strip("/"), GROUPS / controller)
+    ]
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_folder import make_folder
@@ -60,6 +61,29 @@ def test_plain_and_contenders_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPat
     ]  # fmt: skip
     assert [len(run.batches) for runs in group.repeats for run in runs.values()] == [2] * 6
     assert plan.num_runs == len(order)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts processes as Linux shows them")
+def test_busy_processes_run_beside_the_measurement_and_no_longer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    running: list[int] = []
+    real = grid.generate
+
+    def count(*args: Any) -> Run:
+        running.append(len(children()))
+        return real(*args)
+
+    monkeypatch.setattr(grid, "generate", count)
+    plan = Plan((NGRAM,), {"x": [[1, 2, 3]]}, max_tokens=4, repeat=1, busy=(0, 2))
+    groups = list(grid.run_grid(Contenders(llm), plan))
+    assert [group.busy for group in groups] == [0, 2] and {cell["busy"] for cell in cells.cells(groups)} == {0, 2}
+    assert running[-2:] == [2, 2] and set(running[:-2]) == {0} and plan.num_runs == 4
+    assert not children()
+
+
+def children() -> set[str]:
+    """Processes that this one has started and that still run."""
+    folder = Path(f"/proc/self/task/{os.getpid()}/children")
+    return set(folder.read_text().split())
 
 
 def test_no_contender_remembers_a_text_from_another_s_run_or_from_before_a_repeat(llm: LLM) -> None:

@@ -346,7 +346,7 @@ def test_bench_prints_a_table_and_one_json_line(outrider: Run, target: Path, dra
             "acceptance_rate", "acceptance_histogram", "same_text", "ms", "speedup_interval", "acceptance_by_position",
             "cost_ratio", "expected_speedup", "difference", "inter_token_ms", "time_to_first_token_ms", "peak_memory_mb",
             "predicted_plain_tok_s", "prediction_error_percent", "loop_share", "ends_in_loop", "tokens_before_loops",
-            "before_loops",
+            "before_loops", "busy",
         } <= set(cell)  # fmt: skip
         assert set(cell["ms"]) == {"draft", "score", "verify", "host"}
         assert cell["same_text"] == (1.0 if cell["temperature"] == 0 else None)

@@ -23,7 +23,7 @@ from outrider.registry import PROPOSERS
 from outrider.search import Question, Search
 from outrider.search import search as search_module
 from outrider.search.journal import Journal
-from outrider.search.report import result, rows, table, verdict
+from outrider.search.report import oracle, result, rows, table, verdict
 from outrider.search.traffic import Text
 from outrider.types import OutriderError, SamplingParams
 from outrider.verifiers.exact import ExactMatchVerifier
@@ -58,7 +58,9 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Speed], list[tuple[str, 
         def generate(contenders: Contenders, contender: Contender, prompts: Sequence[Any], params: Any, batch: int) -> Any:
             ran.append((contender.label, len(prompts)))
             seconds = (1 + 0.01 * (len(ran) % 3)) / speed(contender)
-            return SimpleNamespace(seconds=seconds, mean_acceptance_length=2.0, faults=0)
+            rounds = [SimpleNamespace(num_accepted=[1])] * 12
+            batches = [SimpleNamespace(rounds=rounds)]
+            return SimpleNamespace(seconds=seconds, first_seconds=0.0, mean_acceptance_length=2.0, faults=0, batches=batches)
 
         monkeypatch.setattr(search_module, "generate", generate)
         monkeypatch.setattr(search_module, "warm_up", lambda *args: None)
@@ -84,6 +86,8 @@ def test_a_good_draft_is_found_and_plain_decoding_runs_in_every_turn(llm: LLM, t
     document = result(found, chosen, "toy")
     json.dumps(document)
     assert document["chosen"] == {"method": "draft", "k": 4, "label": "draft k=4"}
+    assert document["oracle_gap"] == pytest.approx(1.0, rel=0.01)  # all rounds end alike
+    assert "1.00 times" in oracle(document)[0]
     assert document["speedup"] == pytest.approx(2.8, rel=0.02)
     by_length = {row["k"]: row for row in document["candidates"]}
     assert by_length[1]["prompts"] == 2 < by_length[4]["prompts"] and by_length[1]["speedup"] == pytest.approx(1.5, rel=0.05)

@@ -41,6 +41,7 @@ def _cell(group: Group, contender: Contender, same_text_when_sampled: bool) -> d
         "temperature": group.temperature,
         "batch": group.batch,
         "workload": group.workload,
+        "busy": group.busy,
         **_figures(runs, plain),
         "loop_share": _rounded(loops),
         "ends_in_loop": _rounded(sum(map(ends_in_loop, texts)) / max(len(texts), 1)),

@@ -10,7 +10,7 @@ from typing import Any
 from outrider.types import OutriderError
 
 Cell = Mapping[str, Any]
-KEY = ("method", "k", "temperature", "batch", "workload")
+KEY = ("method", "k", "temperature", "batch", "workload", "busy")
 NUMBERS = ("temperature", "batch", "tok_s", "speedup", "mean_acceptance_length")
 LOOPS_MATTER = 0.1  # share of plain decoding's tokens in loops from which a reader is warned
 REPORTED = {"difference", "conditional_acceptance", "time_to_first_token_ms", "prediction_error_percent"}
@@ -48,10 +48,11 @@ def label(cell: Cell) -> str:
 
 
 def condition(cell: Cell) -> str:
-    """Return workload, temperature and batch as a label, without greedy and batch 1."""
+    """Return workload, temperature, batch and busy processes as a label, without greedy, batch 1 and none."""
     name = str(cell["workload"])
     name += f", t={cell['temperature']:g}" if cell["temperature"] else ""
-    return name + (f", batch {cell['batch']}" if cell["batch"] != 1 else "")
+    name += f", batch {cell['batch']}" if cell["batch"] != 1 else ""
+    return name + (f", {cell['busy']} busy" if cell.get("busy") else "")
 
 
 def read(path: Path, for_report: bool = False) -> dict[str, Any]:
@@ -66,6 +67,8 @@ def read(path: Path, for_report: bool = False) -> dict[str, Any]:
     except ValueError:
         raise OutriderError(f"{path} is not valid JSON: expected a file of `outrider bench --out`") from None
     cells = document.get("cells") if isinstance(document, dict) else None
+    if isinstance(cells, list):  # documents of earlier versions do not name the busy processes: there were none
+        cells = document["cells"] = [{"busy": 0, **cell} if isinstance(cell, dict) else cell for cell in cells]
     if isinstance(document, dict) and document.get("kind") == "serve":
         raise OutriderError(f"{path} was written by `outrider bench serve`: expected a file of `outrider bench --out`")
     if not isinstance(cells, list) or not all(isinstance(cell, dict) and _is_cell(cell) for cell in cells):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -13,11 +17,13 @@ from outrider.types import SamplingParams
 
 WARMUP_TOKENS = 24  # tokens of the untimed warm-up before a contender's first run
 PLAIN_CONTENDER = Contender(PLAIN, 0)
+# A process that computes for as long as the one with this number runs.
+BUSY = "import os\nwhile os.getppid() == {}: sum(range(10_000))"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Contenders x temperatures x batches x workloads, ``repeat`` times each."""
+    """Contenders x temperatures x batches x workloads x busy processes, ``repeat`` times each."""
 
     contenders: tuple[Contender, ...]
     workloads: Mapping[str, Sequence[list[int]]]  # name -> prompts as token ids
@@ -27,19 +33,21 @@ class Plan:
     repeat: int = 3
     seed: int = 0
     ignore_eos: bool = True  # so that every contender generates the same number of tokens
+    busy: tuple[int, ...] = (0,)  # other processes that compute meanwhile
 
-    def groups(self) -> Iterator[tuple[float, int, str]]:
-        """Return the conditions: temperature, batch, workload."""
+    def groups(self) -> Iterator[tuple[float, int, str, int]]:
+        """Return the conditions: temperature, batch, workload, busy processes."""
         for temperature in self.temperatures:
             for batch in self.batches:
                 for workload in self.workloads:
-                    yield temperature, batch, workload
+                    for busy in self.busy:
+                        yield temperature, batch, workload, busy
 
     @property
     def num_runs(self) -> int:
         """Return the number of timed runs, plain ones included: a run is one batch of prompts by one contender."""
         parts = sum(-(-len(prompts) // batch) for batch in self.batches for prompts in self.workloads.values())
-        return len(self.temperatures) * parts * self.repeat * (1 + len(self.contenders))
+        return len(self.temperatures) * len(self.busy) * parts * self.repeat * (1 + len(self.contenders))
 
     def params(self, temperature: float, repeat: int) -> SamplingParams:
         return SamplingParams(
@@ -55,6 +63,7 @@ class Group:
     batch: int
     workload: str
     repeats: list[dict[Contender, Run]] = field(default_factory=list)
+    busy: int = 0  # other processes that computed meanwhile
 
 
 def run_grid(contenders: Contenders, plan: Plan, report: Callable[[Progress], None] = lambda progress: None) -> Iterator[Group]:
@@ -66,8 +75,8 @@ def run_grid(contenders: Contenders, plan: Plan, report: Callable[[Progress], No
     warm: set[tuple[Contender, int]] = set()
     done, started = 0, perf_counter()
     spent_warming = 0.0
-    for temperature, batch, workload in plan.groups():
-        group = Group(temperature, batch, workload)
+    for temperature, batch, workload, busy in plan.groups():
+        group = Group(temperature, batch, workload, busy=busy)
         prompts = plan.workloads[workload]
         order = [PLAIN_CONTENDER, *plan.contenders]
         for contender in order:
@@ -88,9 +97,11 @@ def run_grid(contenders: Contenders, plan: Plan, report: Callable[[Progress], No
                         elapsed = perf_counter() - started - spent_warming
                         left = elapsed / done * (plan.num_runs - done) if done else None
                         what = f"{workload}, {contender.label}, batch {batch}, temperature {temperature:g}"
+                        what += f", {busy} busy" if busy else ""
                         report(Progress(done, plan.num_runs, left, what))
                         part = prompts[at : at + batch]
-                        runs[contender] = generate(contenders, contender, part, params, batch, runs.get(contender))
+                        with busy_processes(busy):
+                            runs[contender] = generate(contenders, contender, part, params, batch, runs.get(contender))
                         done += 1
                 group.repeats.append(runs)
         except KeyboardInterrupt:
@@ -98,6 +109,18 @@ def run_grid(contenders: Contenders, plan: Plan, report: Callable[[Progress], No
                 yield group
             raise
         yield group
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Within, that many other processes compute without a pause, as on a machine that others use as well."""
+    running = [subprocess.Popen([sys.executable, "-S", "-c", BUSY.format(os.getpid())]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
 
 
 def warm_up(contenders: Contenders, contender: Contender, prompts: Sequence[list[int]], batch: int) -> None:

@@ -24,18 +24,21 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
 
 
 def _matrices(cells: Sequence[Cell]) -> Iterator[Table]:
-    """For each temperature and batch with several workloads, a row per workload and a column per method."""
-    conditions: dict[tuple[float, int], dict[str, dict[str, Cell]]] = {}
+    """For each condition with several workloads, a row per workload and a column per method."""
+    conditions: dict[tuple[float, int, int], dict[str, dict[str, Cell]]] = {}
     for cell in cells:
         if not is_plain(cell) and cell["speedup"]:
-            of_condition = conditions.setdefault((cell["temperature"], cell["batch"]), {})
+            of_condition = conditions.setdefault((cell["temperature"], cell["batch"], cell.get("busy", 0)), {})
             of_condition.setdefault(cell["workload"], {})[label(cell)] = cell
-    for (temperature, batch), found in conditions.items():
+    for (temperature, batch, busy), found in conditions.items():
         names = list(dict.fromkeys(name for by_method in found.values() for name in by_method))
         if len(found) < MANY_WORKLOADS:
             continue
         view = _table(
-            f"tokens per target pass, and speedup; temperature {temperature:g}, batch {batch}", *names, keys=("workload",)
+            f"tokens per target pass, and speedup; temperature {temperature:g}, batch {batch}"
+            + (f", beside {busy} busy" if busy else ""),
+            *names,
+            keys=("workload",),
         )
         for workload, by_method in found.items():
             add_row(view, [workload, *(_pair([by_method[name]] if name in by_method else []) for name in names)])

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from outrider.engine import LLM
 
 GRID, OUTPUT = "Measurement", "Output"
+MAX_BUSY = 1024
 EXAMPLES = """Examples:
 
 outrider bench
@@ -66,6 +67,9 @@ class GridOptions:
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per prompt.", rich_help_panel=GRID)] = 64
     repeat: Annotated[int, typer.Option(min=1, help="Repeats; medians are shown.", rich_help_panel=GRID)] = 3
     seed: Annotated[int, typer.Option(help="Sampling seed; repeat r uses seed + r.", rich_help_panel=GRID)] = 0
+    busy: Annotated[
+        str, typer.Option(help="Beside how many other processes that compute without a pause.", rich_help_panel=GRID)
+    ] = "0"
     inflate: Annotated[
         str | None,
         typer.Option(help="Measure the same function at the cost of a larger model: 350m, 1b, 8b.", rich_help_panel=GRID),
@@ -110,7 +114,8 @@ def command(
     chosen = parse_contenders(grid, given.get("draft"), given.get("drafts", {}))
     temperatures = parse_list("--temperature", grid.temperature, float)
     batches = parse_list("--batch", grid.batch, int)
-    check_axes(temperatures, batches)
+    busy = parse_list("--busy", grid.busy, int)
+    check_axes(temperatures, batches, busy)
     prompts = read_workloads(grid)
     models, extra = inflate_target(models, grid.inflate)
     given |= inflate_heads(chosen, given, models.target, grid.inflate)
@@ -122,7 +127,8 @@ def command(
         compile=models.compile or "always",
         drafts=given.get("drafts", {}),
     )
-    plan = Plan(chosen, encode_workloads(llm, prompts), temperatures, batches, grid.max_tokens, grid.repeat, grid.seed)
+    encoded = encode_workloads(llm, prompts)
+    plan = Plan(chosen, encoded, temperatures, batches, grid.max_tokens, grid.repeat, grid.seed, busy=busy)
     check_plan(plan, llm)
     extra |= {"same_text_mode": models.same_text, "name": name_of(models.target, grid.inflate)}
     contenders = Contenders(llm, given.get("draft"))
@@ -217,7 +223,7 @@ def encode_workloads(llm: LLM, prompts: Mapping[str, Sequence[Any]]) -> dict[str
     return {name: [encode(llm.tokenizer, prompt) for prompt in group] for name, group in prompts.items()}
 
 
-def check_axes(temperatures: Sequence[float], batches: Sequence[int]) -> None:
+def check_axes(temperatures: Sequence[float], batches: Sequence[int], busy: Sequence[int]) -> None:
     """Check ranges before a model is loaded or inflated."""
     from outrider.types import OutriderError, SamplingParams
 
@@ -225,6 +231,8 @@ def check_axes(temperatures: Sequence[float], batches: Sequence[int]) -> None:
         SamplingParams(temperature=temperature)
     if min(batches) < 1:
         raise OutriderError("--batch must be at least 1")
+    if min(busy) < 0 or max(busy) > MAX_BUSY:
+        raise OutriderError(f"--busy must be a number of processes, 0 to {MAX_BUSY}")
 
 
 def check_plan(plan: Plan, llm: LLM) -> None:

@@ -179,6 +179,7 @@ def finish(search: Search, chosen: Choice, models: ModelOptions, output: OutputO
     notes = [f"not chosen: {said}" for said in report.not_chosen(found)]
     notes += [f"not possible: {method}: {why}" for method, why in found["not_possible"].items()]
     written = [str(path) for path in (output.plan, output.journal, output.report) if path is not None]
+    notes += report.oracle(found)
     for line in (*notes, report.stages(found["seconds"]), report.verdict(found), f"written: {', '.join(written)}"):
         out.print(line, markup=False, soft_wrap=True)
 

@@ -19,6 +19,7 @@ from outrider.memory import free_memory, size, weight_files
 from outrider.method_text import join_method, split_method
 from outrider.proposers.method import Setting
 from outrider.registry import PROPOSERS
+from outrider.runner.loading import text_config
 from outrider.types import Finding, OutriderError, SamplingParams
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ HOPELESS, DOUBTFUL = (
     0.1,
     0.35,
 )  # acceptance of the first draft: below the first limit it does not fit, below the second it is suspicious
+DEAR = 1.8  # times a pass of one token: from here scoring K drafts is said to cost much
+CACHED = 256  # tokens of context while passes are timed
+# Names that configs give to the experts of a layer, and to those that a token is sent to.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
 BETTER = 1.15  # ratio of mean acceptance lengths from which an alternative is reported
 CLEAR = 2.33  # standard errors of the acceptance difference from which it is reported, too
 
@@ -108,6 +114,7 @@ def _stages(patient: Patient, checkup: Checkup, progress: Progress) -> Iterator[
     llm = LLM(patient.target, method=PLAIN, max_batch=1, **without_draft)
     yield _weights_in_memory(llm.runner)
     yield _cache_memory(llm.runner)
+    yield _price_of_drafts(llm.runner)
     foreign = patient.options.get("draft_tokenizer")
     setting = Setting(llm.runner, llm.tokenizer, draft, foreign, options=options, drafts=drafts)
     progress(f"checking {name}")
@@ -235,3 +242,19 @@ def _cache_memory(runner: ModelRunner) -> Finding:
     if free is not None and runner.device.type == "cpu" and needed > free:
         return Finding("suspicious", "cache", f"{said}; {size(free)} are free: set --max-len")
     return Finding("ok", "cache", said)
+
+
+def _price_of_drafts(runner: ModelRunner) -> Finding:
+    """Time a pass that scores K drafts against one that scores none, and say what makes it dear."""
+    k, cached = min(K, runner.max_drafts or K), min(CACHED, runner.max_len // 2)
+    one, several = (runner.pass_cost(width, 1, cached) for width in (1, 1 + k))
+    ratio = several / one
+    said = f"a pass that scores {k} drafts takes {ratio:.2f} times one without"
+    config = text_config(runner.model)
+    experts, chosen = (next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+                       for names in (EXPERTS, EXPERTS_PER_TOKEN))  # fmt: skip
+    if experts and chosen:
+        said += f": each token reads {chosen} of {experts} experts in a layer, other tokens others"
+    if ratio < DEAR:
+        return Finding("ok", "passes", said)
+    return Finding("suspicious", "passes", f"{said}; drafts pay only where most are accepted: leave K at auto")

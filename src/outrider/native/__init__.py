@@ -7,9 +7,11 @@ reference in torch, which the C++ is tested against and which runs without a C++
 from __future__ import annotations
 
 import logging
+import os
 from functools import cache
 from typing import TYPE_CHECKING
 
+from outrider.memory import num_cores
 from outrider.native import build
 
 if TYPE_CHECKING:
@@ -25,7 +27,10 @@ CODES4 = tuple(map(int, (build.FOLDER / "codes4.inc").read_text().split(",")))
 
 @cache
 def load() -> bool:
-    """Build the library (about 25 s, once per machine) and load it into ``torch.ops.outrider``. Return False on failure."""
+    """Build the library (about 25 s, once per machine) and load it into ``torch.ops.outrider``. Return False on failure.
+
+    torch is told to use no more threads than the cores that this process may use, unless ``OMP_NUM_THREADS`` says how many.
+    """
     import torch
 
     try:
@@ -34,6 +39,8 @@ def load() -> bool:
             logger.warning("no C++ compiler found: passes use torch's kernels, several times slower; install g++")
             return False
         torch.ops.load_library(build.library(compiler))
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(min(torch.get_num_threads(), num_cores()))
     except build.FAILURES as error:
         logger.warning("the CPU kernels cannot be built or loaded, torch's own are used: %s", build.first_line(error))
         return False

@@ -10,7 +10,6 @@
 #if defined(__linux__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__)
 #define OUTRIDER_AMX 1
 
-#include <ATen/Parallel.h>
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -21,6 +20,8 @@
 #include <memory>
 #include <type_traits>
 #include <vector>
+
+#include "threads.h"
 
 namespace outrider::amx {
 
@@ -107,7 +108,7 @@ struct Bytes {
 template <typename Form>
 void to_tiles(const Form form, const float* x, int64_t rows, int64_t inputs, uint8_t* tiles, float* row_scales) {
   const int64_t row_bytes = inputs / Form::kDeep * kLine;
-  at::parallel_for(0, rows, std::max<int64_t>(1, 65536 / inputs), [&](int64_t from, int64_t to) {
+  parallel_for(0, rows, std::max<int64_t>(1, 65536 / inputs), [&](int64_t from, int64_t to) {
     for (int64_t r = from; r < to; ++r) {
       uint8_t* into = tiles + r / kSide * kSide * row_bytes + r % kSide * kLine;
       const float* at = x + r * inputs;
@@ -210,7 +211,7 @@ void some_rows(const Form form, const Ending ending, const float* x, int64_t row
   // if there is room.
   const std::unique_ptr<float[]> room(part < depth && Ending::panels > 1 ? new float[rows * panels * kPanel] : nullptr);
   float* waiting = room ? room.get() : out;
-  at::parallel_for(0, lots, std::max<int64_t>(1, 400'000 / work), [&](int64_t begin, int64_t end) {
+  parallel_for(0, lots, std::max<int64_t>(1, 400'000 / work), [&](int64_t begin, int64_t end) {
     std::vector<float> kept(in_place ? 0 : whole * kPanel * Ending::panels);
     int64_t shaped = 0;
     for (int64_t from = 0; from < depth; from += part) {

@@ -1,11 +1,11 @@
 // Attention over Outrider's KV cache. Batch-invariant: a row's additions and their order do not depend on the rest of the pass.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
 #include "operators.h"
 #include "panels.h"
+#include "threads.h"
 
 #include <algorithm>
 #include <cmath>
@@ -411,7 +411,7 @@ void attend_all(const Pass& pass, const float* query, const float* key, const fl
   for (int64_t b = 0; b < pass.rows; ++b) longest = std::max(longest, pass.bases[b]);
   longest += pass.width;
   const int64_t work = pass.width * group * longest * (pass.key_dim + pass.value_dim);
-  at::parallel_for(0, pass.rows * pass.kv_heads, std::max<int64_t>(1, 100'000 / work), [&](int64_t from, int64_t to) {
+  parallel_for(0, pass.rows * pass.kv_heads, std::max<int64_t>(1, 100'000 / work), [&](int64_t from, int64_t to) {
     std::vector<float> buffer(Attention<Cache>::buffer_size(pass, longest));
 #if defined(OUTRIDER_AMX)
     const bool on_units = Attention<Cache>::on_units(pass);

@@ -10,11 +10,11 @@
 // Batch-invariant like the other layers: a row's sums are added block by block, and within a block in a fixed order, whatever the
 // number of rows in the pass.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
 #include "operators.h"
+#include "threads.h"
 #include "vectors.h"
 
 #include <algorithm>
@@ -240,7 +240,7 @@ Rows prepare(const float* x, int64_t count, int64_t inputs) {
   rows.words.reset(new int32_t[count * blocks * Arithmetic::words]);
   rows.scales.reset(new float[Arithmetic::scaled ? count * blocks : 1]);
   rows.starts.reset(new int32_t[Arithmetic::scaled ? count * blocks : 1]);
-  at::parallel_for(0, count * blocks, 512, [&](int64_t begin, int64_t end) {
+  parallel_for(0, count * blocks, 512, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t r = i / blocks, b = i % blocks, first = r / rows.at_once * rows.at_once, n = std::min(rows.at_once, count - first);
       const int64_t place = first * blocks + b * n + r - first;
@@ -258,7 +258,7 @@ void multiply(const float* x, int64_t count, int64_t inputs, const uint8_t* pack
   const int64_t blocks = rows.blocks, stride = panels * kPanel;
   const int64_t stretch = count == rows.at_once ? blocks : kStretch;
   const int64_t grain = std::max<int64_t>(1, 200'000 / (inputs * kPanel * (count + 4)));  // about 10 microseconds of work per thread
-  at::parallel_for(0, panels, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, panels, grain, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p)
       for (int64_t b = 0; b < blocks; b += stretch)
         for (int64_t r = 0; r < count; r += rows.at_once) {
@@ -276,7 +276,7 @@ template <typename Form>
 void multiply_floats(const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out) {
   typedef float wide __attribute__((vector_size(kPanel * sizeof(float))));
   const int64_t blocks = (inputs + kInputs - 1) / kInputs, stride = panels * kPanel;
-  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     wide numbers[kInputs], scale;
     for (int64_t p = begin; p < end; ++p)
       for (int64_t b = 0; b < blocks; ++b) {
@@ -484,7 +484,7 @@ void pack_blocks(const at::Tensor& weight, int64_t bits, at::Tensor packed) {
   check_blocks(packed, inputs);
   TORCH_CHECK(packed.size(0) == panels && packed.size(2) == bytes, "pack_blocks: weight ", weight.sizes(), " into ", packed.sizes());
   uint8_t* to = packed.mutable_data_ptr<uint8_t>();
-  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) {
       const int64_t some = std::min(kPanel, outputs - p * kPanel);
       const at::Tensor rows = weight.narrow(0, p * kPanel, some).to(at::kFloat).contiguous();

@@ -24,7 +24,7 @@ SECONDS = 25.0  # that compiling a library takes, roughly
 
 FAILURES = (subprocess.SubprocessError, OSError, ValueError)  # what ``find_compiler`` and ``library`` raise
 FOLDER = Path(__file__).parent
-UNITS = ("linear", "blocks", "operators", "attention", "sampling", "recurrence")  # the slowest to compile first
+UNITS = ("linear", "blocks", "operators", "attention", "sampling", "recurrence", "threads")  # the slowest to compile first
 TIMEOUT = 600  # seconds for one unit
 # -ffp-contract=off: otherwise compilers fuse a product and a sum in one copy of a function and not in another (GCC avoids
 # chains of fused additions on AMD CPUs), and a row's bits would depend on the copy that computes it.
@@ -32,7 +32,6 @@ FLAGS = (
     *("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
     *("-fPIC", "-fvisibility=hidden"),
 )
-OPENMP = ("-fopenmp", "-DAT_PARALLEL_OPENMP=1") if sys.platform == "linux" else ()
 
 
 def find_compiler() -> list[str] | None:
@@ -58,7 +57,7 @@ def library(compiler: Sequence[str]) -> Path:
     import torch
 
     sources = [path.read_text() for path in sorted(FOLDER.iterdir()) if path.suffix in (".cpp", ".h", ".inc")]
-    what = [*sources, *compiler, *FLAGS, *OPENMP, torch.__version__, sys.abiflags, platform.machine(), cpu_flags()]
+    what = [*sources, *compiler, *FLAGS, torch.__version__, sys.abiflags, platform.machine(), cpu_flags()]
     key = f"native-{hashlib.sha256('|'.join(what).encode()).hexdigest()[:16]}"
     found = disk_cache.find("kernels", key, ".so")
     if found is not None:
@@ -72,7 +71,7 @@ def _compiled(compiler: Sequence[str], folder: Path) -> Path:
     import torch
 
     torch_folder = Path(torch.__file__).parent  # torch.utils.cpp_extension knows it too, but takes a second to import
-    flags = [*FLAGS, *OPENMP, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+    flags = [*FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
     flags += [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
     objects = [str(folder / f"{unit}.o") for unit in UNITS]
     sources = [str(FOLDER / f"{unit}.cpp") for unit in UNITS]

@@ -8,12 +8,12 @@
 // Batch-invariant, like attention: the additions that make a row's result, and their order, do not depend on the number of other rows
 // in the pass. The tokens are therefore the same for any draft length, proposer and batch.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
 #include "operators.h"
 #include "panels.h"
+#include "threads.h"
 
 #include <algorithm>
 #include <array>
@@ -126,7 +126,7 @@ constexpr auto kRunPanels = make_table<Weight>(std::make_index_sequence<kMaxRows
 // x[rows][inputs] -> for each `at_once` of the rows [inputs][at_once], the last with as many as are left.
 inline void turn_all(const float* x, int64_t rows, int64_t inputs, int64_t at_once, float* to) {
   const int64_t blocks = (inputs + kBlock - 1) / kBlock, groups = (rows + at_once - 1) / at_once;
-  at::parallel_for(0, groups * blocks, 4, [&](int64_t begin, int64_t end) {
+  parallel_for(0, groups * blocks, 4, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t r = i / blocks * at_once, k = i % blocks * kBlock, count = std::min(at_once, rows - r);
       turn_rows(x + r * inputs + k, inputs, count, std::min(kBlock, inputs - k), to + r * inputs + k * count);
@@ -166,7 +166,7 @@ void linear_rows(const Ending ending, const float* x, int64_t rows, int64_t inpu
   // A thread is worth waking for some 10 microseconds of work.
   const int64_t work = inputs * kPanel * (rows + 4) * Ending::panels;
   const int64_t grain = std::max<int64_t>(1, 200'000 / work);
-  at::parallel_for(0, panels / Ending::panels, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, panels / Ending::panels, grain, [&](int64_t begin, int64_t end) {
     if constexpr (Ending::panels == 2) {
       const int64_t half = panels / 2, half_stride = half * kPanel;
       std::vector<float> both(rows * 2 * kPanel);  // stays in the cache, where results of all panels would go to memory and back
@@ -217,7 +217,7 @@ void linear_of_pairs(const Ending ending, const float* x, int64_t rows, int64_t 
 #if defined(__AVX512BF16__)
   const at::Tensor rounded = at::empty({rows, inputs / 2}, at::kFloat);
   float* to = rounded.mutable_data_ptr<float>();
-  at::parallel_for(0, rows * (inputs / kPanel), 4096, [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows * (inputs / kPanel), 4096, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) to_pairs(x + i * kPanel, to + i * kLanes);
   });
   linear_rows(ending, to, rows, inputs / 2, static_cast<const Pair*>(packed.const_data_ptr()), nullptr, packed.size(0), out);
@@ -232,7 +232,7 @@ void linear_of_quads(const float* x, int64_t rows, int64_t inputs, const at::Ten
   float* to = codes.mutable_data_ptr<float>();
   std::vector<float> row_scales(rows);
   std::vector<int32_t> row_sums(rows);
-  at::parallel_for(0, rows, std::max<int64_t>(1, 65536 / inputs), [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows, std::max<int64_t>(1, 65536 / inputs), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const float* row = x + r * inputs;
       __m512 most = _mm512_set1_ps(1e-30f);
@@ -249,7 +249,7 @@ void linear_of_quads(const float* x, int64_t rows, int64_t inputs, const at::Ten
   });
   linear_rows(Alone{}, to, rows, inputs / 4, static_cast<const Quad*>(packed.const_data_ptr()), nullptr, packed.size(0), out);
   const int64_t vectors = packed.size(0) * 2;
-  at::parallel_for(0, rows * vectors, 4096, [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows * vectors, 4096, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t r = i / vectors;
       const __m512i sums = _mm512_sub_epi32(_mm512_loadu_si512(out + i * kLanes), _mm512_set1_epi32(128 * row_sums[r]));
@@ -328,7 +328,7 @@ struct Gate {
 
 // from [rows][2 * half] -> to [rows][half]; half is a multiple of a vector.
 inline void gate_rows(const Gate gate, const float* from, int64_t rows, int64_t half, float* to) {
-  at::parallel_for(0, rows * (half / kLanes), 4096, [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows * (half / kLanes), 4096, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const float* at = from + i * kLanes + i * kLanes / half * half;
       store(to + i * kLanes, gate(load(at), load(at + half)));

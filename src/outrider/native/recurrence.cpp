@@ -4,11 +4,11 @@
 // last cached position and writes the state after each of its last S positions, so going back to any of them moves no data. Each
 // request runs token by token, whatever else is in the pass: its bits depend neither on the batch nor on how many tokens come at once.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
 
 #include "operators.h"
+#include "threads.h"
 
 #include <algorithm>
 #include <cmath>
@@ -103,7 +103,7 @@ Tensor delta_scan(const Tensor& query, const Tensor& key, const Tensor& value, c
   const float *q = query.const_data_ptr<float>(), *k = key.const_data_ptr<float>(), *v = value.const_data_ptr<float>();
   const float *g = decay.const_data_ptr<float>(), *b = beta ? beta->const_data_ptr<float>() : nullptr;
   float* y = out.data_ptr<float>();
-  at::parallel_for(0, requests.count * heads, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, requests.count * heads, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> scratch(size), own_key(keys), own_query(keys), own_decay(keys);
     for (int64_t work = begin; work < end; ++work) {
       const int64_t r = work / heads, h = work % heads, base = requests.bases[r];
@@ -144,7 +144,7 @@ Tensor selective_scan(const Tensor& x, const Tensor& dt, const Tensor& a, const 
   const float *xs = x.const_data_ptr<float>(), *dts = dt.const_data_ptr<float>(), *as = a.const_data_ptr<float>();
   const float *bs = b.const_data_ptr<float>(), *cs = c.const_data_ptr<float>();
   float* y = out.data_ptr<float>();
-  at::parallel_for(0, requests.count * chunks, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, requests.count * chunks, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> scratch(chunk * size);
     for (int64_t work = begin; work < end; ++work) {
       const int64_t r = work / chunks, from = work % chunks * chunk, to = std::min(channels, from + chunk);
@@ -185,7 +185,7 @@ Tensor short_conv(const Tensor& x, const Tensor& weight, const std::optional<Ten
   for (int64_t r = 0; r < requests.count; ++r) {
     const int64_t base = requests.bases[r], first = requests.start(r), last = requests.ends[r];
     const Ring ring = ring_of(history, layer, requests.rows[r]);
-    at::parallel_for(first, last, std::max<int64_t>(1, 65536 / channels), [&](int64_t begin, int64_t end) {
+    parallel_for(first, last, std::max<int64_t>(1, 65536 / channels), [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; ++t) {
         float* sums = y + t * channels;
         for (int64_t i = 0; i < channels; ++i) sums[i] = add ? add[i] : 0.0f;

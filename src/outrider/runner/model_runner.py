@@ -5,6 +5,7 @@ Target and draft models use the same class.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -417,7 +418,11 @@ class ModelRunner:
 
         ``hidden``: the hidden states that it reports; ``span`` begins at the first layer; ``passes``: others than the
         runner's. Raises ``OutriderError`` where fewer than ``batch`` rows of the cache are free.
+
+        The tokens are random ones, new in each run: equal tokens would be sent to the same experts of a mixture, and a pass of
+        many would read no more weights than one of a single token.
         """
+        probe = random.Random(0)
         slots = max(0, min(cache_len, self.max_len - width))
         names = [f"cost-probe-{index}" for index in range(batch)]
         try:
@@ -428,7 +433,8 @@ class ModelRunner:
                     store[:, row].normal_()
             times = []
             for _ in range(repeat + 1):
-                texts, every = self.layouts.chain([[0] * width] * batch, rows, [slots] * batch), width * batch
+                tokens = [[probe.randrange(self.vocab_size) for _ in range(width)] for _ in range(batch)]
+                texts, every = self.layouts.chain(tokens, rows, [slots] * batch), width * batch
                 self._synchronize()
                 start = time.perf_counter()
                 (passes or self.passes).run(texts.ids, texts.layout, hidden, self.layouts.arange(0, every), span)

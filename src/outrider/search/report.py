@@ -24,7 +24,7 @@ SHOWN, TOLD = 10, 4  # candidates in the terminal's table, and those explained b
 
 def result(search: Search, chosen: Choice, target: str) -> dict[str, Any]:
     """The result of a search, JSON-ready: the plan, every candidate with its speed over plain decoding's, and each rung."""
-    journal, question = search.journal, search.question
+    journal, question, gap = search.journal, search.question, search.oracle_gap()
     rows = [_candidate(search, chosen, each) for each in search.candidates.values() if each.method not in search.reasons]
     rows.sort(key=lambda row: (not row["chosen"], -row["prompts"], -row["speedup"]))
     return {
@@ -35,6 +35,7 @@ def result(search: Search, chosen: Choice, target: str) -> dict[str, Any]:
         "speedup_interval": None if chosen.speedup is None or chosen.speedup.interval is None else chosen.speedup.interval,
         "reason": chosen.reason,
         "plain": chosen.others.get(PLAIN),
+        "oracle_gap": None if gap is None else round(gap, 4),
         "candidates": rows,
         "rungs": [_rung(each) for each in search.passed],
         "not_possible": search.reasons,
@@ -117,6 +118,14 @@ def verdict(found: Mapping[str, Any]) -> str:
     if found["chosen"]["label"] == PLAIN:
         return f"the plan: {PLAIN}. {found['reason']}"
     return f"the plan: {found['chosen']['method']}, k = {found['chosen']['k']}: {found['reason']}"
+
+
+def oracle(found: Mapping[str, Any]) -> list[str]:
+    """What a perfect choice between the candidates would bring: one line, where that was measured."""
+    gap = found["oracle_gap"]
+    if gap is None:
+        return []
+    return [f"oracle gap: the best candidate at every position would be {gap:.2f} times as fast as the best one throughout"]
 
 
 def notes(found: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from statistics import fmean
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.bench.contenders import PLAIN, Contender, Contenders
 from outrider.bench.grid import PLAIN_CONTENDER, warm_up
@@ -21,7 +21,7 @@ from outrider.engine.methods import in_one_line
 from outrider.method_text import in_turn, split_method
 from outrider.proposers.base import Proposer
 from outrider.registry import PROPOSERS
-from outrider.search import choice, halving
+from outrider.search import choice, halving, oracle
 from outrider.search.choice import Choice
 from outrider.search.halving import Rung, Standing
 from outrider.search.journal import Journal
@@ -83,6 +83,7 @@ class Search:
         self.candidates: dict[str, Contender] = {}  # by label: all that ran
         self.measured = Measurements()
         self.taus: dict[str, list[float]] = {}  # label -> tokens per round of each run
+        self.walks: dict[Group, dict[str, oracle.Walk]] = {}  # of greedy texts that ran alone, by label
         self.passed: list[Passed] = []
         self._warm: set[tuple[Contender, int]] = set()
         self._turn = 0
@@ -134,6 +135,16 @@ class Search:
         """Tokens per round, the mean over the contender's runs."""
         return fmean(self.taus[label])
 
+    def oracle_gap(self) -> float | None:
+        """How many times as fast as the best candidate the best choice at every position would be, where all candidates ran.
+
+        None unless two or more did, on greedy texts one at a time.
+        """
+        ran = [walks for walks in self.walks.values() if len(walks) == max(map(len, self.walks.values()))]
+        labels = list(ran[0]) if ran else []
+        texts = [[walks[label] for label in labels] for walks in ran if walks.keys() == set(labels)]
+        return oracle.gap(texts) if len(labels) > 1 else None
+
     def num_prompts(self, label: str) -> int:
         """Prompts that a contender ran on, at the batch size at which it ran on the most."""
         counts = dict.fromkeys(self.question.batches, 0)
@@ -178,12 +189,15 @@ class Search:
                 continue
             seconds[contender.label] = found["seconds"]
             self.taus.setdefault(contender.label, []).append(found["tau"])
+            if found.get("accepted"):
+                walk = oracle.Walk.of(found["accepted"], found["decode_seconds"])
+                self.walks.setdefault(group, {}).setdefault(contender.label, walk)
             self._done += 1
         left = [contender for contender in contenders if not self._failed(contender)]
         self.measured.add_turn(group, {label: seconds[label] for label in (PLAIN, *_labels(left))})
         return left
 
-    def _run(self, contender: Contender, group: Group) -> dict[str, float]:
+    def _run(self, contender: Contender, group: Group) -> dict[str, Any]:
         """One timed generation of a group of prompts."""
         started = perf_counter()
         texts = self._texts(group)
@@ -193,7 +207,11 @@ class Search:
             raise OutriderError("it failed while it ran (--debug shows how)")
         self._spent += perf_counter() - started
         self._timed += 1
-        return {"seconds": run.seconds, "tau": run.mean_acceptance_length}
+        found: dict[str, Any] = {"seconds": run.seconds, "tau": run.mean_acceptance_length}
+        if len(texts) == 1 and texts[0].params.is_greedy:
+            found["decode_seconds"] = run.seconds - run.first_seconds
+            found["accepted"] = [round_.num_accepted[0] for round_ in run.batches[0].rounds]
+        return found
 
     def _warmed(self, contenders: Sequence[Contender], batch: int) -> list[Contender]:
         """Warms up those that need it at this batch size. Returns those that did not fail."""

@@ -1,0 +1,33 @@
+"""The oracle gap of hand-made rounds."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.search.oracle import Walk, gap, least_seconds
+
+PLAIN = Walk.of([0] * 8, 8.0)  # a token a second
+DRAFT = Walk.of([3, 0, 0, 0, 0], 10.0)  # four tokens in its first round, then one, two seconds each
+COPY = Walk.of([0, 0, 0, 0, 3], 7.5)  # the other way round
+
+
+def test_the_oracle_takes_each_candidate_where_it_is_best() -> None:
+    assert least_seconds([PLAIN, DRAFT, COPY]) == 2.0 + 1.5
+    assert gap([[PLAIN, DRAFT, COPY]]) == pytest.approx(7.5 / 3.5)
+
+
+def test_one_candidate_has_no_gap() -> None:
+    assert gap([[DRAFT]]) == gap([[DRAFT, DRAFT]]) == 1.0
+
+
+def test_a_round_begun_within_a_measured_one_ends_with_it() -> None:
+    assert [DRAFT.end_from(position) for position in (0, 2, 4, 7)] == [4, 4, 5, 8]
+
+
+def test_the_best_single_candidate_is_that_of_all_texts_together() -> None:
+    slow, fast = Walk.of([0] * 4, 4.0), Walk.of([3], 1.0)
+    assert gap([[slow, fast], [fast, slow]]) == pytest.approx(5.0 / 2.0)
+
+
+def test_a_last_round_beyond_the_text_ends_with_it() -> None:
+    assert least_seconds([Walk.of([0] * 4, 4.0), Walk.of([4], 1.0)]) == 1.0
