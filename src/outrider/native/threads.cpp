@@ -18,6 +18,7 @@
 
 #if !defined(_WIN32)
 #include <pthread.h>
+#include <sys/resource.h>
 #endif
 
 namespace outrider {
@@ -30,9 +31,11 @@ constexpr int kMaxThreads = 256;
 constexpr int64_t kPieces = 8;  // a thread's part is cut into, where they are large enough
 // How long a thread without work spins before it sleeps: waking it takes longer than most pauses between the operators of a pass.
 constexpr microseconds kSpin{1000};
-// While spinning, a thread reads the clock every microsecond or so. Where this much passes between two readings, another process had
-// its core: for a while it sleeps early, since who sleeps is given a core soon after he wakes, and who spins has used up his share.
-constexpr microseconds kTaken{40}, kShy{100'000}, kShortSpin{5};
+constexpr microseconds kShortSpin{5};
+// A thread whose core is given to another process while it spins sleeps early from then on, since a thread that slept is given a core
+// soon after it wakes, and one that spun has used up its share. It tries again after a while, longer each time in vain. A gap between
+// two readings of the clock makes it look: the host of a virtual machine causes gaps as well, which sleeping would not avoid.
+constexpr microseconds kGap{40}, kFirstShy{10'000}, kMaxShy{320'000};
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -41,6 +44,31 @@ inline void relax() {
   asm volatile("yield");
 #endif
 }
+
+// How often the operating system has given this thread's core to another one although it had work.
+inline int64_t times_interrupted() {
+#if defined(__linux__)
+  rusage usage{};
+  return getrusage(RUSAGE_THREAD, &usage) == 0 ? usage.ru_nivcsw : 0;
+#else
+  return 0;
+#endif
+}
+
+// Of a thread: until when it sleeps early.
+struct Shy {
+  Clock::time_point until{};
+  microseconds lasts = kFirstShy;
+  int64_t interrupted = 0;
+
+  void look(Clock::time_point now) {
+    const int64_t before = std::exchange(interrupted, times_interrupted());
+    if (interrupted == before) return;
+    lasts = now - until < lasts ? std::min(2 * lasts, kMaxShy) : kFirstShy;
+    until = now + lasts;
+  }
+};
+thread_local Shy shy;
 
 struct alignas(64) Part {
   std::atomic<int64_t> next{0};
@@ -95,14 +123,14 @@ class Pool {
       for (int i = 0; i < 16; ++i, relax())
         if (is_done()) return true;
       const auto before = std::exchange(now, Clock::now());
-      if (now - before > kTaken) shy_until_ = now + kShy;
+      if (now - before > kGap) shy.look(now);
     }
     return is_done();
   }
 
   void serve(int thread) {
     for (uint32_t seen = 0;;) {
-      const microseconds most = Clock::now() < shy_until_ ? kShortSpin : kSpin;
+      const microseconds most = Clock::now() < shy.until ? kShortSpin : kSpin;
       if (!spin(most, [&] { return call_.load(std::memory_order_acquire) != seen; })) call_.wait(seen);
       seen = call_.load(std::memory_order_acquire);
       uint32_t state = state_.load(std::memory_order_relaxed);
@@ -112,8 +140,6 @@ class Pool {
       if (state_.fetch_sub(1, std::memory_order_acq_rel) == 1) state_.notify_one();
     }
   }
-
-  static inline thread_local Clock::time_point shy_until_{};
 
   std::atomic<uint32_t> call_{0}, state_{0};
   std::array<Part, kMaxThreads> parts_;
