@@ -147,6 +147,10 @@ class CrossTokenizerProposer(DraftModelProposer):
 
 class CrossTokenizerMethod(DraftModelMethod):
     proposer = CrossTokenizerProposer
+    precedence = 0
+
+    def recognise(self, folder: Path, target: TargetFiles) -> None:
+        """Nothing: a draft with another tokenizer is the user's choice."""
 
     def build(self, setting: Setting) -> CrossTokenizerProposer:
         """Load the draft. Raises ``OutriderError`` if it or one of the tokenizers is missing."""
