@@ -6,11 +6,11 @@ Only names, configs and headers are read, which takes milliseconds. What a draft
 
 from __future__ import annotations
 
-import logging
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
+from logging import DEBUG, INFO, getLogger
 from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
@@ -24,7 +24,7 @@ from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, PROPOSE
 from outrider.runner.tokenizers import DifferentVocabulary
 from outrider.types import OutriderError, first_line
 
-logger = logging.getLogger(__name__)
+logger = getLogger(__name__)
 
 PAIRS = Path(__file__).with_name("drafters.toml")
 LARGEST, SMALLEST = 1 / 5, 1 / 200  # a draft's weights relative to the target's, unless its folder says that it drafts
@@ -51,7 +51,7 @@ class Candidate:
     @property
     def line(self) -> str:
         """``"draft model Qwen/Qwen3-0.6B, 1.5 GB, known for the target"``"""
-        named = f"{self.what} {self.name}".strip()
+        named = f"{self.what} {self.name}".strip() or "a head"
         return ", ".join([named, *([size(self.num_bytes)] if self.num_bytes else []), self.where])
 
 
@@ -88,18 +88,19 @@ def choices(
     declared = [spec for spec in _methods() if spec.precedence and spec.own_draft in drafts]
     if declared:
         best = max(declared, key=lambda spec: spec.precedence)
-        yield Choice(best.name, None, f"drafts with {drafts[best.own_draft or '']} (comes with the target)")
+        yield Choice(best.name, None, f"drafts with {best.own_draft} (comes with the target)")
         return
     absent = ""
     for candidate in () if target is None else candidates(target, download):
         if candidate.is_absent:
             absent = absent or f"; --download-draft fetches {candidate.name}"
         elif candidate.misfit:
-            logger.info("%s is not used: %s", candidate.name, candidate.misfit)
+            is_usual = candidate.where == FAMILY and candidate.share is not None  # other sizes of the family
+            logger.log(DEBUG if is_usual else INFO, "%s: not used: %s", candidate.line, candidate.misfit)
         else:
-            what = candidate.what if candidate.source is None else f"{candidate.what} {candidate.name}"
             source = None if candidate.source is None else str(candidate.source)
-            yield Choice(candidate.method, source, f"drafts with {what} ({candidate.where})", is_found=True)
+            why = f"drafts with {candidate.what} {candidate.name}".strip() + f" ({candidate.where})"
+            yield Choice(candidate.method, source, why, is_found=True)
     yield Choice(DEFAULT_METHOD, None, f"drafts with {DEFAULT_METHOD}: no drafter was found for the target{absent}")
 
 
@@ -110,7 +111,7 @@ def candidates(target: TargetFiles, download: bool = False) -> Iterator[Candidat
     """
     own = _examined(target, target.folder, OWN, lambda spec: spec.comes_with_target)
     if own is not None:
-        yield replace(own, name=target.name, source=None, num_bytes=0)
+        yield replace(own, name="", source=None, num_bytes=0)
     beside = list(_beside(target))
     # Usable ones by precedence; of two EAGLE heads the one called as its method calls its own.
     yield from sorted(beside, key=lambda each: (-each.precedence, each.source.name not in _own_names(), each.name))  # type: ignore[union-attr]
@@ -124,11 +125,9 @@ def known_drafters(target: TargetFiles) -> list[str]:
     """Return the hub ids of the public drafters of a target, known by its id or by the name of its folder."""
     table = tomllib.loads(PAIRS.read_text(encoding="utf-8"))
     folder = target.folder.absolute()
-    in_cache = folder.parent.name == "snapshots"
-    name = folder.parents[1].name.removeprefix("models--").replace("--", "/") if in_cache else target.name
-    local = Path(name).name.lower() if not in_cache and folder == Path(name).expanduser().absolute() else None
+    name = _hub_id(folder.parents[1]) if folder.parent.name == "snapshots" else folder.name
     for hub_id, by_method in table.items():
-        if hub_id.lower() == name.lower() or hub_id.rpartition("/")[2].lower() == local:
+        if name.lower() in (hub_id.lower(), hub_id.rpartition("/")[2].lower()):
             return [drafter for drafters in by_method.values() for drafter in drafters]
     return []
 
@@ -183,7 +182,7 @@ def _known(target: TargetFiles, hub_id: str, download: bool) -> Candidate:
         return Candidate(hub_id, KNOWN, misfit=said, is_absent=True)
     where = f"{KNOWN}, in the download cache"
     try:
-        found = _examined(target, folder or find_folder(hub_id), where, is_known=True)
+        found = _examined(target, folder or find_folder(hub_id), where)
     except OutriderError as error:
         return Candidate(hub_id, KNOWN, misfit=str(error))
     return replace(found, name=hub_id) if found else Candidate(hub_id, where, misfit="its weights are not in the cache")
@@ -191,14 +190,14 @@ def _known(target: TargetFiles, hub_id: str, download: bool) -> Candidate:
 
 def _family(target: TargetFiles, others: set[str]) -> Iterator[Candidate]:
     """Smaller models with the target's tokenizer in the download cache, those that are used first."""
-    found = []
+    found, models = [], PROPOSERS.get(DEFAULT_METHOD_WITH_DRAFT).drafts_with
     for repository in _folders(Path(constants.HF_HUB_CACHE)):
-        hub_id = repository.name.removeprefix("models--").replace("--", "/")
+        hub_id = _hub_id(repository)
         folder = on_this_machine(hub_id) if repository.name.startswith("models--") and hub_id not in others else None
         if folder is None or folder.samefile(target.folder):
             continue
-        each = _examined(target, folder, FAMILY, is_known=True)
-        if each is not None and each.share is not None and not each.is_foreign:
+        each = _examined(target, folder, FAMILY, lambda spec: spec.drafts_with is models)
+        if each is not None and not each.is_foreign:
             found.append(_sized(replace(each, name=hub_id), LARGEST, SMALLEST))
     alike = SequenceMatcher(b=target.name)
 
@@ -214,12 +213,8 @@ def _examined(
     source: Path,
     where: str,
     suits: Callable[[MethodSpec], bool] = lambda spec: True,
-    is_known: bool = False,
 ) -> Candidate | None:
-    """What the methods see in a folder or file: the fitting one of the highest precedence, None if none recognises it.
-
-    ``is_known``: its name says that it is a model, so one with another tokenizer is no misfit to report twice.
-    """
+    """What the methods see in a folder or file: the fitting one of the highest precedence, None if none recognises it."""
     found: list[Candidate] = []
     for spec in filter(suits, _methods()):
         each = Candidate(str(source), where, source, spec.name, precedence=spec.precedence)
@@ -270,6 +265,11 @@ def _says_it_drafts(source: Path) -> bool:
 
 def _named(draft: object) -> str:
     return str(draft) if isinstance(draft, (str, Path)) else type(draft).__name__
+
+
+def _hub_id(repository: Path) -> str:
+    """The id of a repository's folder in the download cache."""
+    return repository.name.removeprefix("models--").replace("--", "/")
 
 
 def _folders(folder: Path) -> list[Path]:

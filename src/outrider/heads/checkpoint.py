@@ -1,7 +1,7 @@
 """Read and write folders of heads: config.json and tensors in any of the usual files.
 
-A single file of weights may stand for a folder; its config is the one beside it. Under ``torch.device("meta")`` only the headers
-of files are read: tensors have shapes and dtypes, and no values.
+A single file of weights may stand for a folder; its config is the one beside it. Under ``torch.device("meta")`` only the
+headers of files are read: tensors have shapes and dtypes, and no values.
 """
 
 from __future__ import annotations

@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.heads.checkpoint import MTP, TargetSizes, fill, find_folder, kinds_of, read_config, read_folder, tensor_names, write_folder
+from outrider.heads.checkpoint import (
+    MTP,
+    TargetSizes,
+    fill,
+    find_folder,
+    kinds_of,
+    read_config,
+    read_folder,
+    tensor_names,
+    write_folder,
+)
 from outrider.heads.mtp import Body, MtpHead
 from outrider.runner import ModelRunner, loading
 from outrider.runner.linear import weight_of
