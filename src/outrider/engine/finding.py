@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from logging import DEBUG, INFO, getLogger
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
@@ -60,7 +61,7 @@ class Choice:
     """A method, its draft, and why they were chosen."""
 
     method: str
-    draft: object = None
+    draft: Any = None
     why: str = ""  # one line
     is_found: bool = False  # not named by the user: the next choice is taken where it turns out not to fit
 
