@@ -23,6 +23,8 @@ outrider generate "def quicksort("
 
 outrider generate --show -k 4 "Once upon a time"
 
+outrider generate --target Qwen/Qwen3-8B --download-draft "Dear Sir,"
+
 outrider generate --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --temperature 0.7 --seed 1 "Dear Sir,"
 
 cat notes.txt | outrider generate --target ./my-model --method ngram --max-tokens 200 --json -
