@@ -207,7 +207,7 @@ def test_the_smallest_of_the_family_that_is_large_enough_drafts(made, target, tm
     assert llm.drafter == found.why and greedy(llm) == greedy(loaded(target, method="plain"))
     misfits = {each.name: each.misfit for each in finding.candidates(finding.target_files(target))}
     assert set(misfits) == {"Org/model-small", "Org/model-medium", "Org/model-tiny", "Org/same"}
-    assert "100.0% of the target's weights" in misfits["Org/same"] and "draft well" in misfits["Org/model-tiny"]
+    assert "100.0% of the target's weights" in misfits["Org/same"] and "expected 0.5% to 20%" in misfits["Org/model-tiny"]
 
 
 def test_of_equal_sizes_the_one_named_more_like_the_target_drafts(made):

@@ -47,7 +47,7 @@ def command(
     named = None if methods.method == AUTO else options.pop("method", None)
     options.pop("method", None)
     method = named or auto_method(models, options.get("drafts", {})).text
-    found = [] if named or models.draft else all_candidates(models.target, models.download_draft)
+    found = [] if named or models.draft else all_candidates(models.target)
     target: object = models.target
     if target is None:
         from outrider.family import TARGET

@@ -108,6 +108,7 @@ def _document(llm: LLM, prompt: str, params: SamplingParams) -> dict[str, Any]:
         "origins": completion.origins,
         "finish_reason": completion.finish_reason,
         "num_prompt_tokens": completion.num_prompt_tokens,
+        "drafter": llm.drafter,
         "stats": stats_document(completion.stats),
     }
 

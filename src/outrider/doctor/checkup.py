@@ -87,13 +87,13 @@ class Checkup:
         return f"fits{', with doubts' if doubts else ''}: {gain}, best with about {self.acceptance.best_k}."
 
 
-def all_candidates(target: str | None, download: bool = False) -> list[Finding]:
+def all_candidates(target: str | None) -> list[Finding]:
     """Report each candidate that method ``auto`` finds for a target, with its size and why it is used or not.
 
     Nothing for the embedded target (None), whose drafts come with it.
     """
     files = target_files(target)
-    found = [] if files is None else list(candidates(files, download))
+    found = [] if files is None else list(candidates(files))
     used = next((each for each in found if not each.misfit), None)
     return [
         Finding("ok", "drafter", f"{each.line}: used")

@@ -130,7 +130,7 @@ def _fitting(
         return _built(chosen, runner, tokenizer)
     except Exception as misfit:  # for example out of memory
         if choice.is_found:
-            logger.info("not used: %s: %s", choice.why, in_one_line(misfit))
+            logger.info("%s: not used: %s", choice.what, in_one_line(misfit))
             return None
         if not isinstance(misfit, DifferentVocabulary):
             raise

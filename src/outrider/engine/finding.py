@@ -62,8 +62,13 @@ class Choice:
 
     method: str
     draft: Any = None
-    why: str = ""  # one line
+    what: str = ""  # in words, and where it was found
     is_found: bool = False  # not named by the user: the next choice is taken where it turns out not to fit
+
+    @property
+    def why(self) -> str:
+        """What was chosen and why, in one line."""
+        return f"drafts with {self.what}"
 
     @property
     def text(self) -> str:
@@ -84,12 +89,12 @@ def choices(
     what is found; what does not fit is reported in one line.
     """
     if draft is not None:
-        yield Choice(_method_for(draft, target), draft, f"drafts with {_named(draft)}, as named")
+        yield Choice(_method_for(draft, target), draft, f"{_named(draft)}, as named")
         return
     declared = [spec for spec in _methods() if spec.precedence and spec.own_draft in drafts]
     if declared:
         best = max(declared, key=lambda spec: spec.precedence)
-        yield Choice(best.name, None, f"drafts with {best.own_draft} (comes with the target)")
+        yield Choice(best.name, None, f"{best.own_draft} (comes with the target)")
         return
     absent = ""
     for candidate in () if target is None else candidates(target, download):
@@ -100,9 +105,9 @@ def choices(
             logger.log(DEBUG if is_usual else INFO, "%s: not used: %s", candidate.line, candidate.misfit)
         else:
             source = None if candidate.source is None else str(candidate.source)
-            why = f"drafts with {candidate.what} {candidate.name}".strip() + f" ({candidate.where})"
-            yield Choice(candidate.method, source, why, is_found=True)
-    yield Choice(DEFAULT_METHOD, None, f"drafts with {DEFAULT_METHOD}: no drafter was found for the target{absent}")
+            what = f"{candidate.what} {candidate.name}".strip()
+            yield Choice(candidate.method, source, f"{what} ({candidate.where})", is_found=True)
+    yield Choice(DEFAULT_METHOD, None, f"{DEFAULT_METHOD}: no drafter was found for the target{absent}")
 
 
 def candidates(target: TargetFiles, download: bool = False) -> Iterator[Candidate]:
@@ -238,7 +243,7 @@ def _sized(candidate: Candidate, most: float, least: float = 0.0) -> Candidate:
     share = candidate.share
     if share is None or least <= share < most or candidate.misfit:
         return candidate
-    return replace(candidate, misfit=f"it has {share:.1%} of the target's weights, and {least:.1%} to {most:.0%} draft well")
+    return replace(candidate, misfit=f"it has {share:.1%} of the target's weights, expected {least:.1%} to {most:.0%}")
 
 
 # --- methods ----------------------------------------------------------------------------------------------------------------

@@ -67,7 +67,9 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
     verifier = plan.given("verifier") or "rejection"  # supported everywhere; the output distribution is the same
     VERIFIERS.get(verifier)
     named = plan.given("method") not in (None, AUTO)
-    method = plan.given("method") if named else auto_choice(target, draft, drafts_there).text
+    method = (
+        plan.given("method") if named else auto_choice(target, draft, drafts_there, bool(plan.given("download_draft"))).text
+    )
     kind = _kind(method, draft, drafts_there)
     if isinstance(kind, (SmallModel, ParallelHeads, FeatureHead)):
         check(kind.source)

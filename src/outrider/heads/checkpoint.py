@@ -198,8 +198,11 @@ def _weight_files(folder: Path, prefix: str = "") -> list[Path]:
 
 
 def loose_files(folder: Path) -> list[Path]:
-    """Return the files of weights in a model's folder that are no part of the model."""
-    own = set(_weight_files(folder))
+    """Return the files of weights in a model's folder that are no part of the model; none if the model's are not there."""
+    try:
+        own = set(_weight_files(folder))
+    except OutriderError:
+        return []
     there = {*folder.glob("*.safetensors"), *(folder / name for name in FILES[2:] if (folder / name).exists())}
     return sorted(there - own)
 
