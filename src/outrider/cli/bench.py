@@ -182,11 +182,11 @@ def parse_contenders(grid: GridOptions, models: ModelOptions, drafts: Mapping[st
     from outrider.method_text import split_method
     from outrider.registry import AUTO, DEFAULT_METHOD, PROPOSERS
 
+    lengths = parse_list("--num-draft-tokens", grid.num_draft_tokens, parse_k)
     methods = methods_in(grid.method or f"{AUTO},{DEFAULT_METHOD}", lambda: auto_method(models, drafts))
     for method in methods:
         name, options = split_method(method)
         PROPOSERS.get(name).drafts_in(options, models.draft, drafts)
-    lengths = parse_list("--num-draft-tokens", grid.num_draft_tokens, parse_k)
     found = (Contender(method, k) for method in methods for k in lengths)
     return tuple(contender for contender in found if not contender.is_plain)
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_
 from outrider.heads.checkpoint import MODEL, DraftKind, kinds_of
 from outrider.proposers.base import Proposer
 from outrider.proposers.portable import Portable
-from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.types import Finding, OutriderError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from outrider.proposers.recognition import Recognised, TargetFiles
     from outrider.runner import ModelRunner
 
 Config = TypeVar("Config")
