@@ -33,6 +33,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "serve.md"
 VALUES: dict[str, Any] = {
     "target": "owner/name",
     "draft": 'C:\\a "b"',
+    "download_draft": True,
     "method": "draft",
     "num_draft_tokens": "auto",
     "verifier": "block",

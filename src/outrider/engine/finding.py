@@ -1,7 +1,6 @@
 """Find what drafts for a target where the user named nothing: in its checkpoint, beside it, in the download cache.
 
-Only names, configs and headers are read, which takes milliseconds. What a draft is, and whether it fits, its method says
-(``MethodSpec.recognise``).
+Only names, configs and headers are read. What a draft is, and whether it fits, its method says (``MethodSpec.recognise``).
 """
 
 from __future__ import annotations
