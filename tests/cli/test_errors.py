@@ -20,7 +20,11 @@ def assert_one_line(outcome: tuple[int, str, str], *words: str, code: int = 2) -
     exit_code, out, err = outcome
     told = [line for line in err.splitlines() if line.strip()]
     # Besides what takes its time and what was found to draft with.
-    lines = [line for line in told if not line.endswith("...") and not line.startswith(("compiling ", "drafts with "))]
+    lines = [
+        line
+        for line in told
+        if not line.endswith("...") and not line.startswith(("compiling ", "drafts with ", "method auto: "))
+    ]
     assert exit_code == code, err
     assert len(lines) == 1 and lines[0].startswith("error: "), err
     assert "Traceback" not in out + err

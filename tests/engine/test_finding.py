@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from outrider import LLM, SamplingParams
 from outrider.engine import finding
 from outrider.engine.methods import auto_choice
+from outrider.proposers.draft_model import DraftModelMethod, DraftModelProposer
 from outrider.registry import DEFAULT_METHOD, PROPOSERS, VERIFIERS
 from outrider.types import OutriderError
 
@@ -368,6 +369,36 @@ def test_drafts_declared_with_the_target_come_before_what_is_found(made, target)
     copied(made / "draft", target.parent / "draft")
     llm = loaded(target, drafts={"eagle3": made / "eagle3", "medusa": made / "medusa"})
     assert llm.proposer.name == "eagle" and llm.drafter == "drafts with eagle3 (comes with the target)"
+
+
+class Masked(DraftModelProposer):
+    name = "masked"
+
+
+class MaskedMethod(DraftModelMethod):
+    """A more special kind of draft model: its config names a mask token."""
+
+    proposer = Masked
+    own_draft = "masked"
+    precedence = 4
+
+    def recognise(self, folder, target):
+        is_masked = folder.is_dir() and "mask_token_id" in json.loads((folder / "config.json").read_text())
+        return super().recognise(folder, target) if is_masked else None
+
+
+def test_a_method_in_another_file_says_what_it_recognises_and_comes_first(made, target, monkeypatch):
+    monkeypatch.setattr(PROPOSERS, "_entries", dict(PROPOSERS._entries))
+    PROPOSERS.register("masked", MaskedMethod())
+    copied(made / "draft", target.parent / "draft")
+    assert chosen(target).method == "draft"
+    masked = copied(made / "draft", target.parent / "masked-small")
+    config = json.loads((masked / "config.json").read_text())
+    (masked / "config.json").write_text(json.dumps(config | {"mask_token_id": 7}))
+    found = chosen(target)
+    assert (found.method, found.draft) == ("masked", str(masked))
+    assert auto_choice(str(target), str(masked), {}).method == "masked"
+    assert auto_choice(str(target), str(target.parent / "draft"), {}).method == "draft"
 
 
 # --- downloads --------------------------------------------------------------------------------------------------------------

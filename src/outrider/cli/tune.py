@@ -60,7 +60,7 @@ class TrafficOptions:
 class SearchOptions:
     """The search space."""
 
-    method: str = given(Speculation, "all", several=True, more="all adds every other method.", panel=SEARCH)
+    method: str = given(Speculation, "auto,all", several=True, more="all adds every other method.", panel=SEARCH)
     num_draft_tokens: str | None = given(
         Speculation, several=True, more="auto is always included (default: 1,2,4,8,15).", panel=SEARCH
     )

@@ -29,7 +29,7 @@ ALL = "all"
 def auto_choice(target: object, draft: object, drafts: Mapping[str, object], download: bool = False) -> Choice:
     """What method ``auto`` means for a target that is not loaded, logged in one line."""
     choice = next(choices(target_files(target), draft, drafts, download))
-    logger.info("%s", choice.why)
+    logger.info("method auto: %s", choice.what)
     return choice
 
 
