@@ -43,6 +43,7 @@ BELOW = {
         "method_text",
         "sampling",
         "verifiers",
+        "memory",
         "runner",
         "proposers",
         "registry",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from typing import ClassVar
 
@@ -241,6 +242,29 @@ def test_the_command_prints_the_verdict_and_its_exit_code_says_whether_it_fits(t
     assert main([*given, "--draft", str(make_folder(tmp_path, seed=9)), "--json"]) == 3
     document = json.loads(capsys.readouterr().out)
     assert document["fits"] is False and any(finding["level"] == "wrong" for finding in document["findings"])
+
+
+def test_the_command_lists_every_candidate_with_its_size_and_why_it_is_used_or_not(tmp_path, capsys):
+    from outrider.cli import main
+
+    make_folder(tmp_path / "target", hidden_size=32, intermediate_size=48, num_hidden_layers=12)
+    make_folder(tmp_path / "draft", seed=1, num_hidden_layers=16, hidden_size=128, intermediate_size=128)
+    write_eagle3(tmp_path / "eagle3", 320, 320)
+    write_eagle3(tmp_path / "eagle-later", 320, 320)
+    make_folder(tmp_path / "target-small", tokenizer=make_tokenizer(300))
+    given = ["doctor", "--target", str(tmp_path / "target"), "--compile", "never", "--max-tokens", "8", "--json"]
+    main(given)
+    found = [
+        (each["level"], each["text"]) for each in json.loads(capsys.readouterr().out)["findings"] if each["topic"] == "drafter"
+    ]
+    assert [level for level, _ in found] == ["note", "note", "ok", "note"]
+    texts = [text.replace(str(tmp_path), "") for _, text in found]
+    assert re.fullmatch(r"draft model /draft, \d+ MB, found beside the target: not used: it has \d+.\d% of the.*", texts[0])
+    assert re.fullmatch(r"/target-small, \d+ MB, found beside the target: not used: .* different vocabularies .*", texts[1])
+    assert re.fullmatch(r"EAGLE-3 head /eagle3, \d+ MB, found beside the target: used", texts[2])
+    assert re.fullmatch(r"EAGLE-3 head /eagle-later, .*: not used: another one comes first", texts[3])
+    main([*given, "--method", "suffix"])
+    assert not [each for each in json.loads(capsys.readouterr().out)["findings"] if each["topic"] == "drafter"]
 
 
 def test_the_command_examines_a_draft_with_another_tokenizer_by_the_method_that_would_be_taken(target, tmp_path, capsys):

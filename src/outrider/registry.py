@@ -75,7 +75,7 @@ VERIFIERS = Registry(
     },
 )
 
-# What AUTO means: with a draft, with a draft that has another tokenizer, and without one.
+# What AUTO means: with a draft, with a draft that has another tokenizer, and where no drafter is found.
 DEFAULT_METHOD_WITH_DRAFT = "draft"
 DEFAULT_METHOD_WITH_FOREIGN_DRAFT = "cross-tokenizer"
-DEFAULT_METHOD = "ngram"
+DEFAULT_METHOD = "suffix"

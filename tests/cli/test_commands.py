@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny_folder import make_folder
 
 from outrider.cli import app, chat, console
 from outrider.cli.interrupts import Terminated
@@ -98,6 +99,25 @@ def test_generate_json_is_one_document(outrider: Run, target: Path, draft: Path)
     assert set(document["stats"]["ms"]) == {"draft", "score", "verify", "host"}
     assert set(document["stats"]["seconds"]) == {*document["stats"]["ms"], "read", "draft_prefill"}
     assert document["stats"]["plain_tok_s"] > 0 and document["stats"]["expected_speedup"] > 0
+
+
+def test_generate_finds_what_drafts_and_says_so_in_one_line(outrider: Run, tmp_path: Path) -> None:
+    target = make_folder(tmp_path / "target", hidden_size=32, intermediate_size=48, num_hidden_layers=12)
+    command = ["generate", "--target", target, "--compile", "never", "--max-tokens", 9, "-k", 2, "hello"]
+    nothing = "drafts with suffix: no drafter was found for the target"
+    assert outrider(*command)[2].splitlines().count(nothing) == 1
+    make_folder(tmp_path / "draft", seed=1)
+    code, out, err = outrider(*command)
+    said = f"drafts with draft model {tmp_path / 'draft'} (found beside the target)"
+    assert code == 0 and err.splitlines().count(said) == 1 and nothing not in err
+    assert out == outrider(*command, "--method", "plain")[1]
+    assert "drafts with" not in outrider(*command, "--method", "ngram")[2]
+    assert json.loads(outrider(*command, "--json")[1])["drafter"] == said
+    code, out, _ = outrider(
+        "bench", *command[1:5], "--workloads", "math", "--num-prompts", 1, "--max-tokens", 4, "--repeat", 1, "-k", 2
+    )
+    methods = {cell["method"] for cell in json.loads(out.strip().splitlines()[-1])["cells"]}
+    assert code == 0 and methods == {"plain", "suffix", f"draft:draft={tmp_path / 'draft'}"}
 
 
 def test_generate_obeys_stop_and_seed(outrider: Run, target: Path) -> None:

@@ -19,7 +19,12 @@ Run = Callable[..., "tuple[int, str, str]"]
 def assert_one_line(outcome: tuple[int, str, str], *words: str, code: int = 2) -> None:
     exit_code, out, err = outcome
     told = [line for line in err.splitlines() if line.strip()]
-    lines = [line for line in told if not line.endswith("...") and not line.startswith("compiling ")]  # what takes its time
+    # Besides what takes its time and what was found to draft with.
+    lines = [
+        line
+        for line in told
+        if not line.endswith("...") and not line.startswith(("compiling ", "drafts with ", "method auto: "))
+    ]
     assert exit_code == code, err
     assert len(lines) == 1 and lines[0].startswith("error: "), err
     assert "Traceback" not in out + err

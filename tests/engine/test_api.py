@@ -123,7 +123,7 @@ def test_a_tokenizer_is_taken_by_path(folder, tmp_path):
 
 
 def test_auto_is_a_method_and_what_the_default_does(folder):
-    assert LLM(folder, method="auto", compile="never").proposer.name == "ngram"
+    assert LLM(folder, method="auto", compile="never").proposer.name == "suffix"
     assert LLM(folder, draft=folder, method="auto", compile="never").proposer.name == "draft"
     assert LLM(folder, draft=folder, compile="never").proposer.name == "draft"
 

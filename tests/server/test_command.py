@@ -33,6 +33,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "serve.md"
 VALUES: dict[str, Any] = {
     "target": "owner/name",
     "draft": 'C:\\a "b"',
+    "download_draft": True,
     "method": "draft",
     "num_draft_tokens": "auto",
     "verifier": "block",
@@ -161,7 +162,7 @@ def test_a_process_serves_until_a_signal_and_finishes_its_streams(target: Path, 
     with subprocess.Popen([*command, "--same-text"], stderr=subprocess.PIPE, text=True, env={**os.environ}) as process:
         assert process.stderr is not None
         line = next(json.loads(line) for line in process.stderr if line.startswith("{"))
-        assert line["event"] == "ready" and line["model"] == target.name
+        assert line["event"] == "ready" and line["model"] == target.name and line["drafter"].startswith("drafts with ")
         url = line["url"]
         body = {"prompt": "def add(", "max_tokens": 150, "temperature": 0, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", url + "/v1/completions", json=body, timeout=120) as stream:

@@ -102,7 +102,7 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     that every method, draft length and batch size emits the same tokens.
     """
     from outrider.cli.bench_documents import check_outputs
-    from outrider.cli.session import load, resolve
+    from outrider.cli.session import auto_method, load, resolve
     from outrider.engine.config import build_verifiers
     from outrider.engine.methods import ALL, chosen_methods, fitting_proposers, methods_in
     from outrider.types import OutriderError
@@ -122,7 +122,7 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
         temperature=(0.8 if models.same_text else 1.0) if sampling.temperature is None else sampling.temperature,
     )
     drafts = resolve(models, MethodOptions()).get("drafts") or {}
-    names = methods_in(asked.method or AUTO, models.draft, drafts)
+    names = methods_in(asked.method or AUTO, lambda: auto_method(models, drafts))
     methods = chosen_methods(names)
     texts = read_prompts(asked, models.same_text)
     llm = load(

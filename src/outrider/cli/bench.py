@@ -48,7 +48,7 @@ __all__ = ["COMMANDS", "EXAMPLES", "command"]
 class GridOptions:
     """Axes of the measurement; values are separated by commas."""
 
-    method: str | None = given(Speculation, several=True, more="(default: draft if there is one, and ngram).", panel=GRID)
+    method: str | None = given(Speculation, several=True, more="(default: auto and suffix).", panel=GRID)
     num_draft_tokens: str = given(Speculation, "4,auto", several=True, panel=GRID)
     temperature: str = given(SamplingParams, "0", several=True, panel=GRID)
     batch: Annotated[str, typer.Option(help="Batch sizes.", rich_help_panel=GRID)] = "1"
@@ -111,7 +111,7 @@ def command(
 
     outputs.check()
     given = resolve(models, MethodOptions())
-    chosen = parse_contenders(grid, given.get("draft"), given.get("drafts", {}))
+    chosen = parse_contenders(grid, models, given.get("drafts", {}))
     temperatures = parse_list("--temperature", grid.temperature, float)
     batches = parse_list("--batch", grid.batch, int)
     busy = parse_list("--busy", grid.busy, int)
@@ -178,22 +178,21 @@ def finish(plan: Plan, groups: Sequence[Group], llm: LLM, extra: dict[str, Any],
     write_or_say(outputs.html, lambda: page(result))
 
 
-def parse_contenders(grid: GridOptions, draft: object, drafts: Mapping[str, object]) -> tuple[Contender, ...]:
+def parse_contenders(grid: GridOptions, models: ModelOptions, drafts: Mapping[str, object]) -> tuple[Contender, ...]:
     """Methods x draft lengths, without plain decoding, which is always there. Raises ``OutriderError`` for one without its
-    draft: ``draft`` is the general one, ``drafts`` come with the target.
+    draft: ``drafts`` come with the target.
     """
     from outrider.bench.contenders import Contender
-    from outrider.engine.config import default_method
+    from outrider.cli.session import auto_method
     from outrider.engine.methods import methods_in
     from outrider.method_text import split_method
-    from outrider.registry import DEFAULT_METHOD, PROPOSERS
+    from outrider.registry import AUTO, DEFAULT_METHOD, PROPOSERS
 
-    default = dict.fromkeys([default_method(draft, drafts), DEFAULT_METHOD])
-    methods = list(default) if grid.method is None else methods_in(grid.method, draft, drafts)
+    lengths = parse_list("--num-draft-tokens", grid.num_draft_tokens, parse_k)
+    methods = methods_in(grid.method or f"{AUTO},{DEFAULT_METHOD}", lambda: auto_method(models, drafts))
     for method in methods:
         name, options = split_method(method)
-        PROPOSERS.get(name).drafts_in(options, draft, drafts)
-    lengths = parse_list("--num-draft-tokens", grid.num_draft_tokens, parse_k)
+        PROPOSERS.get(name).drafts_in(options, models.draft, drafts)
     found = (Contender(method, k) for method in methods for k in lengths)
     return tuple(contender for contender in found if not contender.is_plain)
 

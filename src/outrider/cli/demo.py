@@ -35,7 +35,7 @@ class PageOptions:
     method: str | None = given(
         Speculation,
         several=True,
-        more="(default: all that fit a small target; of a large one the draft, if there is one, and ngram).",
+        more="(default: all that fit a small target; of a large one the one that is found for it, and suffix).",
         panel=SERVER,
     )
     host: str = given(ServerConfig, ServerConfig.host, panel=SERVER)
@@ -86,14 +86,13 @@ def command(
 def load_track(models: ModelOptions, methods: str | None) -> Track:
     """Load the target once, and every offered method."""
     from outrider.cli.console import waiting
-    from outrider.cli.session import load, resolve
-    from outrider.engine.config import default_method
+    from outrider.cli.session import auto_method, load, resolve
     from outrider.engine.methods import methods_in
     from outrider.registry import DEFAULT_METHOD, PROPOSERS
     from outrider.server.demo.track import Track
 
     drafts = resolve(models, MethodOptions()).get("drafts", {})
-    wanted = methods_in(methods, models.draft, drafts) if methods else []
+    wanted = methods_in(methods, lambda: auto_method(models, drafts)) if methods else []
     for method in wanted:  # errors appear before the seconds of loading
         resolve(models, MethodOptions(method=method))
     plain: Any = PROPOSERS.get("plain")
@@ -101,7 +100,7 @@ def load_track(models: ModelOptions, methods: str | None) -> Track:
     offered = wanted
     if not wanted:
         is_small = sum(weight.numel() for weight in llm.runner.model.parameters()) < LARGE
-        usual = dict.fromkeys((default_method(models.draft, llm.speculation.drafts), DEFAULT_METHOD))
+        usual = dict.fromkeys((auto_method(models, drafts).text, DEFAULT_METHOD))
         offered = [name for name in PROPOSERS if name != plain.name] if is_small else list(usual)
     with waiting("preparing the methods"):
         return Track(llm, offered, models.draft, must_fit=bool(wanted))

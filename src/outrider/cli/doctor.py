@@ -36,9 +36,9 @@ def command(
 ) -> int:
     """Check whether a draft fits its target: vocabulary, context, memory, then acceptance and speed on a few prompts."""
     from outrider.cli.console import show_notices
-    from outrider.cli.session import loading, resolve
+    from outrider.cli.session import auto_method, loading, resolve
     from outrider.doctor import Patient, check_up
-    from outrider.engine.config import default_method
+    from outrider.doctor.checkup import all_candidates
     from outrider.registry import DEFAULT_METHOD_WITH_FOREIGN_DRAFT
 
     show_notices()
@@ -46,7 +46,8 @@ def command(
     options.pop("num_draft_tokens", None)
     named = None if methods.method == AUTO else options.pop("method", None)
     options.pop("method", None)
-    method = named or default_method(options.get("draft"), options.get("drafts", {}))
+    method = named or auto_method(models, options.get("drafts", {})).text
+    found = [] if named or models.draft else all_candidates(models.target)
     target: object = models.target
     if target is None:
         from outrider.family import TARGET
@@ -59,6 +60,7 @@ def command(
         if named is None and any((each.level, each.topic) == ("wrong", "vocabulary") for each in checkup.findings):
             method = DEFAULT_METHOD_WITH_FOREIGN_DRAFT  # as every other command would
             checkup = check_up(Patient(target, method, options, params), tell)
+    checkup.findings[:0] = found
     if as_json:
         print(json.dumps(asdict(checkup) | {"fits": checkup.fits, "verdict": checkup.verdict}))
     else:

@@ -23,6 +23,8 @@ outrider generate "def quicksort("
 
 outrider generate --show -k 4 "Once upon a time"
 
+outrider generate --target Qwen/Qwen3-8B --download-draft "Dear Sir,"
+
 outrider generate --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --temperature 0.7 --seed 1 "Dear Sir,"
 
 cat notes.txt | outrider generate --target ./my-model --method ngram --max-tokens 200 --json -
@@ -106,6 +108,7 @@ def _document(llm: LLM, prompt: str, params: SamplingParams) -> dict[str, Any]:
         "origins": completion.origins,
         "finish_reason": completion.finish_reason,
         "num_prompt_tokens": completion.num_prompt_tokens,
+        "drafter": llm.drafter,
         "stats": stats_document(completion.stats),
     }
 

@@ -47,6 +47,7 @@ class ModelOptions:
 
     target: str | None = given(Speculation)
     draft: str | None = given(Speculation)
+    download_draft: bool = given(Speculation, False)
     verifier: str | None = given(Speculation)
     same_text: bool = given(Speculation, False)
     dtype: str | None = given(RunnerConfig)

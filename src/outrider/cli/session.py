@@ -6,7 +6,7 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.status import Status
 
     from outrider.engine import LLM, Chunk
+    from outrider.engine.finding import Choice
     from outrider.types import SamplingParams
 
 
@@ -78,6 +79,13 @@ def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
             check_source(str(source))
     values.pop("target", None)
     return values if drafts is None else values | {"drafts": drafts}
+
+
+def auto_method(models: ModelOptions, drafts: Mapping[str, object]) -> Choice:
+    """What method ``auto`` means with these options; ``drafts`` come with the target."""
+    from outrider.engine.methods import auto_choice
+
+    return auto_choice(models.target, models.draft, drafts, models.download_draft)
 
 
 def check_machine(models: ModelOptions) -> None:
@@ -147,7 +155,9 @@ def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
     show_notices()
     arguments = resolve(models, methods) | more
     named = [value for value in split_method(methods.method or "")[1].values() if "/" in value]
-    if all(source is None or Path(source).expanduser().is_dir() for source in (models.target, models.draft, *named)):
+    if not models.download_draft and all(
+        source is None or Path(source).expanduser().is_dir() for source in (models.target, models.draft, *named)
+    ):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # local folders must not wait for a network
     with loading(f"loading {models.target or 'the embedded models'}"):
         from outrider.engine import LLM

@@ -60,7 +60,7 @@ class TrafficOptions:
 class SearchOptions:
     """The search space."""
 
-    method: str = given(Speculation, "all", several=True, more="all adds every other method.", panel=SEARCH)
+    method: str = given(Speculation, "auto,all", several=True, more="all adds every other method.", panel=SEARCH)
     num_draft_tokens: str | None = given(
         Speculation, several=True, more="auto is always included (default: 1,2,4,8,15).", panel=SEARCH
     )
@@ -119,7 +119,7 @@ def command(
     All methods and draft lengths run in turn with plain decoding on a few prompts; the slower half is dropped and the rest run
     on more of them, until one is left or the others are as fast.
     """
-    from outrider.cli.session import load, resolve
+    from outrider.cli.session import auto_method, load, resolve
     from outrider.engine.config import build_verifiers
     from outrider.engine.methods import chosen_methods, fitting_proposers, methods_in
     from outrider.method_text import split_methods
@@ -131,7 +131,7 @@ def command(
     output.check()
     question = read_question(asked)
     drafts = resolve(models, MethodOptions()).get("drafts", {})
-    methods = chosen_methods(methods_in(asked.method, models.draft, drafts))
+    methods = chosen_methods(methods_in(asked.method, lambda: auto_method(models, drafts)))
     prompts = read_traffic(traffic, sampling)
     check_drafts(asked)
     llm = load(

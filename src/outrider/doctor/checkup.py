@@ -14,6 +14,7 @@ from outrider.bench.contenders import PLAIN, Contender, Contenders
 from outrider.bench.measure import Run, generate
 from outrider.bench.workloads import builtin, encode
 from outrider.engine import LLM
+from outrider.engine.finding import candidates, target_files
 from outrider.engine.stats import expected_tau
 from outrider.memory import free_memory, size, weight_files
 from outrider.method_text import join_method, split_method
@@ -90,6 +91,22 @@ class Checkup:
         if self.acceptance.best_k == 0:
             return f"fits, but gains nothing on this machine: {gain}."
         return f"fits{', with doubts' if doubts else ''}: {gain}, best with about {self.acceptance.best_k}."
+
+
+def all_candidates(target: str | None) -> list[Finding]:
+    """Report each candidate that method ``auto`` finds for a target, with its size and why it is used or not.
+
+    Nothing for the embedded target (None), whose drafts come with it.
+    """
+    files = target_files(target)
+    found = [] if files is None else list(candidates(files))
+    used = next((each for each in found if not each.misfit), None)
+    return [
+        Finding("ok", "drafter", f"{each.line}: used")
+        if each is used
+        else Finding("note", "drafter", f"{each.line}: not used: {each.misfit or 'another one comes first'}")
+        for each in found
+    ]
 
 
 def check_up(patient: Patient, progress: Progress = lambda _: None) -> Checkup:

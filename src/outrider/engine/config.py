@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from outrider import family
+from outrider.engine.finding import Choice, choices, on_this_machine
 from outrider.engine.options import Speculation, is_tokenizer
 from outrider.engine.policy import POLICIES, FixedLength, LengthPolicy
 from outrider.method_text import split_method
 from outrider.options import declared
 from outrider.proposers.base import Proposer
 from outrider.proposers.method import Setting
+from outrider.proposers.recognition import TargetFiles
 from outrider.registry import (
     AUTO,
-    DEFAULT_METHOD,
-    DEFAULT_METHOD_WITH_DRAFT,
     DEFAULT_METHOD_WITH_FOREIGN_DRAFT,
     PROPOSERS,
     VERIFIERS,
 )
 from outrider.runner import ModelRunner, RunnerConfig
-from outrider.runner.loading import load_config
+from outrider.runner.loading import load_config, text_config
 from outrider.runner.tokenizers import DifferentVocabulary
 from outrider.types import OutriderError, first_line
 
@@ -86,40 +87,87 @@ def eos_token_ids(runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None
     return found
 
 
-def default_method(draft: object, drafts: Mapping[str, object]) -> str:
-    """What method ``auto`` means: by whether there is a draft for the one that needs it."""
-    own = PROPOSERS.get(DEFAULT_METHOD_WITH_DRAFT).own_draft
-    return DEFAULT_METHOD if draft is None and own not in drafts else DEFAULT_METHOD_WITH_DRAFT
-
-
 def build_proposer(speculation: Speculation, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) -> Proposer:
     """Return the given proposer, or build the method's proposer for this target."""
+    return choose_proposer(speculation, runner, tokenizer)[0]
+
+
+def choose_proposer(
+    speculation: Speculation, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[Proposer, str]:
+    """Return what ``build_proposer`` does, and what drafts and why, in one line.
+
+    Method ``auto`` takes the first of ``finding.choices`` that can be built; what was found and does not fit is logged.
+    """
     if speculation.proposer is not None:
         if speculation.method != AUTO or speculation.draft is not None:
             raise OutriderError("give either a proposer or a method and a draft, not both")
-        return speculation.proposer
-    method = speculation.method
-    if method == AUTO:
-        method = default_method(speculation.draft, speculation.drafts)
-    name, options = split_method(method)
-    options |= speculation.method_options
-    setting = Setting(
-        runner,
-        tokenizer,
-        speculation.draft,
-        load_tokenizer(speculation.draft_tokenizer),
-        options=options,
-        drafts=speculation.drafts,
-    )
-    try:
-        proposer: Proposer = PROPOSERS.get(name).build(setting)
-    except DifferentVocabulary as difference:
-        if speculation.method != AUTO:
+        return speculation.proposer, "drafts with the proposer that was given"
+    if speculation.method != AUTO:
+        try:
+            return _built(speculation, runner, tokenizer), f"drafts with {speculation.method}, as named"
+        except DifferentVocabulary as difference:
             advice = f"choose a draft made for this target's tokenizer, or the method {DEFAULT_METHOD_WITH_FOREIGN_DRAFT!r}"
             raise OutriderError(f"{difference.what}; {advice}, which takes any") from difference
-        logger.info("%s: drafts are translated between the tokenizers", difference.what)
-        proposer = PROPOSERS.get(DEFAULT_METHOD_WITH_FOREIGN_DRAFT).build(setting)
+    folder = on_this_machine(runner.name)
+    target = None if folder is None else TargetFiles(runner.name, folder, text_config(runner.model))
+    for choice in choices(target, speculation.draft, speculation.drafts, speculation.download_draft):
+        proposer = _fitting(choice, speculation, runner, tokenizer)
+        if proposer is not None:
+            logger.info("%s", choice.why)
+            return proposer, choice.why
+    raise AssertionError("the last choice is not a found one")
+
+
+def _fitting(
+    choice: Choice, speculation: Speculation, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None
+) -> Proposer | None:
+    """Build a choice; None if it was found and does not fit. A draft that the user named may have another tokenizer."""
+    chosen = replace(speculation, method=choice.method, draft=choice.draft)
+    try:
+        if choice.is_found:
+            check_trees(choice.method, speculation.verifier)
+        return _built(chosen, runner, tokenizer)
+    except Exception as misfit:  # for example out of memory
+        if choice.is_found:
+            logger.info("%s: not used: %s", choice.what, in_one_line(misfit))
+            return None
+        if not isinstance(misfit, DifferentVocabulary):
+            raise
+        logger.info("%s: drafts are translated between the tokenizers", misfit.what)
+        return _built(replace(chosen, method=DEFAULT_METHOD_WITH_FOREIGN_DRAFT), runner, tokenizer)
+
+
+def _built(speculation: Speculation, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) -> Proposer:
+    """Build the proposer of the named method."""
+    name, options = split_method(speculation.method)
+    proposer: Proposer = PROPOSERS.get(name).build(
+        Setting(
+            runner,
+            tokenizer,
+            speculation.draft,
+            load_tokenizer(speculation.draft_tokenizer),
+            options=options | dict(speculation.method_options),
+            drafts=speculation.drafts,
+        )
+    )
     return proposer
+
+
+def check_trees(method: str, verifier: str | Verifier) -> None:
+    """Raise ``OutriderError`` for a method that drafts trees and a verifier that does not take them."""
+    judge = VERIFIERS.get(verifier) if isinstance(verifier, str) else verifier
+    if not judge.handles_trees and PROPOSERS.get(split_method(method)[0]).drafts_trees:
+        name = judge.__name__ if isinstance(judge, type) else type(judge).__name__
+        raise OutriderError(f"it drafts trees, and {name} supports chains only")
+
+
+def in_one_line(failure: Exception) -> str:
+    """Return why a method is left out."""
+    if isinstance(failure, OutriderError):
+        return str(failure)
+    logger.debug("a method is left out", exc_info=failure)
+    return " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
 
 
 def build_verifiers(speculation: Speculation) -> tuple[Verifier, Verifier]:

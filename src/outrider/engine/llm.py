@@ -17,8 +17,8 @@ import torch
 from outrider import family
 from outrider.engine.config import (
     build_policy,
-    build_proposer,
     build_verifiers,
+    choose_proposer,
     configurations,
     eos_token_ids,
     load_tokenizer,
@@ -62,6 +62,7 @@ class LLM:
         *,
         tokenizer: TokenizerSource | None = None,
         draft: ModelSource | None = None,
+        download_draft: bool = False,
         drafts: Mapping[str, ModelSource] | None = None,
         method: str = AUTO,
         num_draft_tokens: int | str | LengthPolicy = AUTO,
@@ -85,16 +86,16 @@ class LLM:
     ) -> None:
         """Load ``model``, a folder or a hub id, or take a loaded transformers model; None is the embedded family.
 
-        Every option is described in docs/options.md. ``method="auto"`` drafts with the draft if there is one and with n-grams
-        of the text itself if there is none. Raises ``OutriderError`` for a wrong value, for a model that cannot be loaded or
-        rolled back, and for a draft that does not fit.
+        Every option is described in docs/options.md. ``method="auto"`` takes the given draft, else what is found for the target
+        on this machine (docs/methods.md), else the text itself; ``drafter`` says what and why. Raises ``OutriderError`` for a
+        wrong value, for a model that cannot be loaded or rolled back, and for a draft that does not fit.
         """
         options = {name: value for name, value in locals().items() if name not in ("self", "model")}
         self.speculation, config = configurations({"target": model, **options})
         source = family.TARGET if self.speculation.target is None else self.speculation.target
         self.tokenizer = load_tokenizer(self.speculation.tokenizer or source, trust_remote_code)
         self.runner = ModelRunner.load(source, config)
-        self.proposer = build_proposer(self.speculation, self.runner, self.tokenizer)
+        self.proposer, self.drafter = choose_proposer(self.speculation, self.runner, self.tokenizer)
         warn_of_limits(self.speculation, config, self.runner, self.proposer)
         self.policy = build_policy(self.speculation, self.runner, self.proposer)
         scheduler = Scheduler(

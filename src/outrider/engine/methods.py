@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from outrider.engine.config import build_proposer, default_method
+from outrider.engine.config import build_proposer, check_trees, in_one_line
+from outrider.engine.finding import Choice, choices, target_files
 from outrider.engine.options import Speculation
 from outrider.method_text import split_method, split_methods
 from outrider.proposers.base import Proposer
@@ -25,9 +26,16 @@ logger = logging.getLogger(__name__)
 ALL = "all"
 
 
-def methods_in(text: str, draft: object, drafts: Mapping[str, object]) -> list[str]:
+def auto_choice(target: object, draft: object, drafts: Mapping[str, object], download: bool = False) -> Choice:
+    """What method ``auto`` means for a target that is not loaded, logged in one line."""
+    choice = next(choices(target_files(target), draft, drafts, download))
+    logger.info("method auto: %s", choice.what)
+    return choice
+
+
+def methods_in(text: str, auto: Callable[[], Choice]) -> list[str]:
     """The methods of a list separated by commas, each once and written as for one method; ``auto`` is the one it means."""
-    named = (default_method(draft, drafts) if method == AUTO else method for method in split_methods(text))
+    named = (auto().text if method == AUTO else method for method in split_methods(text))
     return list(dict.fromkeys(named))
 
 
@@ -57,19 +65,10 @@ def fitting_proposers(
     proposers: dict[str, Proposer] = {}
     reasons: dict[str, str] = {}
     for method in methods:
-        if verifier is not None and not verifier.handles_trees and PROPOSERS.get(split_method(method)[0]).drafts_trees:
-            reasons[method] = f"it drafts trees, and {type(verifier).__name__} supports chains only"
-            continue
         try:
+            if verifier is not None:
+                check_trees(method, verifier)
             proposers[method] = build_proposer(replace(speculation, method=method, proposer=None), runner, tokenizer)
         except Exception as misfit:  # for example out of memory; the others may still fit
             reasons[method] = in_one_line(misfit)
     return proposers, reasons
-
-
-def in_one_line(failure: Exception) -> str:
-    """Return why a method is left out."""
-    if isinstance(failure, OutriderError):
-        return str(failure)
-    logger.debug("a method is left out", exc_info=failure)
-    return " ".join(f"{type(failure).__name__}: {failure}".split())[:300]

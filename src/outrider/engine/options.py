@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.method_text import split_method
 from outrider.options import METHOD, MODELS, Either, Flag, Keyed, Objects, Source, Text, Whole, check, has_methods, option
-from outrider.registry import AUTO, PROPOSERS, VERIFIERS
+from outrider.registry import AUTO, DEFAULT_METHOD, PROPOSERS, VERIFIERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -75,14 +75,21 @@ class Speculation:
     draft: ModelSource | None = option(
         Source(heads=True), None, "Folder or hub id of a draft model or of heads.", panel=MODELS, in_plan=True
     )
+    download_draft: bool = option(
+        Flag(),
+        False,
+        "Download the drafter known for the target where none is found on this machine (method auto).",
+        panel=MODELS,
+        in_plan=True,
+    )
     drafts: Mapping[str, ModelSource] = option(
         Keyed("a mapping from names to models", Source()), dict, "Drafts that belong to the target, by name."
     )
     method: str = option(
         Text("a method: name, name:option=value or two names joined by a plus"),
         AUTO,
-        f"Drafting method: {', '.join(PROPOSERS)}, or two joined by a plus; append :option=value for options; auto: draft if "
-        "there is one, else ngram.",
+        f"Drafting method: {', '.join(PROPOSERS)}, or two joined by a plus; append :option=value for options; auto: what is "
+        f"found for the target on this machine, else {DEFAULT_METHOD}.",
         panel=METHOD,
         in_plan=True,
     )

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.engine.config import default_method
+from outrider.engine.methods import auto_choice
 from outrider.engine.plan import Plan, served_name
 from outrider.method_text import split_method
 from outrider.proposers.method import Setting
@@ -67,7 +67,9 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
     verifier = plan.given("verifier") or "rejection"  # supported everywhere; the output distribution is the same
     VERIFIERS.get(verifier)
     named = plan.given("method") not in (None, AUTO)
-    method = plan.given("method") if named else default_method(draft, drafts_there)
+    method = (
+        plan.given("method") if named else auto_choice(target, draft, drafts_there, bool(plan.given("download_draft"))).text
+    )
     kind = _kind(method, draft, drafts_there)
     if isinstance(kind, (SmallModel, ParallelHeads, FeatureHead)):
         check(kind.source)

@@ -1,4 +1,8 @@
-"""Read and write folders of heads: config.json and tensors in any of the usual files."""
+"""Read and write folders of heads: config.json and tensors in any of the usual files.
+
+A single file of weights may stand for a folder; its config is the one beside it. Under ``torch.device("meta")`` only the
+headers of files are read: tensors have shapes and dtypes, and no values.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,9 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -19,8 +24,22 @@ from outrider.types import OutriderError, first_line
 
 logger = logging.getLogger(__name__)
 
+SUFFIXES = (".safetensors", ".bin", ".pt")
 FILES = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+class TargetSizes(Protocol):
+    """What a head has to fit: a loaded target, or what the target's files tell of it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -44,7 +63,7 @@ MTP = DraftKind("mtp", "an MTP head", r"^mtp\.|\bmtp_layers\.0\.|\.(eh_proj|enor
 def find_folder(source: str | Path) -> Path:
     """Return a local folder, or the download of a hub id. Raises ``OutriderError`` if there is none."""
     path = Path(source).expanduser()
-    if path.is_dir():
+    if path.is_dir() or (path.is_file() and path.suffix in SUFFIXES):
         return path
     if path.exists() or str(source).startswith((".", "/", "~")) or str(source).count("/") != 1:
         raise OutriderError(f"no head at {source}: expected a folder with config.json and weights, or a hub id")
@@ -68,8 +87,6 @@ def folder_of(source: object) -> Path:
 def kinds_of(folder: Path) -> list[DraftKind]:
     """What a local folder holds by the names of its tensors; nothing if they do not tell."""
     folder = folder.expanduser()
-    if not folder.is_dir():
-        return []
     try:
         names = list(tensor_names(folder))
     except Exception:  # broken files are reported when they are loaded
@@ -100,7 +117,7 @@ def tensor_names(folder: Path) -> Iterator[str]:
 def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json. Raises ``OutriderError`` if it is missing or not an object."""
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads(((folder.parent if folder.is_file() else folder) / "config.json").read_text())
     except OSError:
         raise OutriderError(f"{folder} is not a head's folder: config.json is missing") from None
     except ValueError as error:
@@ -125,17 +142,26 @@ def read_folder(folder: Path, prefix: str = "") -> tuple[dict[str, Any], dict[st
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise OutriderError(f"{folder}: {name} must be a tensor, got a {type(tensor).__name__}")
-        if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float32)):
+        if tensor.is_floating_point() and not tensor.is_meta and not torch.isfinite(tensor.sum(dtype=torch.float32)):
             raise OutriderError(f"{folder}: the weights of {name} contain NaN or infinity")
     return config, tensors
 
 
 def _read_file(file: Path, prefix: str) -> dict[str, Tensor]:
+    by_header = torch.get_default_device().type == "meta"
     if file.suffix != ".safetensors":
-        found = torch.load(file, "cpu", weights_only=True, mmap=bool(prefix))
+        found = torch.load(file, "meta" if by_header else "cpu", weights_only=True, mmap=by_header or bool(prefix))
         return {name: tensor for name, tensor in found.items() if name.startswith(prefix)}
     with safe_open(file, framework="pt") as opened:
-        return {name: opened.get_tensor(name) for name in opened.keys() if name.startswith(prefix)}  # noqa: SIM118
+        read = partial(_header, opened) if by_header else opened.get_tensor
+        return {name: read(name) for name in opened.keys() if name.startswith(prefix)}  # noqa: SIM118
+
+
+def _header(opened: Any, name: str) -> Tensor:
+    """Return a tensor of an open file without its values."""
+    entry = opened.get_slice(name)
+    shape = entry.get_shape()
+    return torch.empty(shape, dtype=(entry[:0] if shape else opened.get_tensor(name)).dtype, device="meta")
 
 
 def measured_acceptance(folder: Path) -> tuple[float, ...] | None:
@@ -155,6 +181,8 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _weight_files(folder: Path, prefix: str = "") -> list[Path]:
     """Return the files that hold tensors whose names begin with ``prefix``."""
+    if folder.is_file():
+        return [folder]
     for name in INDEXES:
         index = folder / name
         if index.exists():
@@ -167,6 +195,16 @@ def _weight_files(folder: Path, prefix: str = "") -> list[Path]:
     if not found:
         raise OutriderError(f"{folder} has no weights: expected one of {', '.join(FILES)}")
     return found[:1]
+
+
+def loose_files(folder: Path) -> list[Path]:
+    """Return the files of weights in a model's folder that are no part of the model; none if the model's are not there."""
+    try:
+        own = set(_weight_files(folder))
+    except OutriderError:
+        return []
+    there = {*folder.glob("*.safetensors"), *(folder / name for name in FILES[2:] if (folder / name).exists())}
+    return sorted(there - own)
 
 
 def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from outrider.heads.checkpoint import TargetSizes
 from outrider.heads.rollout_head import RolloutHead, Rotation
-from outrider.runner import ModelRunner
 from outrider.runner.kv_cache import CacheShape
 from outrider.types import OutriderError
 
@@ -176,7 +176,7 @@ class EagleHead(RolloutHead):
                 return self.lm_head(out)  # type: ignore[no-any-return]
         return self.target_logits(out)
 
-    def check_fit(self, target: ModelRunner) -> None:
+    def check_fit(self, target: TargetSizes) -> None:
         shape, name = self.shape, target.name
         if shape.target_hidden_size != target.hidden_size:
             raise OutriderError(f"the head expects hidden size {shape.target_hidden_size}, but {name} has {target.hidden_size}")
@@ -191,7 +191,7 @@ class EagleHead(RolloutHead):
             )
         if shape.own_embedding and shape.llama.vocab_size < target.vocab_size:
             raise OutriderError(f"the head has {shape.llama.vocab_size} embeddings, but {name} has {target.vocab_size} tokens")
-        if self.draft_ids is not None:
+        if self.draft_ids is not None and not self.draft_ids.is_meta:
             lowest, highest = int(self.draft_ids.min()), int(self.draft_ids.max())
             if lowest < 0 or highest >= target.vocab_size:
                 odd = lowest if lowest < 0 else highest

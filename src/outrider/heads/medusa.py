@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from outrider.heads.checkpoint import fill, find_folder, read_folder, write_folder
-from outrider.runner import ModelRunner
+from outrider.heads.checkpoint import TargetSizes, fill, find_folder, read_folder, write_folder
 from outrider.types import UNSAID, OutriderError
 
 Accuracies = tuple[tuple[float, ...], ...]  # [head][rank]: probability that the candidate of that rank is the target's token
@@ -111,7 +110,7 @@ def load(source: str | Path, vocab_size: int) -> tuple[MedusaHeads, Accuracies |
         raise OutriderError(
             f"{source} has a vocabulary of {size} tokens, but the target has {vocab_size}: made for another target"
         )
-    if mapped:
+    if mapped and not tensors["token_map"].is_meta:
         lowest, highest = int(tensors["token_map"].min()), int(tensors["token_map"].max())
         if lowest < 0 or highest >= vocab_size:
             odd = lowest if lowest < 0 else highest
@@ -163,7 +162,7 @@ def is_exported(folder: Path, heads: MedusaHeads) -> bool:
     return bool(config.get("model_type") == "medusa" and config.get("num_heads") == heads.shape.num_heads)
 
 
-def check_fit(heads: MedusaHeads, target: ModelRunner) -> None:
+def check_fit(heads: MedusaHeads, target: TargetSizes) -> None:
     """Raise ``OutriderError`` for heads that were not made for a target like this."""
     shape = heads.shape
     if shape.hidden_size != target.hidden_size:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from outrider.heads.checkpoint import TargetSizes
 from outrider.heads.rollout_head import RolloutHead, Rotation
-from outrider.runner import ModelRunner, attention
+from outrider.runner import attention
 from outrider.runner.kv_cache import CacheShape, LayerShape
 from outrider.runner.loading import decoder_layers, num_layers, text_config
 from outrider.runner.survey import survey_without_weights, without_weights
@@ -135,7 +136,7 @@ class MtpHead(RolloutHead):
     def cache_shape(self) -> CacheShape:
         return self._cache_shape
 
-    def check_fit(self, target: ModelRunner) -> None:
+    def check_fit(self, target: TargetSizes) -> None:
         hidden, vocab = int(self.text.hidden_size), int(self.text.vocab_size)
         if hidden != target.hidden_size:
             raise OutriderError(f"the head expects hidden size {hidden}, but {target.name} has {target.hidden_size}")

@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.heads.checkpoint import fill, find_folder, read_config, read_folder, tensor_names, write_folder
+from outrider.heads.checkpoint import (
+    MTP,
+    TargetSizes,
+    fill,
+    find_folder,
+    kinds_of,
+    read_config,
+    read_folder,
+    tensor_names,
+    write_folder,
+)
 from outrider.heads.mtp import Body, MtpHead
 from outrider.runner import ModelRunner, loading
 from outrider.runner.linear import weight_of
@@ -75,6 +85,27 @@ def load(source: str | Path, target: ModelRunner) -> MtpHead:
         found["fc.weight"] = _swapped(found["fc.weight"])
     fill(head, found, source, IGNORED, named)
     return head.eval().requires_grad_(False)
+
+
+def is_head(folder: Path, target: TargetSizes) -> bool:
+    """Return whether a folder holds a head by the names of its tensors; only headers are read.
+
+    Raises ``OutriderError`` for a head that lacks ``fc``, is of another width than the target, or is quantised.
+    """
+    if MTP not in kinds_of(folder):
+        return False
+    layout, prefix = _found_layout(folder, target.num_layers, str(folder))
+    with torch.device("meta"):
+        tensors = read_folder(folder, prefix)[1]
+    name, wanted = f"{prefix}{layout.parts['fc']}.weight", (target.hidden_size, 2 * target.hidden_size)
+    if name not in tensors:
+        raise OutriderError(f"{folder} lacks tensors of the head, the first {name}")
+    for each, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise OutriderError(f"the head is quantised: {each} is {str(tensor.dtype).removeprefix('torch.')}")
+    if tensors[name].shape != wanted:
+        raise OutriderError(f"{name} has shape {list(tensors[name].shape)}, expected {list(wanted)} for this target")
+    return True
 
 
 def _found_layout(folder: Path, num_layers: int, source: str) -> tuple[Layout, str]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from outrider.heads.checkpoint import TargetSizes
 from outrider.heads.own_logits import Finish
-from outrider.runner import ModelRunner
 from outrider.runner.kv_cache import CacheShape
 from outrider.types import UNSAID
 
@@ -60,7 +60,7 @@ class RolloutHead(nn.Module):
         """Return a new rotary embedding: frequencies rounded to 16 bits would give wrong angles after a hundred tokens."""
 
     @abstractmethod
-    def check_fit(self, target: ModelRunner) -> None:
+    def check_fit(self, target: TargetSizes) -> None:
         """Raise ``OutriderError`` for a head that was not made for a target like this."""
 
     @abstractmethod

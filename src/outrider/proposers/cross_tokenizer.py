@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from outrider.proposers.base import chain_proposal, merged
 from outrider.proposers.draft_model import DraftModelMethod, DraftModelProposer, draft_tokenizer
 from outrider.proposers.method import NoOptions, Setting
 from outrider.proposers.portable import SmallModel
+from outrider.proposers.recognition import TargetFiles
 from outrider.proposers.sample_text import TEXT
 from outrider.runner import ModelRunner
 from outrider.runner.tokenizers import Spelling
@@ -147,6 +149,10 @@ class CrossTokenizerProposer(DraftModelProposer):
 
 class CrossTokenizerMethod(DraftModelMethod):
     proposer = CrossTokenizerProposer
+    precedence = 0
+
+    def recognise(self, folder: Path, target: TargetFiles) -> None:
+        """Nothing: a draft with another tokenizer is the user's choice."""
 
     def build(self, setting: Setting) -> CrossTokenizerProposer:
         """Load the draft. Raises ``OutriderError`` if it or one of the tokenizers is missing."""

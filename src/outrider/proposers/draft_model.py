@@ -10,14 +10,16 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from outrider.heads.checkpoint import MODEL, kind_of, read_folder
 from outrider.options import shown
 from outrider.proposers.base import Proposer, spread
 from outrider.proposers.method import MethodSpec, NoOptions, Setting
 from outrider.proposers.portable import Portable, SmallModel
+from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.runner import ModelRunner
 from outrider.runner.loading import load_config, text_config
 from outrider.runner.self_draft import SelfDraft
-from outrider.runner.tokenizers import check_same_vocabulary
+from outrider.runner.tokenizers import check_same_files, check_same_vocabulary
 from outrider.types import UNSAID, Context, Finding, OutriderError, Proposal, Request, Verdict
 
 
@@ -110,6 +112,7 @@ class DraftModelMethod(MethodSpec):
     proposer: type[Proposer] = DraftModelProposer
     takes_draft = True
     own_draft = "draft"
+    precedence = 3
 
     def build(self, setting: Setting) -> DraftModelProposer:
         """Load the draft. Raises ``OutriderError`` if there is none or the vocabularies differ."""
@@ -124,6 +127,16 @@ class DraftModelMethod(MethodSpec):
                 f"vocabulary sizes differ: {setting.target.vocab_size} in the target, {draft.vocab_size} in the draft"
             )
         return DraftModelProposer(draft, setting.target.vocab_size)
+
+    def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
+        """A language model with the target's tokenizer."""
+        if not folder.is_dir() or kind_of(folder) is not MODEL:
+            return None
+        check_same_files(target.folder, folder)
+        config = text_config(load_config(folder))
+        with torch.device("meta"):
+            read_folder(folder)
+        return Recognised("draft model", _num_weights(config) / _num_weights(target.config))
 
     def portable(self, setting: Setting) -> Portable:
         setting = setting.of(self)

@@ -6,13 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from outrider.heads import eagle_formats, findings
-from outrider.heads.checkpoint import EAGLE, folder_of, measured_acceptance
+from outrider.heads.checkpoint import EAGLE, folder_of, kind_of, measured_acceptance
 from outrider.heads.eagle import EagleHead
 from outrider.proposers.head_trees import HeadProposer, TreeConfig, tree_options
 from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import FeatureHead
+from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.proposers.sample_text import TEXT
 from outrider.runner import ModelRunner
 from outrider.types import Finding, OutriderError
@@ -47,6 +51,7 @@ class EagleMethod(MethodSpec):
     takes_draft = True
     drafts_with = EAGLE
     own_draft = "eagle3"
+    precedence = 2
 
     def build(self, setting: Setting) -> EagleProposer:
         """Load the head. Raises ``OutriderError`` if there is none or it does not fit."""
@@ -57,6 +62,15 @@ class EagleMethod(MethodSpec):
         folder = folder_of(source)
         head = eagle_formats.load(folder, target.num_layers, target.vocab_size, target.hidden_size)
         return EagleProposer(head, target, setting.config(EagleConfig, acceptance=measured_acceptance(folder)))
+
+    def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
+        """A head that reads this target's layers."""
+        if kind_of(folder) is not EAGLE:
+            return None
+        with torch.device("meta"):
+            head = eagle_formats.load(folder, target.num_layers, target.vocab_size, target.hidden_size)
+        head.check_fit(target)
+        return Recognised(f"EAGLE-{head.shape.generation} head")
 
     def portable(self, setting: Setting) -> FeatureHead:
         setting = setting.of(self)

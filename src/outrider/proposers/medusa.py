@@ -11,18 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from outrider.heads import findings
-from outrider.heads.checkpoint import MEDUSA, folder_of
+from outrider.heads.checkpoint import MEDUSA, folder_of, kind_of
 from outrider.heads.medusa import Accuracies, MedusaHeads, check_fit, load
 from outrider.heads.own_logits import finish_of
 from outrider.proposers.base import Proposer, spread
 from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import ParallelHeads
+from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.proposers.sample_text import TEXT
 from outrider.proposers.tree_chances import Drafted, DrawnTree, SiblingRates, learn_from
 from outrider.proposers.tree_sizes import TreeSizes
@@ -124,6 +126,7 @@ class MedusaMethod(MethodSpec):
     takes_draft = True
     drafts_with = MEDUSA
     own_draft = "medusa"
+    precedence = 1
 
     def build(self, setting: Setting) -> MedusaProposer:
         """Load the heads. Raises ``OutriderError`` if there are none or they do not fit the target."""
@@ -133,6 +136,15 @@ class MedusaMethod(MethodSpec):
             return MedusaProposer(source, target, setting.config(MedusaConfig))
         heads, accuracies = load(folder_of(source), target.vocab_size)
         return MedusaProposer(heads, target, setting.config(MedusaConfig, accuracies=accuracies))
+
+    def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
+        """Heads of this target's width and vocabulary."""
+        if kind_of(folder) is not MEDUSA:
+            return None
+        with torch.device("meta"):
+            heads, _ = load(folder, target.vocab_size)
+        check_fit(heads, target)
+        return Recognised("Medusa heads")
 
     def portable(self, setting: Setting) -> ParallelHeads:
         setting = setting.of(self)

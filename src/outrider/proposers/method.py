@@ -19,6 +19,7 @@ from outrider.types import Finding, OutriderError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from outrider.proposers.recognition import Recognised, TargetFiles
     from outrider.runner import ModelRunner
 
 Config = TypeVar("Config")
@@ -128,6 +129,7 @@ class MethodSpec(ABC):
     drafts_with: DraftKind = MODEL  # the kind of draft that it takes
     comes_with_target: bool = False  # whether, if none is named, it takes the draft in the target's own checkpoint
     own_draft: str | None = None  # the name under which a draft for it may come with the target
+    precedence: int = 0  # of several drafts in one place, or methods for one draft, that of the highest is taken by itself
 
     @property
     def name(self) -> str:
@@ -150,6 +152,14 @@ class MethodSpec(ABC):
     @abstractmethod
     def build(self, setting: Setting) -> Proposer:
         """Make the proposer for a target. Raises ``OutriderError`` where it does not fit the target."""
+
+    def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
+        """Return what a folder holds for this method, and None for anything else: then it is never taken by itself.
+
+        ``folder``: a folder, a single file of weights, or the target's own folder if the method ``comes_with_target``. Reads
+        names, configs and headers, no weights. Raises ``OutriderError`` for a draft of its kind that does not fit the target.
+        """
+        return None
 
     def drafts_in(self, options: Mapping[str, Any], general: object, drafts: Mapping[str, object]) -> list[object]:
         """What it will draft with, before anything is loaded. Raises ``OutriderError`` as ``chosen_draft`` does."""

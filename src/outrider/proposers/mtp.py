@@ -7,6 +7,7 @@ the first path of each tree is all that is drafted.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from outrider.heads import findings, mtp_formats
 from outrider.heads.checkpoint import MTP, folder_of, measured_acceptance
@@ -14,6 +15,7 @@ from outrider.heads.mtp import MtpHead
 from outrider.proposers.head_trees import HeadProposer, TreeConfig, tree_options
 from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import OwnHead
+from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.types import Finding
 
 
@@ -29,6 +31,7 @@ class MtpMethod(MethodSpec):
     takes_draft = True
     drafts_with = MTP
     comes_with_target = True
+    precedence = 2
 
     def build(self, setting: Setting) -> MtpProposer:
         """Load the head. Raises ``OutriderError`` if there is none or it does not fit."""
@@ -38,6 +41,10 @@ class MtpMethod(MethodSpec):
         folder = folder_of(setting.draft or setting.target.name)
         config = setting.config(TreeConfig, acceptance=measured_acceptance(folder))
         return MtpProposer(mtp_formats.load(folder, setting.target), setting.target, config)
+
+    def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
+        """A head of the target's width, recognised by its tensors: configs still name a head that a quantiser has dropped."""
+        return Recognised("MTP head") if mtp_formats.is_head(folder, target) else None
 
     def portable(self, setting: Setting) -> OwnHead:
         setting = setting.of(self)

@@ -5,14 +5,17 @@ A draft with another vocabulary would corrupt every proposal.
 
 from __future__ import annotations
 
+import filecmp
 import json
 import re
 from functools import lru_cache
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from outrider.types import OutriderError
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # the first that both folders have decides
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -38,6 +41,28 @@ def check_same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedToke
         of_target, of_draft = getattr(target, name, None), getattr(draft, name, None)
         if of_target is not None and of_draft is not None and of_target != of_draft:
             raise OutriderError(f"draft and target disagree on {name}: {of_target} in the target, {of_draft} in the draft")
+
+
+def check_same_files(target: Path, draft: Path) -> None:
+    """Raise ``DifferentVocabulary`` unless two folders' tokenizer files, compared without loading a tokenizer, say the same."""
+    name = next((name for name in TOKENIZER_FILES if (target / name).exists() and (draft / name).exists()), None)
+    if name is None:
+        raise DifferentVocabulary("draft and target have no tokenizer files to compare")
+    if filecmp.cmp(target / name, draft / name, shallow=False):
+        return
+    if name != TOKENIZER_FILES[0]:
+        raise DifferentVocabulary(f"draft and target have different files {name}")
+    vocabularies = _vocabulary(target / name), _vocabulary(draft / name)
+    if vocabularies[0] != vocabularies[1]:
+        raise DifferentVocabulary(f"draft and target have different vocabularies ({_difference(*vocabularies)})")
+
+
+def _vocabulary(file: Path) -> dict[str, int]:
+    """Return the id of each token in a tokenizer.json."""
+    content = json.loads(file.read_bytes())
+    tokens = content["model"]["vocab"]
+    ids = dict(tokens) if isinstance(tokens, dict) else {token: index for index, (token, _) in enumerate(tokens)}
+    return ids | {each["content"]: each["id"] for each in content.get("added_tokens") or ()}
 
 
 def _difference(target: dict[str, int], draft: dict[str, int]) -> str:

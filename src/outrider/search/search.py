@@ -17,7 +17,7 @@ from outrider.bench.contenders import PLAIN, Contender, Contenders
 from outrider.bench.grid import PLAIN_CONTENDER, warm_up
 from outrider.bench.measure import generate
 from outrider.bench.progress import Progress
-from outrider.engine.methods import in_one_line
+from outrider.engine.config import in_one_line
 from outrider.method_text import in_turn, split_method
 from outrider.proposers.base import Proposer
 from outrider.registry import PROPOSERS

@@ -132,5 +132,11 @@ def serve(llm: LLM, config: ServerConfig, keys: KeyRing, listener: socket.socket
     if not ip_address(host).is_loopback and not len(keys):
         logger.warning("the server is reachable from other machines without an API key: set --api-keys")
     name = f"[{host}]" if ":" in host else host
-    facts = {"url": f"http://{name}:{port}", "model": config.name, "method": llm.proposer.name, "max_len": llm.runner.max_len}
+    facts = {
+        "url": f"http://{name}:{port}",
+        "model": config.name,
+        "method": llm.proposer.name,
+        "drafter": llm.drafter,
+        "max_len": llm.runner.max_len,
+    }
     GracefulServer(connections(app, config), app.state.service.bridge, facts, config.shutdown_grace).run(sockets=[listener])

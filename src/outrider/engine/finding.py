@@ -1,0 +1,284 @@
+"""Find what drafts for a target where the user named nothing: in its checkpoint, beside it, in the download cache.
+
+Only names, configs and headers are read. What a draft is, and whether it fits, its method says (``MethodSpec.recognise``).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from logging import DEBUG, INFO, getLogger
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
+from outrider.memory import size, weight_files
+from outrider.method_text import join_method
+from outrider.proposers.method import MethodSpec
+from outrider.proposers.recognition import TargetFiles, find_folder, loose_files
+from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, PROPOSERS
+from outrider.runner.tokenizers import DifferentVocabulary
+from outrider.types import OutriderError, first_line
+
+logger = getLogger(__name__)
+
+PAIRS = Path(__file__).with_name("drafters.toml")
+LARGEST, SMALLEST = 1 / 5, 1 / 200  # a draft's weights relative to the target's, unless its folder says that it drafts
+OWN, BESIDE, INSIDE = "in the target's checkpoint", "found beside the target", "found in the target's folder"
+KNOWN, FAMILY = "known for the target", "the smallest of the target's family in the download cache"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something that a method recognises as made for drafting, or a drafter known for the target."""
+
+    name: str  # a folder, a file or a hub id
+    where: str
+    source: Path | None = None  # None: the target's own checkpoint, or nothing on this machine
+    method: str = ""  # the method that it is for
+    what: str = ""  # "EAGLE-3 head"
+    num_bytes: int = 0
+    share: float | None = None  # its weights relative to the target's
+    precedence: int = 0
+    misfit: str = ""  # why it cannot be used
+    is_foreign: bool = False  # it has another tokenizer
+    is_absent: bool = False  # it is known, and not on this machine
+
+    @property
+    def line(self) -> str:
+        """``"draft model Qwen/Qwen3-0.6B, 1.5 GB, known for the target"``"""
+        named = f"{self.what} {self.name}".strip() or "a head"
+        return ", ".join([named, *([size(self.num_bytes)] if self.num_bytes else []), self.where])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method, its draft, and why they were chosen."""
+
+    method: str
+    draft: Any = None
+    what: str = ""  # in words, and where it was found
+    is_found: bool = False  # not named by the user: the next choice is taken where it turns out not to fit
+
+    @property
+    def why(self) -> str:
+        """What was chosen and why, in one line."""
+        return f"drafts with {self.what}"
+
+    @property
+    def text(self) -> str:
+        """The method as it is written, with the draft that was found. Raises ``OutriderError`` for a path with a colon."""
+        if not self.is_found or self.draft is None:
+            return self.method
+        if ":" in str(self.draft):
+            raise OutriderError(f"{self.draft}: a path with a colon cannot be an option of a method: give --draft and --method")
+        return join_method(self.method, {"draft": self.draft})
+
+
+def choices(
+    target: TargetFiles | None, draft: object, drafts: Mapping[str, object], download: bool = False
+) -> Iterator[Choice]:
+    """Yield what to draft with, the best first; the last one always fits.
+
+    ``draft``: the one that the user named, ``drafts``: those declared with the target. One of the two is the only choice. Else
+    what is found; what does not fit is reported in one line.
+    """
+    if draft is not None:
+        yield Choice(_method_for(draft, target), draft, f"{_named(draft)}, as named")
+        return
+    declared = [spec for spec in _methods() if spec.precedence and spec.own_draft in drafts]
+    if declared:
+        best = max(declared, key=lambda spec: spec.precedence)
+        yield Choice(best.name, None, f"{best.own_draft} (comes with the target)")
+        return
+    absent = ""
+    for candidate in () if target is None else candidates(target, download):
+        if candidate.is_absent:
+            absent = absent or f"; --download-draft fetches {candidate.name}"
+        elif candidate.misfit:
+            is_usual = candidate.where == FAMILY and candidate.share is not None  # other sizes of the family
+            logger.log(DEBUG if is_usual else INFO, "%s: not used: %s", candidate.line, candidate.misfit)
+        else:
+            source = None if candidate.source is None else str(candidate.source)
+            what = f"{candidate.what} {candidate.name}".strip()
+            yield Choice(candidate.method, source, f"{what} ({candidate.where})", is_found=True)
+    yield Choice(DEFAULT_METHOD, None, f"{DEFAULT_METHOD}: no drafter was found for the target{absent}")
+
+
+def candidates(target: TargetFiles, download: bool = False) -> Iterator[Candidate]:
+    """Yield everything that may draft for a target, in the order in which it is taken.
+
+    ``download``: fetch a known drafter that is not on this machine.
+    """
+    own = _examined(target, target.folder, OWN, lambda spec: spec.comes_with_target)
+    if own is not None:
+        yield replace(own, name="", source=None, num_bytes=0)
+    beside = list(_beside(target))
+    # Usable ones by precedence; of two EAGLE heads the one called as its method calls its own.
+    yield from sorted(beside, key=lambda each: (-each.precedence, each.source.name not in _own_names(), each.name))  # type: ignore[union-attr]
+    known = known_drafters(target)
+    for hub_id in known:
+        yield _known(target, hub_id, download)
+    yield from _family(target, {target.name, *known})
+
+
+def known_drafters(target: TargetFiles) -> list[str]:
+    """Return the hub ids of the public drafters of a target, known by its id or by the name of its folder."""
+    table = tomllib.loads(PAIRS.read_text(encoding="utf-8"))
+    folder = target.folder.absolute()
+    name = _hub_id(folder.parents[1]) if folder.parent.name == "snapshots" else folder.name
+    for hub_id, by_method in table.items():
+        if name.lower() in (hub_id.lower(), hub_id.rpartition("/")[2].lower()):
+            return [drafter for drafters in by_method.values() for drafter in drafters]
+    return []
+
+
+def target_files(source: object) -> TargetFiles | None:
+    """Return the files of a folder or hub id; None for anything else, and where they cannot be read.
+
+    Configs of a hub id that was not downloaded yet are fetched: the target's weights will be.
+    """
+    if not isinstance(source, (str, Path)):
+        return None
+    try:
+        folder = on_this_machine(source) or Path(snapshot_download(str(source), allow_patterns=["*.json"]))
+        return TargetFiles.read(str(source), folder)
+    except Exception as error:  # what is wrong with it is said where it is loaded
+        logger.debug("the target's files cannot be read: %s", first_line(error))
+        return None
+
+
+def on_this_machine(source: str | Path) -> Path | None:
+    """Return a local folder, or the folder of a hub id in the download cache; None where it is neither."""
+    path = Path(source).expanduser()
+    if str(source) and path.is_dir():
+        return path
+    try:
+        config = try_to_load_from_cache(str(source), "config.json", cache_dir=constants.HF_HUB_CACHE)
+    except HFValidationError:
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+# --- places -----------------------------------------------------------------------------------------------------------------
+
+
+def _beside(target: TargetFiles) -> Iterator[Candidate]:
+    """Drafts in the target's folder, and those next to it that are named after it or after a method."""
+    folder = target.folder.absolute()
+    inside = [*_folders(folder), *loose_files(folder)]
+    prefixes = tuple(f"{folder.name}{mark}" for mark in "-_.")
+    outside = [each for each in _folders(folder.parent) if each.name.startswith(prefixes) or _says_it_drafts(each)]
+    for source, where in [*((each, INSIDE) for each in inside), *((each, BESIDE) for each in outside if each != folder)]:
+        found = _examined(target, source, where)
+        if found is not None:
+            yield _sized(found, 1.0 if _says_it_drafts(source) else LARGEST)
+
+
+def _known(target: TargetFiles, hub_id: str, download: bool) -> Candidate:
+    """A drafter of the table, fetched if it may be."""
+    folder = on_this_machine(hub_id)
+    if folder is None and not download:
+        said = "it is not on this machine; --download-draft fetches it"
+        return Candidate(hub_id, KNOWN, misfit=said, is_absent=True)
+    where = f"{KNOWN}, in the download cache"
+    try:
+        found = _examined(target, folder or find_folder(hub_id), where)
+    except OutriderError as error:
+        return Candidate(hub_id, KNOWN, misfit=str(error))
+    return replace(found, name=hub_id) if found else Candidate(hub_id, where, misfit="its weights are not in the cache")
+
+
+def _family(target: TargetFiles, others: set[str]) -> Iterator[Candidate]:
+    """Smaller models with the target's tokenizer in the download cache, those that are used first."""
+    found, models = [], PROPOSERS.get(DEFAULT_METHOD_WITH_DRAFT).drafts_with
+    for repository in _folders(Path(constants.HF_HUB_CACHE)):
+        hub_id = _hub_id(repository)
+        folder = on_this_machine(hub_id) if repository.name.startswith("models--") and hub_id not in others else None
+        if folder is None or folder.samefile(target.folder):
+            continue
+        each = _examined(target, folder, FAMILY, lambda spec: spec.drafts_with is models)
+        if each is not None and not each.is_foreign:
+            found.append(_sized(replace(each, name=hub_id), LARGEST, SMALLEST))
+    alike = SequenceMatcher(b=target.name)
+
+    def order(each: Candidate) -> tuple[bool, float, float]:
+        alike.set_seq1(each.name)
+        return bool(each.misfit), each.share or 0.0, -alike.ratio()
+
+    yield from sorted(found, key=order)
+
+
+def _examined(
+    target: TargetFiles,
+    source: Path,
+    where: str,
+    suits: Callable[[MethodSpec], bool] = lambda spec: True,
+) -> Candidate | None:
+    """What the methods see in a folder or file: the fitting one of the highest precedence, None if none recognises it."""
+    found: list[Candidate] = []
+    for spec in filter(suits, _methods()):
+        each = Candidate(str(source), where, source, spec.name, precedence=spec.precedence)
+        try:
+            recognised = spec.recognise(source, target)
+        except Exception as misfit:  # broken files fail in more ways than can be listed
+            found.append(replace(each, misfit=first_line(misfit), is_foreign=isinstance(misfit, DifferentVocabulary)))
+            continue
+        if recognised is not None:
+            found.append(replace(each, what=recognised.what, share=recognised.share))
+    if not found:
+        return None
+    files = [source] if source.is_file() else weight_files(source)
+    best = max(found, key=lambda each: (not each.misfit, each.precedence))
+    return replace(best, num_bytes=sum(file.stat().st_size for file in files))
+
+
+def _sized(candidate: Candidate, most: float, least: float = 0.0) -> Candidate:
+    """A draft model whose size does not pay gets that as its misfit."""
+    share = candidate.share
+    if share is None or least <= share < most or candidate.misfit:
+        return candidate
+    return replace(candidate, misfit=f"it has {share:.1%} of the target's weights, expected {least:.1%} to {most:.0%}")
+
+
+# --- methods ----------------------------------------------------------------------------------------------------------------
+
+
+def _method_for(draft: object, target: TargetFiles | None) -> str:
+    """Return the method for a draft that the user named, by what it is."""
+    folder = on_this_machine(draft) if isinstance(draft, (str, Path)) else None
+    found = None if folder is None or target is None else _examined(target, folder, "")
+    return DEFAULT_METHOD_WITH_DRAFT if found is None else found.method
+
+
+def _methods() -> list[MethodSpec]:
+    return [spec for spec in map(PROPOSERS.get, PROPOSERS) if isinstance(spec, MethodSpec)]
+
+
+def _own_names() -> set[str]:
+    return {spec.own_draft for spec in _methods() if spec.own_draft}
+
+
+def _says_it_drafts(source: Path) -> bool:
+    """Return whether a name begins as a method's, or as that of a method's own draft."""
+    return source.name.startswith(tuple({spec.name for spec in _methods() if spec.precedence} | _own_names()))
+
+
+def _named(draft: object) -> str:
+    return str(draft) if isinstance(draft, (str, Path)) else type(draft).__name__
+
+
+def _hub_id(repository: Path) -> str:
+    """The id of a repository's folder in the download cache."""
+    return repository.name.removeprefix("models--").replace("--", "/")
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        return sorted(each for each in folder.iterdir() if each.is_dir())
+    except OSError:
+        return []

@@ -1,0 +1,47 @@
+"""What the files of a target and of a draft tell before any weight is read: how a method recognises a draft that fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import PreTrainedConfig
+
+from outrider.heads.checkpoint import find_folder, loose_files
+from outrider.runner.loading import load_config, num_layers, text_config
+
+__all__ = ["Recognised", "TargetFiles", "find_folder", "loose_files"]
+
+
+class Recognised(NamedTuple):
+    """A draft that fits a target."""
+
+    what: str  # in messages: "draft model"
+    share: float | None = None  # its weights relative to the target's; None for heads, which were made for the target
+
+
+@dataclass(frozen=True)
+class TargetFiles:
+    """A target whose files are on this machine; it may be loaded or not."""
+
+    name: str  # a folder or hub id
+    folder: Path
+    config: PreTrainedConfig  # of its text part
+
+    @classmethod
+    def read(cls, name: str, folder: Path) -> TargetFiles:
+        """Raise ``OutriderError`` for a folder without a readable config."""
+        return cls(name, folder, text_config(load_config(folder)))
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def num_layers(self) -> int:
+        return num_layers(self.config)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)

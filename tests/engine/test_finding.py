@@ -1,0 +1,473 @@
+"""What drafts where nothing is named: found in the checkpoint, beside it or in the download cache, checked, not downloaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from heads.mtp_checkpoints import rewrite, tiny_target, write_checkpoint
+from heads.writers import HIDDEN, write_eagle1, write_eagle3, write_medusa
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from tiny_folder import make_folder, make_tokenizer
+from transformers import AutoModelForCausalLM
+
+from outrider import LLM, SamplingParams
+from outrider.engine import finding
+from outrider.engine.methods import auto_choice
+from outrider.proposers.draft_model import DraftModelMethod, DraftModelProposer
+from outrider.registry import DEFAULT_METHOD, PROPOSERS, VERIFIERS
+from outrider.types import OutriderError
+
+VOCAB, LAYERS = 320, 12
+SIZES = {"hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": LAYERS, "max_position_embeddings": 512}
+QUIET = {"compile": "never", "device": "cpu", "self_check": False}
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch, tmp_path):
+    """An empty download cache; every connection is an error that the test sees, even where the package contains it."""
+    tried = []
+
+    def refuse(*args, **_):
+        tried.append(args)
+        raise OSError("no network in tests")
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    yield
+    assert not tried
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A target and what may draft for it, each in a folder of its own, to be copied to where it is looked for."""
+    folder = tmp_path_factory.mktemp("made")
+    make_folder(folder / "target", **SIZES)
+    make_folder(folder / "draft", seed=1)
+    write_eagle3(folder / "eagle3", VOCAB, 100)
+    write_eagle1(folder / "eagle1", VOCAB)
+    write_medusa(folder / "medusa", VOCAB, 3)
+    write_checkpoint("qwen2", folder / "own", tiny_target("qwen2", vocab_size=VOCAB))
+    make_tokenizer().save_pretrained(folder / "own")
+    return folder
+
+
+@pytest.fixture
+def target(made, tmp_path):
+    return copied(made / "target", tmp_path / "models" / "model")
+
+
+@pytest.fixture
+def said(caplog):
+    """The package's log lines."""
+    caplog.set_level(logging.INFO, "outrider")
+    logging.getLogger("outrider").propagate = True
+    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("outrider.engine")]
+
+
+def copied(source, to):
+    shutil.copytree(source, to)
+    return to
+
+
+def cached(source, hub_id):
+    """Put a folder into the download cache as ``huggingface_hub`` would."""
+    repository = Path(constants.HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("c0ffee")
+    return copied(source, repository / "snapshots" / "c0ffee")
+
+
+def chosen(target, **more):
+    return auto_choice(str(target), None, {}, **more)
+
+
+def loaded(target, **options):
+    return LLM(target, **QUIET, **options)
+
+
+def greedy(llm):
+    return llm.generate([[5, 6, 7, 8]], SamplingParams(max_tokens=8, ignore_eos=True))[0].outputs[0].token_ids
+
+
+# --- places -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_head_in_the_checkpoint_drafts(made, tmp_path, said):
+    own = copied(made / "own", tmp_path / "own")
+    copied(made / "draft", tmp_path / "draft")  # beside it, and not looked at
+    llm = loaded(own)
+    assert llm.proposer.name == "mtp" and llm.drafter == "drafts with MTP head (in the target's checkpoint)"
+    assert llm.drafter in said() and len(said()) == 1
+    assert greedy(llm) == greedy(loaded(own, method="plain")) and llm.stats.faults == 0
+
+
+@pytest.mark.parametrize("harm", ["dropped", "named in the config alone", "quantised", "cut"])
+def test_a_head_that_is_not_there_or_not_whole_is_passed_over(made, tmp_path, said, harm):
+    own = copied(made / "own", tmp_path / "own")
+
+    def change(tensors):
+        for name in [name for name in tensors if "mtp_layers" in name]:
+            if harm in ("dropped", "named in the config alone"):
+                del tensors[name]
+            elif harm == "quantised" and "mlp" in name:
+                tensors[name] = tensors[name].to(torch.int8)
+            elif harm == "cut" and "input_proj" in name:
+                tensors[name] = tensors[name][:, :-1].contiguous()
+
+    rewrite(own, change)
+    if harm == "named in the config alone":
+        config = json.loads((own / "config.json").read_text())
+        (own / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    assert chosen(own).method == DEFAULT_METHOD
+    lines = [line for line in said() if "not used" in line]
+    expected = {"quantised": "the head is quantised: .* is int8", "cut": r"has shape \[32, 63\], expected \[32, 64\]"}
+    assert len(lines) == (harm in expected) and all(re.search(expected[harm], line) for line in lines)
+
+
+@pytest.mark.parametrize("place", ["model/{}", "{}", "model-{}"])
+@pytest.mark.parametrize(
+    ("name", "method"), [("draft", "draft"), ("eagle3", "eagle"), ("eagle1", "eagle"), ("medusa", "medusa")]
+)
+def test_what_lies_beside_or_in_the_targets_folder_drafts(made, target, place, name, method):
+    source = copied(made / name, target.parent / place.format(name))
+    found = chosen(target)
+    assert (found.method, found.draft) == (method, str(source))
+    assert f"{source} (found {'in' if place[:6] == 'model/' else 'beside'} the target" in found.why
+    if place == "{}":
+        llm = loaded(target)
+        assert llm.proposer.name == method and llm.drafter == found.why
+        assert greedy(llm) == greedy(loaded(target, method="plain")) and llm.stats.faults == 0
+
+
+def test_a_file_with_a_head_in_the_targets_folder_drafts(made, tmp_path):
+    own = copied(made / "own", tmp_path / "own")
+    tensors = load_file(own / "model.safetensors")
+    head = {name: tensors.pop(name) for name in list(tensors) if "mtp_layers" in name}
+    save_file(tensors, own / "model.safetensors", {"format": "pt"})
+    save_file(head, own / "head.safetensors")
+    llm = loaded(own)
+    assert llm.proposer.name == "mtp" and f"{own / 'head.safetensors'} (found in the target's folder)" in llm.drafter
+    assert greedy(llm) == greedy(loaded(own, method="plain")) and llm.stats.faults == 0
+
+
+def test_of_several_the_draft_model_comes_first_and_a_head_called_as_its_method_calls_it(made, target):
+    for name in ("medusa", "eagle1", "eagle3", "draft"):
+        copied(made / name, target.parent / name)
+    order = []
+    while (found := chosen(target)).method != DEFAULT_METHOD:
+        order.append(Path(found.draft).name)
+        shutil.rmtree(found.draft)
+    assert order == ["draft", "eagle3", "eagle1", "medusa"]
+
+
+def test_a_folder_with_another_name_beside_the_target_is_not_looked_at(made, target):
+    copied(made / "draft", target.parent / "small")
+    assert chosen(target).method == DEFAULT_METHOD
+
+
+def test_a_known_pair_drafts_from_the_cache(made, target, monkeypatch, tmp_path):
+    pairs = tmp_path / "pairs.toml"
+    pairs.write_text('["Org/Model"]\neagle = ["Other/absent", "Other/head"]\ndraft = ["Org/small"]\n')
+    monkeypatch.setattr(finding, "PAIRS", pairs)
+    assert chosen(target).why.endswith("no drafter was found for the target; --download-draft fetches Other/absent")
+    source = cached(made / "eagle3", "Other/head")
+    found = chosen(target)
+    assert (found.method, found.draft) == ("eagle", str(source))
+    assert found.why == "drafts with EAGLE-3 head Other/head (known for the target, in the download cache)"
+    assert loaded(target).drafter == found.why
+    hub = cached(made / "target", "Org/Model")  # by its id, and by the folder of its download
+    assert chosen("Org/Model").draft == chosen(hub).draft == str(source)
+    shutil.rmtree(source)
+    cached(made / "draft", "Org/small")
+    assert chosen(target).why == "drafts with draft model Org/small (known for the target, in the download cache)"
+
+
+def test_the_smallest_of_the_family_that_is_large_enough_drafts(made, target, tmp_path, said):
+    small = cached(made / "draft", "Org/model-small")
+    cached(make_folder(tmp_path / "medium", num_hidden_layers=4), "Org/model-medium")
+    one = dict.fromkeys(
+        ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"), 1
+    )
+    cached(make_folder(tmp_path / "tiny", **one), "Org/model-tiny")
+    cached(make_folder(tmp_path / "foreign", tokenizer=make_tokenizer(300)), "Org/foreign")
+    cached(made / "eagle3", "Org/head")  # known for nothing
+    cached(made / "target", "Org/same")
+    found = chosen(target)
+    assert (found.method, found.draft) == ("draft", str(small))
+    assert found.why == f"drafts with draft model Org/model-small ({finding.FAMILY})"
+    assert [line for line in said() if "not used" in line] == []
+    llm = loaded(target)
+    assert llm.drafter == found.why and greedy(llm) == greedy(loaded(target, method="plain"))
+    misfits = {each.name: each.misfit for each in finding.candidates(finding.target_files(target))}
+    assert set(misfits) == {"Org/model-small", "Org/model-medium", "Org/model-tiny", "Org/same"}
+    assert "100.0% of the target's weights" in misfits["Org/same"] and "expected 0.5% to 20%" in misfits["Org/model-tiny"]
+
+
+def test_of_equal_sizes_the_one_named_more_like_the_target_drafts(made):
+    cached(made / "target", "Org/Model-1.1-Instruct")
+    for name in ("Model-1.2-base", "Model-1.2-Instruct", "Zebra"):
+        cached(made / "draft", f"Org/{name}")
+    assert "Org/Model-1.2-Instruct" in chosen("Org/Model-1.1-Instruct").why
+
+
+def test_where_nothing_is_found_the_text_itself_drafts(target, said):
+    llm = loaded(target)
+    assert llm.proposer.name == DEFAULT_METHOD == "suffix"
+    assert said() == [llm.drafter] == ["drafts with suffix: no drafter was found for the target"]
+    model = AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained(target).config)
+    assert loaded(model).proposer.name == "suffix"  # of no folder
+
+
+def test_the_places_are_looked_at_in_order(made, tmp_path, monkeypatch):
+    own = copied(made / "own", tmp_path / "models" / "Model")
+    (tmp_path / "pairs.toml").write_text('["Org/Model"]\ndraft = ["Org/known"]\n')
+    monkeypatch.setattr(finding, "PAIRS", tmp_path / "pairs.toml")
+    # As large as "own" is small: a family member must be at most a fifth.
+    monkeypatch.setattr(finding, "LARGEST", 0.9)
+    beside = copied(made / "draft", own.parent / "draft")
+    known, family = cached(made / "draft", "Org/known"), cached(made / "draft", "Org/family")
+    found = [each.where for each in finding.candidates(finding.target_files(own)) if not each.misfit]
+    assert found == [finding.OWN, finding.BESIDE, f"{finding.KNOWN}, in the download cache", finding.FAMILY]
+    rewrite(own, lambda tensors: [tensors.pop(name) for name in list(tensors) if "mtp_layers" in name])
+    order = []
+    for place in (beside, known.parents[1], family.parents[1]):
+        order.append(chosen(own).draft)
+        shutil.rmtree(place)
+    assert order == [str(beside), str(known), str(family)] and chosen(own).method == DEFAULT_METHOD
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("harm", "expected"),
+    [
+        ("foreign", "draft and target have different vocabularies"),
+        ("cut", "cannot read .*model.safetensors"),
+        ("large", "100.0% of the target's weights"),
+        ("config", "config.json is not JSON"),
+    ],
+)
+def test_a_draft_that_does_not_fit_is_one_line_and_no_error(made, target, tmp_path, said, harm, expected):
+    draft = target.parent / "draft"
+    if harm == "foreign":
+        make_folder(draft, tokenizer=make_tokenizer(300))
+    else:
+        copied(made / ("target" if harm == "large" else "draft"), draft)
+    if harm == "cut":
+        file = draft / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-100])
+    if harm == "config":
+        (draft / "config.json").write_text("{")
+    if harm == "cut":
+        assert chosen(target).method == DEFAULT_METHOD  # unreadable names tell nothing
+        return
+    llm = loaded(target)
+    lines = [line for line in said() if "not used" in line]
+    assert llm.proposer.name == DEFAULT_METHOD and len(lines) == 1
+    assert re.search(expected, lines[0]) and str(draft) in lines[0] and "\n" not in lines[0]
+
+
+def test_a_sharded_draft_that_is_cut_is_one_line(made, target, said):
+    draft = copied(made / "draft", target.parent / "draft")
+    model = AutoModelForCausalLM.from_pretrained(draft)
+    (draft / "model.safetensors").unlink()
+    model.save_pretrained(draft, max_shard_size="10KB")
+    assert chosen(target).method == "draft"
+    file = max(draft.glob("model-*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-10])
+    assert chosen(target).method == DEFAULT_METHOD
+    assert any("not used: cannot read" in line and file.name in line for line in said())
+
+
+@pytest.mark.parametrize(
+    ("write", "expected"),
+    [
+        (lambda folder: write_eagle3(folder, VOCAB, 100, config={"target_hidden_size": 48}),
+         "reads 2 features, but its config names the layers"),
+        (lambda folder: write_medusa(folder, VOCAB + 1, 3), "vocabulary of 321 tokens, but the target has 320"),
+        (lambda folder: write_eagle3(folder, VOCAB, 100, config={"eagle_aux_hidden_state_layer_ids": [1, 2, 40]}),
+         "but .* has 12 layers"),
+    ],
+)  # fmt: skip
+def test_a_head_for_another_target_is_one_line_and_the_next_is_taken(made, target, said, write, expected):
+    write(target.parent / "eagle3")
+    copied(made / "medusa", target.parent / "medusa1")
+    found = chosen(target)
+    assert Path(found.draft).name == "medusa1"
+    lines = [line for line in said() if "not used" in line]
+    assert len(lines) == 1 and re.search(expected, lines[0])
+
+
+def test_what_only_building_shows_is_one_line_too(made, target, said):
+    head = copied(made / "eagle3", target.parent / "eagle3")
+    tensors = load_file(head / "model.safetensors")
+    tensors["d2t"] += 10_000  # values are not read while looking
+    save_file(tensors, head / "model.safetensors")
+    assert chosen(target).method == "eagle"
+    assert loaded(target).proposer.name == DEFAULT_METHOD
+    assert any("not used" in line and "draft vocabulary contains token" in line for line in said())
+
+
+def test_a_verifier_of_chains_gets_no_trees(made, target, said):
+    class Chains(VERIFIERS.get("rejection")):
+        handles_trees = False
+
+    copied(made / "eagle3", target.parent / "eagle3")
+    assert loaded(target, verifier=Chains()).proposer.name == DEFAULT_METHOD
+    assert any("it drafts trees, and Chains supports chains only" in line for line in said())
+
+
+def test_a_hybrid_and_a_rounded_target_take_what_they_run(made, target, tmp_path):
+    hybrid = tmp_path / "hybrid"
+    write_checkpoint("qwen3_5_text", hybrid, tiny_target("qwen3_5_text", vocab_size=VOCAB))
+    make_tokenizer().save_pretrained(hybrid)
+    assert loaded(hybrid).proposer.name == "mtp"
+    copied(made / "eagle3", target.parent / "eagle3")
+    rounded, plain = (loaded(target, weights="int8", method=method) for method in ("auto", "plain"))
+    assert rounded.proposer.name == "eagle" and greedy(rounded) == greedy(plain)
+
+
+# --- what the user named ----------------------------------------------------------------------------------------------------
+
+
+def test_what_the_user_named_is_never_overridden(made, target, tmp_path):
+    own = copied(made / "own", tmp_path / "own")
+    copied(made / "eagle3", target.parent / "eagle3")
+    assert loaded(own, method="ngram").proposer.name == "ngram"
+    assert loaded(own, method="plain").drafter == "drafts with plain, as named"
+    assert loaded(target, method="suffix").proposer.name == "suffix"
+    assert loaded(target, draft=made / "draft").proposer.name == "draft"
+    assert loaded(own, method="mtp", draft=own).drafter == "drafts with mtp, as named"
+    with pytest.raises(OutriderError, match="needs an EAGLE head: use method 'draft' with it"):
+        loaded(target, method="eagle", draft=made / "draft")
+
+
+def test_a_named_draft_alone_is_used_as_what_it_is(made, target, tmp_path):
+    for name, method in (("draft", "draft"), ("eagle3", "eagle"), ("eagle1", "eagle"), ("medusa", "medusa")):
+        llm = loaded(target, draft=made / name)
+        assert llm.proposer.name == method and llm.drafter == f"drafts with {made / name}, as named"
+    foreign = make_folder(tmp_path / "foreign", tokenizer=make_tokenizer(300))
+    assert loaded(target, draft=foreign).proposer.name == "cross-tokenizer"
+    with pytest.raises(OutriderError, match="vocabulary of 321 tokens"):
+        write_medusa(tmp_path / "other", VOCAB + 1, 3)
+        loaded(target, draft=tmp_path / "other")
+
+
+def test_drafts_declared_with_the_target_come_before_what_is_found(made, target):
+    copied(made / "draft", target.parent / "draft")
+    llm = loaded(target, drafts={"eagle3": made / "eagle3", "medusa": made / "medusa"})
+    assert llm.proposer.name == "eagle" and llm.drafter == "drafts with eagle3 (comes with the target)"
+
+
+class Masked(DraftModelProposer):
+    name = "masked"
+
+
+class MaskedMethod(DraftModelMethod):
+    """A more special kind of draft model: its config names a mask token."""
+
+    proposer = Masked
+    own_draft = "masked"
+    precedence = 4
+
+    def recognise(self, folder, target):
+        is_masked = folder.is_dir() and "mask_token_id" in json.loads((folder / "config.json").read_text())
+        return super().recognise(folder, target) if is_masked else None
+
+
+def test_a_method_in_another_file_says_what_it_recognises_and_comes_first(made, target, monkeypatch):
+    monkeypatch.setattr(PROPOSERS, "_entries", dict(PROPOSERS._entries))
+    PROPOSERS.register("masked", MaskedMethod())
+    copied(made / "draft", target.parent / "draft")
+    assert chosen(target).method == "draft"
+    masked = copied(made / "draft", target.parent / "masked-small")
+    config = json.loads((masked / "config.json").read_text())
+    (masked / "config.json").write_text(json.dumps(config | {"mask_token_id": 7}))
+    found = chosen(target)
+    assert (found.method, found.draft) == ("masked", str(masked))
+    assert auto_choice(str(target), str(masked), {}).method == "masked"
+    assert auto_choice(str(target), str(target.parent / "draft"), {}).method == "draft"
+
+
+# --- downloads --------------------------------------------------------------------------------------------------------------
+
+
+def test_only_download_draft_downloads(made, target, monkeypatch, tmp_path):
+    (tmp_path / "pairs.toml").write_text('["Org/model"]\ndraft = ["Org/small"]\n')
+    monkeypatch.setattr(finding, "PAIRS", tmp_path / "pairs.toml")
+    fetched = []
+
+    def fetch(hub_id):
+        fetched.append(hub_id)
+        return cached(made / "draft", hub_id)
+
+    monkeypatch.setattr(finding, "find_folder", fetch)
+    assert loaded(target).proposer.name == "suffix" and not fetched
+    llm = loaded(target, download_draft=True)
+    assert llm.proposer.name == "draft" and fetched == ["Org/small"]
+    assert loaded(target).proposer.name == "draft" and fetched == ["Org/small"]  # now it is in the cache
+
+
+def test_a_download_that_fails_is_one_line(target, monkeypatch, tmp_path, said):
+    (tmp_path / "pairs.toml").write_text('["Org/model"]\ndraft = ["Org/small"]\n')
+    monkeypatch.setattr(finding, "PAIRS", tmp_path / "pairs.toml")
+
+    def fail(hub_id):
+        raise OutriderError(f"cannot download {hub_id} from the hub: no such repository")
+
+    monkeypatch.setattr(finding, "find_folder", fail)
+    assert loaded(target, download_draft=True).proposer.name == "suffix"
+    assert any("cannot download Org/small" in line for line in said())
+
+
+# --- looking ----------------------------------------------------------------------------------------------------------------
+
+
+def test_looking_reads_no_weights(made, target, monkeypatch):
+    for name in ("draft", "eagle3", "eagle1", "medusa"):
+        copied(made / name, target.parent / name)
+
+    def refuse(*_, **__):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("outrider.heads.checkpoint.torch.isfinite", refuse)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
+    found = list(finding.candidates(finding.target_files(target)))
+    assert [each.method for each in found] == ["draft", "eagle", "eagle", "medusa"] and not any(each.misfit for each in found)
+    assert all(each.num_bytes > 1000 for each in found)
+
+
+def test_a_path_with_a_colon_is_an_error_where_it_must_be_written_as_an_option(made, tmp_path):
+    target = copied(made / "target", tmp_path / "a:b" / "model")
+    copied(made / "draft", target.parent / "draft")
+    assert loaded(target).proposer.name == "draft"
+    with pytest.raises(OutriderError, match="a path with a colon cannot be an option"):
+        _ = chosen(target).text
+
+
+# --- the table --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_readmes_pairs_are_those_of_the_table():
+    table = finding.tomllib.loads(finding.PAIRS.read_text())
+    assert all(method in PROPOSERS for by_method in table.values() for method in by_method)
+    rows = re.search(r"## Your model, its drafter\n(.*?)\n## ", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    shown, target = {}, ""
+    for line in rows.splitlines():
+        cells = [re.findall(r"`([^`]+)`", cell) for cell in line.strip("|").split("|")]
+        if line.startswith("|") and len(cells) == 3 and cells[2]:
+            target = cells[0][0] if cells[0] else target
+            shown.setdefault(target, {})[cells[2][0]] = cells[1]
+    assert len(shown) > 8 and all(table[target] == by_method for target, by_method in shown.items())
