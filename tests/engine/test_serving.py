@@ -10,6 +10,7 @@ from toy import outputs_of
 from outrider import LLM, SamplingParams
 from outrider.engine.guard import FIRST_PAUSE
 from outrider.engine.policy import FixedLength
+from outrider.engine.queue import FairQueue
 from outrider.proposers.base import ScriptedProposer
 from outrider.runner.kv_cache import SHARED, SLACK, CacheShape, KVCache
 from outrider.types import OutriderError, Proposal
@@ -211,6 +212,17 @@ def test_one_client_is_served_first_come_first_served():
 def test_clients_take_turns_and_priorities_go_first():
     asked = [("a1", "a", 0), ("a2", "a", 0), ("a3", "a", 0), ("b1", "b", 0), ("b2", "b", 0), ("c1", "c", 1)]
     assert order_of(asked) == ["c1", "a1", "b1", "a2", "b2", "a3"]
+
+
+def test_nothing_is_kept_of_clients_whose_turn_has_come_again():
+    waiting = FairQueue()
+    waiting.push("always", "always", 0, cost=1000)
+    for number in range(100):
+        waiting.push(number, f"client {number}", 0, cost=1)
+        waiting.serve(number)
+        waiting.push(f"next {number}", "always", 0, cost=10)
+        waiting.serve(next(iter(waiting)))
+    assert len(waiting._ends) < 10
 
 
 # --- with models ------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ import pytest
 from outrider import LLM
 from outrider.server import pool as pools
 from outrider.server.bridge import Stopping
-from outrider.server.config import ANYONE, Client, ServerConfig
+from outrider.server.config import ANYONE, Client, KeyRing, ServerConfig
+from outrider.server.gate import Gate
 from outrider.server.grammar import Grammars
 from outrider.server.pool import WorkerPool
 from outrider.server.prompts import Prompts, tools
@@ -186,6 +187,27 @@ def test_clients_take_turns_and_none_waits_for_all_of_anothers(plain: LLM, monke
             assert Slow.order.count("ada") == 19
 
     run(work())
+
+
+def test_without_keys_connections_take_turns_and_with_them_clients_do() -> None:
+    asked = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        asked.append(scope["state"]["call"].client)
+
+    async def ask(keys: KeyRing, port: int) -> None:
+        headers = [(b"authorization", b"Bearer secret")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "client": ("::1", port)}
+        await Gate(app, ServerConfig(), keys)(scope, asyncio.Queue().get, asyncio.Queue().put)
+
+    async def work() -> None:
+        for keys in (KeyRing(), KeyRing([("secret", Client("ada"))])):
+            for port in (1, 2):
+                await ask(keys, port)
+
+    run(work())
+    assert [each.name for each in asked] == ["anonymous", "anonymous", "ada", "ada"]
+    assert len({each.turn for each in asked[:2]}) == 2 and asked[2].turn == asked[3].turn
 
 
 def test_a_schema_is_tried_out_once_and_its_refusal_is_remembered(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

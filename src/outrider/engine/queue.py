@@ -40,8 +40,7 @@ class FairQueue(Generic[Item]):
         """Remove an item whose turn it is."""
         self._time = next(start for _, start, _, each in self._waiting if each is item)
         self.remove(item)
-        if not self._waiting:
-            self._ends.clear()
+        self._ends = {client: end for client, end in self._ends.items() if end > self._time} if self._waiting else {}
 
     def remove(self, item: Item) -> None:
         """Remove an item that need not wait any longer."""

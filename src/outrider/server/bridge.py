@@ -285,7 +285,7 @@ class EngineBridge:
         for group in samples:
             for i, request in enumerate(group):
                 try:
-                    self.llm.engine.add(request, group[0].request_id if i else None, client.name, client.priority)
+                    self.llm.engine.add(request, group[0].request_id if i else None, client.turn, client.priority)
                     self._inside.add(request.request_id)
                 except Exception as error:
                     logger.exception("request %s was not accepted", request.request_id)

@@ -65,6 +65,12 @@ class Client:
 
     name: str = "anonymous"
     priority: int = 0
+    connection: str = ""  # without keys: each takes turns like a client, since nothing else tells their clients apart
+
+    @property
+    def turn(self) -> str:
+        """What takes turns with others."""
+        return f"{self.name} {self.connection}"
 
 
 ANYONE = Client()

@@ -9,7 +9,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from time import monotonic
 from typing import Any
@@ -66,7 +66,7 @@ class Gate:
             await send(message)
 
         try:
-            refused = self._refusal(scope["path"], headers, call)
+            refused = self._refusal(scope["path"], headers, call, scope.get("client"))
             if refused is None:
                 await self._app(scope, self._measured(receive), answer)
             else:
@@ -89,7 +89,9 @@ class Gate:
             level = logging.INFO if scope["path"].startswith(GUARDED) else logging.DEBUG
             logger.log(level, "request", extra={"facts": facts})
 
-    def _refusal(self, path: str, headers: dict[str, str], call: Call) -> tuple[int, dict[str, Any]] | None:
+    def _refusal(
+        self, path: str, headers: dict[str, str], call: Call, address: tuple[str, int] | None
+    ) -> tuple[int, dict[str, Any]] | None:
         """Return status and body for a refused call, else None."""
         if path.startswith(GUARDED):
             scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -97,7 +99,7 @@ class Gate:
             if client is None:
                 message = "missing or unknown API key: send Authorization: Bearer <key>"
                 return 401, error_body(message, "invalid_request_error", "invalid_api_key")
-            call.client = client
+            call.client = client if len(self._keys) or address is None else replace(client, connection="{}:{}".format(*address))
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self._config.max_body:
             return 413, error_body(self._too_large(), "invalid_request_error")

@@ -152,7 +152,7 @@ class WorkerPool:
         if self.trouble is not None:
             raise Stopping(self.trouble)
         task = _Task(job, monotonic(), asyncio.get_running_loop().create_future())
-        self._waiting.push(task, client.name, client.priority, cost=cost)
+        self._waiting.push(task, client.turn, client.priority, cost=cost)
         self._pushed.set()
         try:
             answer = await task.result
