@@ -26,7 +26,7 @@ BELOW = {
     "disk_cache": {"errors"},
     "progress": set(),
     "memory": {"errors"},
-    "native": {"disk_cache", "progress"},
+    "native": {"disk_cache", "memory", "progress"},
     "sampling": {"types", "native"},
     "verifiers": {"types", "native", "sampling"},
     "runner": {"options", "lazy", "types", "disk_cache", "native", "progress", "memory"},
