@@ -7,6 +7,7 @@ import contextlib
 import json
 import random
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n"
@@ -53,17 +54,27 @@ def schema(choose: random.Random) -> tuple[str, bytes]:
     return f"schema {kind}", json.dumps({"prompt": "x", "max_tokens": 400, "response_format": form}).encode()
 
 
+@cache
+def texts() -> list[tuple[str, bytes]]:
+    """Kinds and bodies: as large as a body may be, and just as large as a context could hold.
+
+    Made once, before the clients start: a second spent on making one would count as the server's delay of all others.
+    """
+    choose = random.Random(0)
+    prompts = {
+        "text huge": letters(choose, 1_300_000),
+        "text of one letter": "a" * 3_900_000,
+        "text long": letters(choose, 20_000),
+        "text of blanks": " " * 60_000,
+    }
+    return [
+        (kind, json.dumps({"prompt": prompt, "max_tokens": 8}, ensure_ascii=False).encode()) for kind, prompt in prompts.items()
+    ]
+
+
 def text(choose: random.Random) -> tuple[str, bytes]:
-    """As large as a body may be, and just as large as a context could hold."""
-    kind, prompt = choose.choice(
-        [
-            ("text huge", letters(choose, 1_300_000)),
-            ("text of one letter", "a" * 3_900_000),
-            ("text long", letters(choose, 20_000)),
-            ("text of blanks", " " * 60_000),
-        ]
-    )
-    return kind, json.dumps({"prompt": prompt, "max_tokens": 8}, ensure_ascii=False).encode()
+    """The kind of a call, and its body."""
+    return choose.choice(texts())
 
 
 async def hold(port: int, choose: random.Random) -> str:

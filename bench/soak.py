@@ -323,6 +323,7 @@ def main() -> int:
     try:
         seconds = ready_seconds(server, url, log)
         soak = Soak(args, wanted, server.pid)
+        hostile.texts()
         asyncio.run(soak.run())
         page, left = settled(url)
     except BaseException:
