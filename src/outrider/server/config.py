@@ -7,7 +7,7 @@ import hmac
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outrider.errors import OutriderError
@@ -66,11 +66,12 @@ class Client:
     name: str = "anonymous"
     priority: int = 0
     connection: str = ""  # without keys: each takes turns like a client, since nothing else tells their clients apart
+    is_only: bool = False  # nobody else has a key
 
     @property
     def turn(self) -> str:
-        """What takes turns with others."""
-        return f"{self.name} {self.connection}"
+        """What takes turns with others; empty where there are none."""
+        return "" if self.is_only else f"{self.name} {self.connection}"
 
 
 ANYONE = Client()
@@ -80,7 +81,8 @@ class KeyRing:
     """API keys, stored as digests; without keys, everyone has access."""
 
     def __init__(self, keys: Sequence[tuple[str, Client]] = ()) -> None:
-        self._clients = [(_digest(key), client) for key, client in keys]
+        is_only = len({client.name for _, client in keys}) == 1
+        self._clients = [(_digest(key), replace(client, is_only=is_only)) for key, client in keys]
 
     def __len__(self) -> int:
         return len(self._clients)
