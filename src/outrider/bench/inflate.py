@@ -6,10 +6,13 @@ folders loads the result. Construction:
 - The hidden state is padded with zeros. RMSNorm then averages over H instead of h values, so its weights are scaled by
   sqrt(h/H) and its epsilon by h/H: exact in bfloat16 where H/h is a power of four. Where it is twice a power of four, every
   real feature is stored twice (the second copy has norm weight 0 and is never read), which restores that ratio.
-- In a real layer, the output projections of extra heads and feed-forward rows are zero. Extra layers, spread evenly between the
-  real ones, have value and up projections that are zero where the hidden state is not, so that their output is zero.
-- All other new weights are random at the scale of a trained model's, and no two tensors are equal: an engine that deduplicates
-  equal constants would otherwise read a part of the model from its cache.
+- In a real layer, the value projections of extra heads and the up projections of extra feed-forward rows are zero on the real
+  features, so that the random columns of the output projections that read them add exactly zero. (The columns of extra query
+  heads that share a real value head are zero instead.)
+- Extra layers are spread evenly between the real ones. Their norms are zero on the real features, and the hidden state is zero
+  elsewhere, so that their output is exactly zero whatever their random matrices hold.
+- All other new weights are random at the scale of a trained model's. No two tensors are equal, and at 1B fewer than 5 of 100
+  weights are zero: an engine that stores equal constants once would otherwise read a part of the model from its cache.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from outrider.bench.widening import Inflater, Noise
 from outrider.disk_cache import lasting_dir
 from outrider.types import OutriderError
 
-FORMAT = 2  # part of the cache key: increment it when the same source and size give other weights
+FORMAT = 3  # part of the cache key: increment it when the same source and size give other weights
 SHARD_BYTES = 1 << 29
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # same tensor names, same residual structure
 
