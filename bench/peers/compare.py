@@ -195,10 +195,12 @@ def _run_group(group: Group, plan: Plan, workers: Workers, document: dict[str, A
     if not missing:
         return
     names = [name for name in offered if name in missing or name == OURS]
-    task = bar.add_task(group.label, total=None)
+    task, start = bar.add_task(group.label, total=None), bar.get_time()
 
     def progress(what: str) -> None:
         bar.update(task, advance=1, description=what)
+        if not bar.console.is_terminal:  # a log shows no bars
+            bar.console.print(f"{bar.get_time() - start:.0f} s: {group.label}: {what}", highlight=False)
 
     progress("memory bandwidth")
     document["bandwidth"].append({name: round(value, 2) for name, value in bandwidth(workers.job.threads).items()})

@@ -10,7 +10,6 @@ import argparse
 import hashlib
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -176,10 +175,14 @@ def cpu_seconds() -> float:
 
 
 def peak_mb() -> float:
-    """Peak memory of this process and of the ones that it started and that still run, in MiB."""
-    total = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    for child in _children():
-        lines = (child / "status").read_text().splitlines()
+    """Peak memory of this process and of the ones that it started and that still run, in MiB.
+
+    Not of ``getrusage``: that counts the driver's memory, from before this program replaced it in its process.
+    """
+    total = 0.0
+    for process in (Path("/proc/self"), *_children()):
+        file = process / "status"
+        lines = file.read_text().splitlines() if file.exists() else []
         total += sum(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
     return total
 

@@ -120,6 +120,13 @@ def test_nothing_silent_is_constant_or_repeated(tmp_path: Path) -> None:
     assert not any(torch.equal(a, b) for i, a in enumerate(every) for b in every[:i] if a.shape == b.shape)
 
 
+def test_a_longer_context_can_be_declared(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "small")
+    out = inflate(source, tmp_path / "large", Shape(64, 4, 8, 4, 64), context=4096, progress=False)
+    assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == 4096
+    torch.testing.assert_close(logits(out), logits(source), atol=2e-4, rtol=1e-4)
+
+
 def test_shards_hold_every_tensor_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHARD_BYTES", 20_000)
     source = make_folder(tmp_path / "small")

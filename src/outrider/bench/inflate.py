@@ -68,11 +68,18 @@ def _read_source(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def inflate(
-    source: str | Path, out: str | Path, size: str | int | Shape = "1b", *, seed: int = 0, progress: bool = True
+    source: str | Path,
+    out: str | Path,
+    size: str | int | Shape = "1b",
+    *,
+    seed: int = 0,
+    context: int | None = None,
+    progress: bool = True,
 ) -> Path:
     """Write ``source`` inflated to ``size`` (a name, a number of parameters or a ``Shape``) to the new folder ``out``.
 
-    The folder appears only when it is complete. Raises ``OutriderError`` if ``out`` exists, the source is not a Llama-shaped
+    ``context``: the context length in tokens that its config declares, to time longer prompts than the source was trained on;
+    None: the source's. The folder appears only when it is complete. Raises ``OutriderError`` if ``out`` exists, the source is not a Llama-shaped
     folder, the shape cannot hold it or the disk is too small.
     """
     source, out = Path(source), Path(out)
@@ -83,6 +90,8 @@ def inflate(
     large = params if isinstance(params, Shape) else shape_for(config, params)
     dtype = weights["model.embed_tokens.weight"].dtype
     inflater = Inflater(config, large, Noise(dtype, seed), dtype)
+    if context is not None:
+        config = {**config, "max_position_embeddings": context}
     with new_folder(out) as part:
         part.mkdir(parents=True)
         total = count_params(config, large)
@@ -200,9 +209,13 @@ def _main() -> int:
     parser.add_argument("out", nargs="?", help="the new folder (default: the cache folder)")
     parser.add_argument("--size", default="1b", help="350m, 1b, 8b, ... (default 1b)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (with OUT only)")
+    parser.add_argument("--context", type=int, help="context length that the config declares (with OUT only)")
     args = parser.parse_args()
     try:
-        built = inflate(args.source, args.out, args.size, seed=args.seed) if args.out else inflated(args.source, args.size)
+        if args.out:
+            built = inflate(args.source, args.out, args.size, seed=args.seed, context=args.context)
+        else:
+            built = inflated(args.source, args.size)
     except OutriderError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
