@@ -79,8 +79,8 @@ def inflate(
     """Write ``source`` inflated to ``size`` (a name, a number of parameters or a ``Shape``) to the new folder ``out``.
 
     ``context``: the context length in tokens that its config declares, to time longer prompts than the source was trained on;
-    None: the source's. The folder appears only when it is complete. Raises ``OutriderError`` if ``out`` exists, the source is not a Llama-shaped
-    folder, the shape cannot hold it or the disk is too small.
+    None: the source's. The folder appears only when it is complete. Raises ``OutriderError`` if ``out`` exists, the source is
+    not a Llama-shaped folder, the shape cannot hold it or the disk is too small.
     """
     source, out = Path(source), Path(out)
     if out.exists():
