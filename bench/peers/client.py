@@ -85,7 +85,11 @@ class Worker:
                 text=True,
                 env={**os.environ, **spec.environment(job.venvs)},
             )
-        self._answer()
+        try:
+            self._answer()
+        except WorkerError:
+            self.close()
+            raise
 
     def measure(self, setting: Setting, prompts: list[list[int]], seed: int, max_tokens: int | None = None) -> Measurement:
         """Run all prompts once; the worker loads whatever the setting needs before its clock starts."""
