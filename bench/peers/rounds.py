@@ -13,7 +13,7 @@ from client import Job, Measurement, Worker, WorkerError
 from engines import OURS, EngineSpec, Setting
 
 SETTLE_SECONDS = 0.3  # thread pools spin for a while after their last task: let the previous engine's come to rest
-WARM_TOKENS = 16  # of the untimed generation before a setting is measured
+WARM_TOKENS, WARM_PROMPT = 16, 512  # the most of the untimed generation before a setting is measured, and of its prompt
 Progress = Callable[[str], None]
 
 
@@ -156,7 +156,7 @@ def alternate(
     seed = workers.job.seed
     for contestant in running:
         progress(f"{contestant.spec.name} {contestant.setting.method}: loading")
-        _measure(contestant, workers, [prompts[rounds[0][0]]], seed, WARM_TOKENS)
+        _measure(contestant, workers, [prompts[rounds[0][0]][:WARM_PROMPT]], seed, WARM_TOKENS)
     for number, indexes in enumerate(rounds):
         for contestant in running:
             if contestant.error is None:
