@@ -142,8 +142,10 @@ def test_time_and_memory_count_the_servers_that_a_worker_started(peers: Any) -> 
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None and child.stdout.readline()
         assert peers.protocol.peak_mb() - alone > 60
-        assert peers.protocol.cpu_seconds() > before
+        running = peers.protocol.cpu_seconds()
+        assert running > before
         child.communicate(b"\n")
+    assert peers.protocol.cpu_seconds() >= running - 0.02  # a server that has ended counts on; its time is in clock ticks
 
 
 def test_drafts_that_change_the_text_are_counted(peers: Any) -> None:

@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -141,8 +142,8 @@ def _handle(engine: Engine, args: WorkerArgs, message: dict[str, Any]) -> dict[s
 
 
 def _run(engine: Engine, args: WorkerArgs, request: Request) -> dict[str, Any]:
-    engine.prepare(request)
     cpu_start = cpu_seconds()
+    engine.prepare(request)
     samples = [engine.generate(prompt, request) for prompt in request.prompts]
     return {
         "error": None,
@@ -167,11 +168,12 @@ def content_key(source: Path) -> str:
 
 
 def cpu_seconds() -> float:
-    """Processor time of this process and of the ones that it started and that still run."""
+    """Processor time of this process and of the ones that it started, those included that have ended."""
     ticks = 0
     for child in _children():
         ticks += sum(int(field) for field in (child / "stat").read_text().rpartition(")")[2].split()[11:13])
-    return time.process_time() + ticks / float(os.sysconf("SC_CLK_TCK"))
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime + ticks / float(os.sysconf("SC_CLK_TCK"))
 
 
 def peak_mb() -> float:

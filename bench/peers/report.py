@@ -67,7 +67,7 @@ def _row(entry: dict[str, Any]) -> list[str]:
 
 def equal_bits_table(cells: list[dict[str, Any]], rate: str) -> Table:
     """One line for each method and number of bits, a column for each engine; the last lines are the best of each engine."""
-    measured = [entry for entry in cells if entry["bits"] and rate in entry]
+    measured = [entry for entry in cells if entry["bits"] and rate in entry and not entry["error"]]
     engines = list(dict.fromkeys(entry["engine"] for entry in measured))
     what = "after the first token" if rate == "decode_tok_s" else "prompt included"
     view = Table(title=f"At equal bits, and the best of each: tokens per second {what}")
