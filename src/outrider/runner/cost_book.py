@@ -208,9 +208,14 @@ class MethodCosts:
         """Seconds of a round that asked ``num_drafting`` requests for k drafts and scored ``lens``, ``longest`` the deepest."""
         batch = len(lens)
         plain_pass = score = self._book.pass_seconds(1, batch, cache_len) or 0.0
-        if longest:
+        if any(lens):
             score = self._book.scores(batch, cache_len, self._first_layer)(self._book.width(lens))
         return self.draft(longest or k, num_drafting, plain_pass) + score + self.outside(batch, longest > 0)
+
+    def widening(self, lens: Sequence[int], cache_len: int) -> float:
+        """Seconds that a pass over that many drafts per request takes beyond a plain one."""
+        score = self._book.scores(len(lens), cache_len)
+        return score(self._book.width(lens)) - score(1.0)
 
     def prices(self, batch: int, cache_len: int) -> RoundPrices | None:
         """Seconds of rounds of this batch, by the drafts in them; None until a round of this batch size ran."""

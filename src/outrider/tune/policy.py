@@ -130,14 +130,16 @@ class DraftLengthPolicy:
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
         """Learn from a round: acceptance, cost, and gained or lost time."""
         batch, longest, times = len(round_.depths), max(round_.depths), round_.times
-        drafted_for = [b for b in range(batch) if context.limits[b] > 0]
+        forced = round_.forced or [0] * batch
+        # One with nothing but forced tokens was perhaps not drafted for.
+        drafted_for = [b for b in range(batch) if context.limits[b] > 0 and (round_.depths[b] or not forced[b])]
         if round_.k == 0 or self._is_plain:
-            if not is_prefill and not round_.is_cold:
+            if not is_prefill and not round_.is_cold and not any(forced):
                 self._num_unchecked = 0
             self._wait -= 1
             if self._plain is not None:
                 self._budget = min(self._budget + EXPLORATION_SHARE * times.total / self._plain, MAX_BUDGET)
-        if round_.k == 0:
+        if round_.k == 0 or not drafted_for:
             return
         # Committed tokens that the proposer had not been asked about, before those of this round.
         num_unseen = sum([self._num_unseen(b) - round_.num_accepted[b] - 1 for b in drafted_for])
@@ -241,6 +243,8 @@ class DraftLengthPolicy:
         seconds = self.costs.round(round_.k, round_.lens, max(round_.depths), num_drafting, cache_len)
         if not is_prefill:
             seconds = min(round_.times.total, seconds)
+        if round_.forced is not None:  # those rows would have been scored without drafts too
+            seconds -= self.costs.widening(round_.forced, cache_len)
         won = 1 + sum(round_.num_accepted) / batch - (seconds + catch_up) / plain
         income = EXPLORATION_SHARE * (round_.times.total / plain + won)
         self._budget = min(self._budget + won + income, MAX_BUDGET)
