@@ -125,25 +125,25 @@ def _ahead(request: Request, run: Sequence[int]) -> Request:
 def _forced_tokens(request: Request, matcher: Matcher, most: int) -> list[int]:
     """At most that many tokens after the request's text, each the only one that its grammar allows.
 
-    Without the last one where nothing can follow it, the end of the text or a dead end: the round's own token is that one.
+    Without the last one where nothing can follow it (the end of the text, a dead end): the round's own token is that one.
     """
     output, params = request.token_ids[request.num_prompt_tokens :], request.params
     run: list[int] = []
-    try:
-        while True:
+    while True:
+        try:
             mask = matcher.allowed(output, run)
-            num_allowed = 0 if mask is None else np.count_nonzero(mask.numpy())
-            if num_allowed > 1:
-                return run
-            token = int(mask.numpy().argmax()) if mask is not None and num_allowed else None
-            if token is None or not _may_say(params, token):
-                return run[:-1]
-            if len(run) == most:
-                return run
-            run.append(token)
-    except Exception:  # the target asks for the same masks: it is the one to end the request, with the reason
-        logger.debug("no forced tokens for request %s", request.request_id, exc_info=True)
-        return []
+        except Exception:  # the target asks for this mask too, once the round is there: it ends the request with the reason
+            logger.debug("no further forced tokens for request %s", request.request_id, exc_info=True)
+            mask = None
+        num_allowed = 0 if mask is None else np.count_nonzero(mask.numpy())
+        if num_allowed > 1:
+            return run
+        token = int(mask.numpy().argmax()) if mask is not None and num_allowed else None
+        if token is None or not _may_say(params, token):
+            return run[:-1]
+        if len(run) == most:
+            return run
+        run.append(token)
 
 
 def _may_say(params: SamplingParams, token: int) -> bool:
