@@ -2,9 +2,10 @@
 
     python bench/grammar_check.py --answers 500 --out results/grammar.json
 
-One engine after the other drafts for the embedded target, or for ``--target``: each method alone and, as ``grammar+METHOD``, with
-the drafts that the form leaves no choice about. Methods that the target cannot have are named with the reason. Exit code 1 where an answer does not validate, such a draft was scored, or no method was left. The last line of
-output is the result as JSON.
+One engine after the other drafts for the embedded target, or for ``--target``: each method alone and, as ``grammar+METHOD``,
+with drafts of what the form leaves no choice about. Methods that the target cannot have are named with the reason. Exit code 1
+where an answer does not validate, such a draft was scored, or no method was left. The last line of output is the result as
+JSON.
 """
 
 from __future__ import annotations

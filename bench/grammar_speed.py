@@ -2,10 +2,10 @@
 
     python bench/grammar_speed.py --inflate 1b --prompts WikiQuestions.json --out results/grammar-1b.json
 
-``--prompts`` holds questions with a context (ArcticInference's json_mode: a JSON list of objects with "context" and "question").
-Each is asked for two forms: "question", a truth value and a text, and "record", many keys and short values. Exit code 1 where
-an answer does not validate. The last line of output is the result as JSON; ``gain`` is the speed of the best method with
-drafts from the grammar over that of the best without.
+``--prompts`` holds questions with a context, as a JSON list of objects with "context" and "question" (ArcticInference's
+json_mode). Each is asked for two forms: "question", a truth value and a text, and "record", many keys and short values. Exit
+code 1 where an answer does not validate. The last line of output is the result as JSON; ``gain`` is the speed of the best
+method with drafts from the grammar over that of the best without.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from .test_exact_law import CHAIN, EXACT, TREE
 from .test_exact_law import SETTINGS as EVERY_SETTING
 from .test_running_engine import DRAFT, METHODS, PROMPT, TARGET, excess_of, tiny_model, tokenizers
 
-# --- one round, by enumeration --------------------------------------------------------------------------------------------------
+# --- one round, by enumeration -----------------------------------------------------------------------------------------------
 
 
 def small_rule(output: Text) -> Sequence[int]:
@@ -60,7 +60,7 @@ def constrained_law(law: Law, output: Text, params: SamplingParams, length: int)
 
 
 def forced_first(output: Text, params: SamplingParams, own: Drafts) -> Drafts:
-    """Every proposal of ``own``, each after what the grammar forces, as the engine puts them together."""
+    """Every proposal of ``own``, each between what the grammar forces, as the engine puts them together."""
     batch = len(own.weights)
     requests = [replace(constrained(output, params), request_id=str(b)) for b in range(batch)]
     context = Context(tuple(requests), (9,) * batch, Sampler(requests, enumeration.VOCAB))
@@ -69,7 +69,10 @@ def forced_first(output: Text, params: SamplingParams, own: Drafts) -> Drafts:
     )
     forced.look(context)
     proposal = forced.propose(context, own.proposal.num_nodes)
-    assert proposal.forced is not None and proposal.forced[:, :2].all() and not proposal.forced[:, 2:].any()
+    assert proposal.forced is not None
+    num_own, is_chain = own.proposal.num_nodes, own.proposal.parents is None
+    num_after = 2 if num_own == 2 and is_chain else 0  # the fourth token after the first one is forced again
+    assert proposal.forced.tolist() == [[True] * 2 + [False] * num_own + [True] * num_after] * batch
     return Drafts(replace(proposal, forced=None), own.weights)
 
 
@@ -93,12 +96,10 @@ def test_a_round_with_forced_tokens_is_lossless(drafting: str, setting: str, ver
     law = round_law(verifier, drafts, target)
     assert all(text[:2] == run for text, weight in law.items() if weight > 0)  # never rejected
     longest = drafts.proposal.num_nodes + 1
-    assert distance(
-        constrained_law(law, output, params, longest), constrained_law({(): 1.0}, output, params, longest)
-    ) < EXACT
+    assert distance(constrained_law(law, output, params, longest), constrained_law({(): 1.0}, output, params, longest)) < EXACT
 
 
-# --- the running engine ---------------------------------------------------------------------------------------------------------
+# --- the running engine ------------------------------------------------------------------------------------------------------
 
 EOS, VOCAB = 2, 8
 
@@ -114,7 +115,11 @@ SETTINGS = {
     "temperature 1": SamplingParams(temperature=1.0),
     "top-p": SamplingParams(temperature=0.8, top_p=0.9),
     "penalties and bias": SamplingParams(
-        temperature=1.0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.7, logit_bias={3: -9.0, 6: 2.0, 4: 1.0}
+        temperature=1.0,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.7,
+        logit_bias={3: -9.0, 6: 2.0, 4: 1.0},
     ),
 }
 SAMPLES = 1024
@@ -206,5 +211,5 @@ def test_a_larger_vocabulary_and_longer_runs_keep_the_text_of_every_method() -> 
         options = {"draft": draft_for(method, target, draft), "num_draft_tokens": 3, "same_text": True, "compile": "never"}
         llm = LLM(target, method=method, **options)
         texts[method] = [completion.token_ids for completion in outputs_of(llm.generate([PROMPT, [9] * 20], params))]
-        assert llm.stats.faults == 0 and llm.stats.num_forced >= 120 and llm.stats.num_rounds <= 2 * 10
+        assert llm.stats.faults == 0 and llm.stats.num_forced >= 100 and llm.stats.num_rounds <= 2 * 10
     assert len(texts["plain"][0]) == 70 and all(found == texts["plain"] for found in texts.values())

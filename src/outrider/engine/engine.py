@@ -73,7 +73,7 @@ class Engine:
         ahead = proposer.drafts_ahead and not self._hidden  # the target has not computed those of a token that it has not read
         forced = ForcedDrafts(self._guard, self._make_sampler, drafts_ahead=ahead, max_drafts=runner.max_drafts)
         self._forced = forced if grammar_drafts else None
-        self._parts = Parts(forced, ClockedRunner(runner, self._clock), scheduler, verifiers, self._hidden)
+        self._parts = Parts(self._forced or self._guard, ClockedRunner(runner, self._clock), scheduler, verifiers, self._hidden)
         if proposer.drafts_trees:
             check_handles_trees(verifiers[0])
 
