@@ -84,7 +84,7 @@ class Watch:
 
 def check(method: str, grammar_drafts: bool, args: argparse.Namespace) -> dict[str, Any]:
     """One method. Raises ``OutriderError`` where the target cannot have it."""
-    options = {"max_batch": 16, "max_len": 512, "grammar_drafts": grammar_drafts}
+    options: dict[str, Any] = {"max_batch": 16, "max_len": 512, "grammar_drafts": grammar_drafts}
     llm = LLM(args.target, draft=args.draft, method=method, num_draft_tokens=args.k, **options)
     compiler = GrammarCompiler(tools(llm))
     watch, invalid, count = Watch(llm), [], 0

@@ -97,8 +97,13 @@ class GenerationStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Return tau = 1 + accepted / rounds, the tokens per target pass (without those that a grammar forced)."""
+        """Return tau = 1 + accepted / rounds, the tokens per target pass by the proposer's drafts alone."""
         return 1 + self.num_accepted / max(self.num_rounds, 1)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Return the tokens per target pass: tau, and the forced tokens of a grammar."""
+        return self.mean_acceptance_length + self.num_forced / max(self.num_rounds, 1)
 
     @property
     def acceptance_rate(self) -> float:
