@@ -120,12 +120,11 @@ def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) ->
     """
     noise, luck = random.Random(cell.seed + 1), random.Random(cell.seed)
     texts, wanted = (cell.text, *cell.others), sum(cell.lengths) * cell.batch
-    lengths = [cycle(cell.lengths) for _ in range(cell.batch)]
+    lengths, turns = [cycle(cell.lengths) for _ in range(cell.batch)], cycle(cell.forced)
     rows: list[_Row] = []
     requests: tuple[Request, ...] = ()
     seen: dict[_Row, int] = {}
     seconds, num_tokens, number, num_plain, slowness = 0.0, 0, 0, STEADY, 1.0
-    turns = cycle(cell.forced)
     while num_tokens < wanted:
         fresh = [b for b in range(cell.batch) if b not in {row.slot for row in rows}]
         if fresh and (cell.others or not rows):
