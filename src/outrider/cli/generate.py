@@ -79,7 +79,7 @@ def read_schema(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise OutriderError(f"cannot read the JSON schema: {file}: {error}") from error
     if not isinstance(schema, dict):
-        raise OutriderError(f"{file} is no JSON schema: expected an object, got {type(schema).__name__}")
+        raise OutriderError(f"{file} is no JSON schema: expected an object, got a {type(schema).__name__}")
     return schema
 
 
