@@ -72,8 +72,11 @@ def excess(token_ids: list[list[int]], law: torch.Tensor) -> float:
     """Pearson's chi-square of samples against a law, over its critical value at p = 1e-4; rare cells are pooled."""
     flat = law.flatten()
     places = torch.tensor(token_ids) @ torch.tensor([VOCAB**2, VOCAB, 1])
-    counts = torch.bincount(places, minlength=flat.numel()).double()
-    expected = flat * len(token_ids)
+    return excess_of(torch.bincount(places, minlength=flat.numel()).double(), flat * len(token_ids))
+
+
+def excess_of(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    """The same of counts [cells] against those expected."""
     rare = expected < 5
     seen = torch.cat([counts[~rare], counts[rare].sum().view(1)])
     due = torch.cat([expected[~rare], expected[rare].sum().view(1)])

@@ -34,6 +34,7 @@ class DraftModelProposer(Proposer):
 
     def __init__(self, draft: ModelRunner | SelfDraft, vocab_size: int) -> None:
         self.draft = draft
+        self.drafts_ahead = isinstance(draft, ModelRunner) or draft.drafts_ahead
         self._vocab_size = vocab_size  # the target's; padding rows of the embeddings may differ
 
     @torch.inference_mode()
