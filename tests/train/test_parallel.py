@@ -208,7 +208,7 @@ def test_a_draft_learns_every_depth_and_drafts_in_one_pass(folder, bench, rows, 
         assert len(after) == 4 and after[0] >= before[0] - 0.05
         assert all(mine > theirs for mine, theirs in zip(after[1:], before[1:], strict=True)), (before, after)
     assert min(after[1:]) > max(before[1:]) + 0.08  # sampled, which is measured finer
-    assert measured["after"]["greedy"]["expected_tau"]["4"] > measured["before"]["greedy"]["expected_tau"]["4"] + 0.3
+    assert measured["after"]["greedy"]["expected_tau"]["4"] > measured["before"]["greedy"]["expected_tau"]["4"] + 0.1
     # an ordinary folder, whose config is that of published drafts
     config = json.loads((out / "config.json").read_text())
     assert config["pard_token"] == 320 and config["spd_type"] == "pard" and config["architectures"] == ["LlamaForCausalLM"]
