@@ -37,6 +37,7 @@ outrider generate --target ./my-model --method eagle --draft heads/eagle3 "Dear 
 WHAT, TEXT, LONG = "What", "Text", "How long"
 Out = Annotated[Path, typer.Option(help="Output folder.", rich_help_panel=WHAT)]
 MODEL_RATES = {"muon_lr": 0.002, "adam_lr": 0.0001}  # learning rates for already trained weights
+MASK_RATES = {"muon_lr": 0.006, "adam_lr": 0.0015}  # the same where they learn to read mask tokens
 
 
 @dataclass(frozen=True)
@@ -260,7 +261,8 @@ def draft(  # noqa: PLR0913 - one parameter an option
     teaching = Distillation(loss=loss, on_policy=on_policy, **given(text, "prompt_len"))
     masks = None if parallel is None else Parallel(parallel, keep, keep_least)
     run = DraftRun(DraftShape(layers, width, chosen), start, teaching, masks)
-    how = plan_of(length, MODEL_RATES if start is not None else {})
+    rates = MODEL_RATES if parallel is None else MASK_RATES
+    how = plan_of(length, rates if start is not None else {})
     done(train_draft(bench_of(text, out), out, how, run), f"--draft {out}")
 
 
