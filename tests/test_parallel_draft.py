@@ -10,7 +10,7 @@ import pytest
 import torch
 from runner.rounds import OPERATORS, force, make_model, make_request, make_text, plain_logits, untouched, verdict_of
 from runner.test_architectures import small_config
-from tiny_folder import make_folder, make_tokenizer
+from tiny_folder import letter_tokenizer, make_folder, make_tokenizer
 from tiny_hybrids import hybrid, noisy
 from toy import outputs_of
 
@@ -301,6 +301,20 @@ def test_constrained_and_free_requests_share_a_batch(models, temperature):
     drafting.propose(6)
     drafting.check()
     assert temperature == 0 or (drafting.proposal.probs[0, ::2, 1::2] == 0).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_parallel_draft_with_another_tokenizer(temperature, tmp_path):
+    folder = make_folder(tmp_path / "target", seed=1, tokenizer=letter_tokenizer(60, 1))
+    draft = parallel_folder(tmp_path / "draft", 61, tokenizer=letter_tokenizer(60, 2), vocab_size=62)
+    prompts, texts = ["aBcDeFgH", "xYz" * 9], []
+    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=temperature, seed=2)
+    for method in ("plain", "cross-tokenizer", "cross-tokenizer:parallel=false"):
+        llm = LLM(str(folder), draft=None if method == "plain" else str(draft), method=method, compile="never", same_text=True)
+        texts.append([output.token_ids for output in outputs_of(llm.generate(prompts, params))])
+        assert method == "plain" or isinstance(llm.proposer.draft, ParallelDraft) == (method == "cross-tokenizer")
+        assert llm.stats.faults == 0 and (method == "plain" or llm.stats.num_drafts > 0)
+    assert texts[0] == texts[1] == texts[2]
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "mamba2"])
