@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from outrider import LLM, SamplingParams
 from outrider.heads import eagle_formats, mtp_formats
 from outrider.heads.eagle import default_hidden_states
-from outrider.heads.head_runner import HeadRunner
+from outrider.heads.head_runner import RolloutRunner
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train import runs, shapes
 from outrider.train.capture import CachedRows, capture
@@ -103,7 +103,7 @@ def test_the_steps_of_training_are_those_of_drafting(kind, runner, cache):
         head.set_attention("outrider")
     else:
         head.shape.llama._attn_implementation = "outrider"
-    drafting = HeadRunner(head, runner)
+    drafting = RolloutRunner(head, runner)
     for length in (1, 4, 12):
         name = f"text-{length}"
         seen = [feature[0, :length] for feature in features]

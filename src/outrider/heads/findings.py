@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from outrider.heads import eagle_formats, medusa, mtp_formats
 from outrider.heads.checkpoint import read_folder
 from outrider.heads.eagle import EagleHead
-from outrider.heads.rollout_head import RolloutHead
+from outrider.heads.feature_head import FeatureHead
 from outrider.runner import ModelRunner
 from outrider.runner.loading import text_config
 from outrider.types import Finding
@@ -165,7 +165,7 @@ def _embedding(head: EagleHead, target: ModelRunner) -> Iterator[Finding]:
 def _size(head: nn.Module, target: ModelRunner, what: str) -> Finding:
     """Compare the weights read for drafting with those of a target pass."""
     own = sum(weight.numel() for name, weight in head.named_parameters() if "embed_tokens" not in name)
-    if isinstance(head, RolloutHead) and head.uses_targets_output:
+    if isinstance(head, FeatureHead) and head.uses_targets_output:
         own += target.vocab_size * target.hidden_size
     whole = sum(tensor.numel() for tensor in {*target.model.parameters(), *target.model.buffers()})
     said = f"{what} reads {own / 1e6:.1f} M weights, {own / max(whole, 1):.0%} of the target's"
