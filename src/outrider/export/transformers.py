@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from outrider.export.engine import Engine, Export
 from outrider.export.wanted import Wanted
 from outrider.proposers.portable import (
+    BlockDrafter,
     FeatureHead,
     FewerBits,
     FirstLayers,
@@ -55,6 +56,7 @@ class Transformers(Engine):
         ParallelHeads: HEADS,
         FeatureHead: HEADS,
         OwnHead: HEADS,
+        BlockDrafter: HEADS,
         TextDrafts: "use n-grams, or export to vLLM, which takes Outrider's own proposer",
         Pair: "name one of the two",
     }
