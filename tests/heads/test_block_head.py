@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_folder import letter_tokenizer
+from tiny_hybrids import hybrid
 from toy import outputs_of
 from transformers import Qwen3Config
 
@@ -354,13 +355,71 @@ def test_weights_in_8_bits(weights, tmp_path):
     assert 0 < error < 0.1
 
 
-def test_after_a_front_method_and_with_masks_in_one_batch(model, tmp_path):
-    write(tmp_path, native_config(), head_tensors())
-    masked = SamplingParams(max_tokens=24, allowed_token_ids=(3, 5, 9))
-    penalised = SamplingParams(max_tokens=24, temperature=1.0, seed=1, repetition_penalty=1.5)
-    params = [SamplingParams(max_tokens=24, ignore_eos=True), masked, penalised]
-    wanted = texts_of(engine(model, "plain"), PROMPTS, params)
+class EvenAndOdd:
+    """A grammar of even and odd tokens in turn."""
+
+    def matcher(self):
+        return self
+
+    def allowed(self, output, path):
+        if any((token - place) % 2 for place, token in enumerate([*output, *path])):
+            return None  # these drafts break it
+        return torch.arange(VOCAB) % 2 == (len(output) + len(path)) % 2
+
+
+def test_after_a_front_method_and_with_a_grammar_masks_and_penalties_in_one_batch(model, tmp_path):
+    write(tmp_path, dspark_config(), head_tensors() | markov_tensors())
+    params = [
+        SamplingParams(max_tokens=24, ignore_eos=True),
+        SamplingParams(max_tokens=24, grammar=EvenAndOdd()),
+        SamplingParams(max_tokens=24, temperature=1.0, seed=2, grammar=EvenAndOdd()),
+        SamplingParams(max_tokens=24, allowed_token_ids=(3, 5, 9)),
+        SamplingParams(max_tokens=24, temperature=1.0, seed=1, repetition_penalty=1.5),
+    ]
+    prompts = [*PROMPTS, [4, 4], [1, 2, 3]]
+    wanted = texts_of(engine(model, "plain", max_batch=5), prompts, params)
+    assert all(token % 2 == place % 2 for text in wanted[1:3] for place, token in enumerate(text))
     for method in ("dflash", "suffix+dflash"):
-        llm = engine(model, method, "auto", draft=str(tmp_path))
-        assert texts_of(llm, PROMPTS, params) == wanted
-        assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
+        for k in (5, "auto"):
+            llm = engine(model, method, k, draft=str(tmp_path), max_batch=5)
+            assert texts_of(llm, prompts, params) == wanted
+            assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2"])
+def test_a_target_with_recurrent_layers(kind, tmp_path):
+    recurrent = hybrid(kind)
+    layers = {"target_layer_ids": [0, 2, 3], "mask_token_id": MASK}
+    write(tmp_path, native_config(dflash_config=layers, num_target_layers=4), head_tensors())
+    params = [SamplingParams(max_tokens=20, temperature=t, seed=4, ignore_eos=True) for t in (0.0, 0.9, 0.0)]
+    wanted = texts_of(engine(recurrent, "plain"), PROMPTS, params)
+    llm = engine(recurrent, "dflash", draft=str(tmp_path))
+    assert texts_of(llm, PROMPTS, params) == wanted
+    assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
+
+
+def test_samples_of_one_prompt_share_its_features(model, tmp_path):
+    write(tmp_path, native_config(), head_tensors())
+    params = SamplingParams(max_tokens=16, temperature=1.0, seed=3, n=4, ignore_eos=True)
+    wanted = texts_of(engine(model, "plain", max_batch=4), PROMPTS, params)
+    llm = engine(model, "dflash", draft=str(tmp_path), max_batch=4)
+    assert texts_of(llm, PROMPTS, params) == wanted
+    assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
+
+
+def test_a_head_that_gives_nan_costs_its_drafts_alone(model, target, tmp_path):
+    head = block_formats.load(write(tmp_path, native_config(), head_tensors()), target)
+    head.layers[0].mlp.down_proj.weight.fill_(float("nan"))
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    wanted = texts_of(engine(model, "plain"), PROMPTS, params)
+    llm = engine(model, "dflash", draft=head)
+    assert texts_of(llm, PROMPTS, params) == wanted
+    assert llm.stats.faults > 0 and llm.stats.num_drafts == 0
+
+
+def test_passes_of_the_target_may_be_compiled(model, tmp_path):
+    write(tmp_path, native_config(), head_tensors())
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    llm = engine(model, "dflash", draft=str(tmp_path), compile="always", same_text=False)
+    assert texts_of(llm, PROMPTS, params) == texts_of(engine(model, "plain"), PROMPTS, params)
+    assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
