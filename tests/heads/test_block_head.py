@@ -415,11 +415,3 @@ def test_a_head_that_gives_nan_costs_its_drafts_alone(model, target, tmp_path):
     llm = engine(model, "dflash", draft=head)
     assert texts_of(llm, PROMPTS, params) == wanted
     assert llm.stats.faults > 0 and llm.stats.num_drafts == 0
-
-
-def test_passes_of_the_target_may_be_compiled(model, tmp_path):
-    write(tmp_path, native_config(), head_tensors())
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    llm = engine(model, "dflash", draft=str(tmp_path), compile="always", same_text=False)
-    assert texts_of(llm, PROMPTS, params) == texts_of(engine(model, "plain"), PROMPTS, params)
-    assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
