@@ -1,4 +1,4 @@
-"""The blocks that a block drafter draws, by enumeration: every draw of the real proposer, with its weight, and the target's law.
+"""The blocks that a block drafter draws, by enumeration: every draw of the real proposer, with its weight.
 
 A table stands in for the head. Nothing else is replaced.
 """

@@ -23,7 +23,6 @@ from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
-START_SCALE = 0.1  # of a block drafter's final norm: the embedding of a mask token says that token, with certainty
 LAYER_KEYS = (
     "vocab_size",
     "hidden_size",
@@ -200,7 +199,7 @@ def new_block(runner: ModelRunner, sizes: BlockSizes, mask_token_id: int) -> Blo
         for name, weight in head.named_parameters():
             if re.search(r"\b(o_proj|down_proj|markov_w2)\b", name):
                 nn.init.zeros_(weight)
-        head.norm.weight.copy_(START_SCALE * final_scale(runner))
+        head.norm.weight.copy_(final_scale(runner))
     return head.to(runner.device)
 
 
