@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from heads import block_checkpoints
 from heads.mtp_checkpoints import rewrite, tiny_target, write_checkpoint
 from heads.writers import write_eagle3
 from safetensors.torch import load_file, save_file
@@ -65,6 +66,21 @@ def test_the_head_in_a_checkpoint_is_examined(tmp_path):
     assert "its output head is the target's" in text_of(found, "tensors")
     rewrite(tmp_path, lambda tensors: tensors.pop("model.mtp_layers.0.input_proj.weight"))
     assert "model.mtp_layers.0.input_proj.weight" in " ".join(each.text for each in examined(tmp_path, "mtp").findings)
+
+
+def test_a_block_drafter_is_examined(tmp_path):
+    block_checkpoints.block_target(vocab_size=320).save_pretrained(tmp_path / "target")
+    make_tokenizer().save_pretrained(tmp_path / "target")
+    config = block_checkpoints.native_config(vocab_size=320, outrider={"acceptance_by_position": [0.71, 0.5]})
+    head = block_checkpoints.write(tmp_path / "head", config, block_checkpoints.head_tensors())
+    found = examined(tmp_path / "target", "dflash", head)
+    assert level_of(found, "hidden size") == level_of(found, "vocabulary") == level_of(found, "layers") == "ok"
+    assert "at most 7 drafts in one pass" in text_of(found, "block") and "71%, 50%" in text_of(found, "acceptance")
+    block_checkpoints.write(head, config | {"num_target_layers": 36}, block_checkpoints.head_tensors())
+    assert level_of(examined(tmp_path / "target", "dflash", head), "layers") == "suspicious"
+    name = "layers.1.self_attn.v_proj.weight"
+    rewrite(head, lambda tensors: tensors.pop(name))
+    assert name in " ".join(each.text for each in examined(tmp_path / "target", "dflash", head).findings)
 
 
 def test_passes_over_experts_are_priced_with_tokens_that_use_different_ones(tmp_path, monkeypatch):

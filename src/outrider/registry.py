@@ -61,6 +61,7 @@ PROPOSERS = Registry(
         "medusa": "outrider.proposers.medusa:METHOD",
         "eagle": "outrider.proposers.eagle:METHOD",
         "mtp": "outrider.proposers.mtp:METHOD",
+        "dflash": "outrider.proposers.dflash:METHOD",
     },
     joint="outrider.proposers.combined:CombinedMethod",
 )

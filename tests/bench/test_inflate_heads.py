@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from heads import block_checkpoints
 from heads.writers import FFN, HIDDEN, write_eagle1, write_eagle3, write_medusa, write_speculators, write_vllm_medusa
 from safetensors.torch import load_file, save_file
 from tiny_folder import make_folder
@@ -143,6 +144,9 @@ def test_what_cannot_be_inflated_is_refused_in_one_line(family, tmp_path):
     save_file({"mtp.fc.weight": torch.zeros(2, 4)}, tmp_path / "mtp" / "model.safetensors")
     with pytest.raises(OutriderError, match="holds an MTP head, which cannot be inflated"):
         inflate_head(tmp_path / "mtp", family["twice as wide"], tmp_path / "out")
+    block_checkpoints.write(tmp_path / "block", block_checkpoints.native_config(), block_checkpoints.head_tensors())
+    with pytest.raises(OutriderError, match="holds a block drafter, which cannot be inflated"):
+        inflate_head(tmp_path / "block", family["twice as wide"], tmp_path / "out")
     with pytest.raises(OutriderError, match="cannot be inflated to this size"):
         inflate_head(tmp_path / "last", family["twice as wide"], tmp_path / "out")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob("*.part-*"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from heads import mtp_checkpoints, writers
+from heads import block_checkpoints, mtp_checkpoints, writers
 from safetensors.torch import load_file, save_file
 from tiny_folder import make_folder, make_tokenizer
 
@@ -126,6 +126,29 @@ def test_an_mtp_head_that_was_dropped_renamed_or_cut(outrider: Run, tmp_path: Pa
     mtp_checkpoints.set_config(tmp_path, num_nextn_predict_layers=1)
     assert_one_line(outrider(*run), "holds no MTP head", "model.mtp_layers.0.input_proj.weight")
     assert_one_line(outrider(*run[:-1], "--draft", tmp_path, "hi"), "holds a draft model, and method 'mtp' needs an MTP head")
+
+
+def test_a_block_drafter_that_was_cut_renamed_foreign_or_is_a_successors(outrider: Run, tmp_path: Path) -> None:
+    block_checkpoints.block_target(vocab_size=320).save_pretrained(tmp_path / "target")
+    make_tokenizer().save_pretrained(tmp_path / "target")
+    config, head = block_checkpoints.native_config(vocab_size=320), tmp_path / "head"
+    block_checkpoints.write(head, config, block_checkpoints.head_tensors())
+    run = ("generate", "--target", tmp_path / "target", "--compile", "never", "--max-tokens", "4", "--draft", head, "hi")
+    assert outrider(*run)[0] == 0  # what it is says the method
+    run = (*run, "--method", "dflash")
+    assert outrider(*run)[0] == 0
+    name = "layers.1.mlp.up_proj.weight"
+    mtp_checkpoints.rewrite(head, lambda tensors: tensors.update({name: torch.ones(3, 3)}))
+    assert_one_line(outrider(*run), f"{name} has shape [3, 3], expected [48, 32]")
+    mtp_checkpoints.rewrite(head, lambda tensors: tensors.update({f"{name}s": tensors.pop(name)}))
+    assert_one_line(outrider(*run), f"lacks 1 tensors of the head, the first {name}")
+    mtp_checkpoints.rewrite(head, lambda tensors: tensors.update({"candidate_selector.successor_codebook": torch.ones(3)}))
+    assert_one_line(outrider(*run), "DFlash 2's path selector (candidate_selector.successor_codebook)")
+    writers.write_eagle3(tmp_path / "eagle", 320, 64)
+    foreign = (*run[:-2], "--method", f"dflash:draft={tmp_path / 'eagle'}")
+    assert_one_line(outrider(*foreign), "holds an EAGLE head, and method 'dflash' needs a block drafter")
+    (head / "model.safetensors").write_bytes((head / "model.safetensors").read_bytes()[:500])
+    assert_one_line(outrider(*run), str(head))
 
 
 def test_a_broken_tokenizer(outrider: Run, tmp_path: Path) -> None:

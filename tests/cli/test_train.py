@@ -26,6 +26,7 @@ def text(tmp_path: Path) -> Path:
         ("medusa", "medusa", ("--heads", "2")),
         ("eagle", "eagle", ("--generation", "1", "--regenerate", "--prompt-len", "8")),
         ("mtp", "mtp", ("--steps", "2", "--format", "deepseek")),
+        ("dflash", "dflash", ("--block-size", "4", "--layers", "1", "--hidden-states", "1,2", "--markov-rank", "4")),
         ("eagle", "eagle", ("--layers", "0,1,2", "--steps", "2", "--draft-vocab", "100", "--format", "speculators")),
     ],
 )
@@ -94,6 +95,11 @@ def test_mistakes_in_training_a_model_are_one_line(outrider: Run, target: Path, 
     assert_one_line(train("early-exit", "--max-drop", 1.5), "--max-drop 1.5")
     assert_one_line(train("early-exit", "--rotation", 0), "--rotation 0")
     assert_one_line(train("early-exit"), "at least three layers")
+    assert_one_line(train("dflash", "--block-size", 1), "--block-size 1: expected at least 2")
+    assert_one_line(train("dflash", "--markov-rank", -1), "--markov-rank -1: expected at least 0")
+    assert_one_line(train("dflash", "--hidden-states", "low"), "--hidden-states")
+    assert_one_line(train("dflash", "--hidden-states", "1,7"), "has 0 to 2")
+    assert_one_line(train("dflash", "--block-size", 23), "rows of 24 tokens are too short for blocks of 23")
     assert_one_line(train("mtp", "--steps", 0), "--steps 0")
     assert_one_line(train("mtp", "--format", "gguf"), "unknown layout 'gguf': expected qwen, deepseek, mimo")
     assert_one_line(train("mtp", "--start", target), "holds no MTP head: none of mtp.fc.weight")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from heads import block_checkpoints
 from heads.mtp_checkpoints import rewrite, tiny_target, write_checkpoint
 from heads.writers import HIDDEN, write_eagle1, write_eagle3, write_medusa
 from huggingface_hub import constants
@@ -111,6 +112,20 @@ def test_the_head_in_the_checkpoint_drafts(made, tmp_path, said):
     assert llm.proposer.name == "mtp" and llm.drafter == "drafts with MTP head (in the target's checkpoint)"
     assert llm.drafter in said() and len(said()) == 1
     assert greedy(llm) == greedy(loaded(own, method="plain")) and llm.stats.faults == 0
+
+
+def test_a_block_drafter_in_the_targets_folder_drafts(tmp_path, said):
+    target = block_checkpoints.block_target(vocab_size=VOCAB)
+    target.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    config = block_checkpoints.native_config(vocab_size=VOCAB)
+    block_checkpoints.write(tmp_path / "model" / "dflash", config, block_checkpoints.head_tensors())
+    llm = loaded(tmp_path / "model")
+    assert llm.proposer.name == "dflash" and "block drafter" in llm.drafter
+    assert greedy(llm) == greedy(loaded(tmp_path / "model", method="plain")) and llm.stats.faults == 0
+    rewrite(tmp_path / "model" / "dflash", lambda tensors: tensors.update({"candidate_selector.x": torch.zeros(2)}))
+    llm = loaded(tmp_path / "model")
+    assert llm.proposer.name == DEFAULT_METHOD and "DFlash 2's path selector" in " ".join(said())
 
 
 @pytest.mark.parametrize("harm", ["dropped", "named in the config alone", "quantised", "cut"])

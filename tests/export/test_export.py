@@ -17,6 +17,7 @@ import yaml
 from heads import writers
 from safetensors.torch import load_file, save_file
 from tiny_folder import letter_tokenizer, make_folder
+from transformers import Qwen3Config
 
 from outrider.cli import main
 from outrider.engine.plan import Plan
@@ -25,12 +26,14 @@ from outrider.export.engines import ENGINES
 from outrider.export.launch import working_folder
 from outrider.export.vllm_adapter import KEY, TextProposer
 from outrider.export.wanted import wanted
-from outrider.heads import eagle_formats
+from outrider.heads import block_formats, eagle_formats
+from outrider.heads.block import BlockHead, BlockShape
 from outrider.registry import PROPOSERS
 from outrider.types import OutriderError
 
 SIZES: dict[str, Any] = {"hidden_size": writers.HIDDEN, "num_hidden_layers": 6}
 VOCAB = 320
+DRAWN = {"draft_sample_method": "probabilistic"}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,26 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writers.write_medusa(folder / "medusa", VOCAB, 3)
     (folder / "mtp").mkdir()
     save_file({"mtp.fc.weight": torch.zeros(2, 4)}, folder / "mtp" / "model.safetensors")
+    write_block_drafters(folder)
     return folder
+
+
+def write_block_drafters(folder: Path) -> None:
+    """z-lab's, DeepSeek's, and speculators', with copies of the target's tables and without."""
+    shape = {"hidden_size": writers.HIDDEN, "intermediate_size": 24, "head_dim": 8, "vocab_size": VOCAB, "num_hidden_layers": 2}
+    config = Qwen3Config(**shape, num_attention_heads=4, num_key_value_heads=2)
+    for name, rank in (("dflash", 0), ("dspark", 4)):
+        sizes = BlockShape(config, writers.HIDDEN, (2, 4), 6, 319, VOCAB, (0, 0), predicts_next=rank > 0, markov_rank=rank)
+        head = BlockHead(sizes).half()
+        block_formats.export(head, folder / name, 6)
+        written = json.loads((folder / name / "config.json").read_text())
+        for more, tables in (("", {}), ("-tables", {"lm_head.weight": torch.zeros(VOCAB, writers.HIDDEN)})):
+            place = folder / f"{name}-speculators{more}"
+            place.mkdir()
+            top = {"speculators_model_type": name, "aux_hidden_state_layer_ids": [2, 4], "sample_from_anchor": rank > 0}
+            given = {key: written[key] for key in ("block_size",)} | {"mask_token_id": 319, "transformer_layer_config": written}
+            (place / "config.json").write_text(json.dumps(top | given))
+            save_file(head.state_dict() | tables, place / "model.safetensors")
 
 
 @pytest.fixture
@@ -115,6 +137,9 @@ def window(least: int, most: int) -> dict[str, int]:
         ("plain", 4, None),
         ("medusa:draft=medusa", 5, {"method": "medusa", "model": "./heads", "num_speculative_tokens": 3}),
         ("mtp:draft=mtp", 2, {"method": "mtp", "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}),
+        ("dflash:draft=dflash", "auto", {"method": "dflash", "num_speculative_tokens": 5, **DRAWN}),
+        ("dflash:draft=dspark", 3, {"method": "dspark", "num_speculative_tokens": 3, **DRAWN}),
+        ("dflash:draft=dflash-speculators-tables", 9, {"method": "dflash", "num_speculative_tokens": 5, **DRAWN}),
         ("eagle:draft=eagle1", 2, {"method": "eagle", "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}),
     ],
 )  # fmt: skip
@@ -249,12 +274,15 @@ def test_medusa_heads_of_their_makers_become_vllms(export: Any, models: Path) ->
                                          " --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"),
         ("mtp:draft={mtp}:top_k=1", "NEXTN --speculative-draft-model-path {mtp} --speculative-num-steps 3"
                                     " --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"),
+        ("dflash:draft={dflash}", "DFLASH --speculative-draft-model-path {dflash} --speculative-dflash-block-size 4"),
+        ("dflash:draft={dspark}", "DSPARK --speculative-draft-model-path {dspark}"),
+        ("dflash:draft={dflash-speculators}", "DFLASH --speculative-draft-model-path heads --speculative-dflash-block-size 4"),
         ("eagle:draft={eagle3}:top_k=4:max_nodes=12", "EAGLE3 --speculative-draft-model-path heads --speculative-num-steps 3"
                                                       " --speculative-eagle-topk 4 --speculative-num-draft-tokens 13"),
     ],
 )  # fmt: skip
 def test_methods_in_the_flags_of_sglang(options: str, flags: str, export: Any, models: Path) -> None:
-    places = {name: models / name for name in ("draft", "eagle1", "eagle3", "mtp")}
+    places = {name: models / name for name in ("draft", "eagle1", "eagle3", "mtp", "dflash", "dspark", "dflash-speculators")}
     draft = {"draft": "draft"} if options == "draft" else {}
     folder, said = export(
         "sglang", method=options.format(**places), num_draft_tokens=3, max_len=128, max_batch=4, device="cuda:0", **draft
@@ -314,6 +342,13 @@ REFUSED = [
     ("sglang", {"method": "ngram", "verifier": "block"}, "does not support the verifier"),
     ("transformers", {"method": "suffix"}, "transformers cannot draft .*n-grams"),
     ("transformers", {"method": "eagle:draft={models}/eagle3"}, "transformers cannot draft .*vLLM"),
+    (
+        "sglang",
+        {"method": "dflash:draft={models}/dspark-speculators-tables"},
+        "output head cannot be written in z-lab's layout",
+    ),
+    ("vllm", {"method": "dflash:draft={models}/eagle3"}, "holds an EAGLE head, and method 'dflash' needs a block drafter"),
+    ("transformers", {"method": "dflash:draft={models}/dflash"}, "transformers cannot draft with a block drafter .*vLLM"),
     ("transformers", {"method": "mtp:draft={models}/mtp"}, "transformers cannot draft with an MTP head .*vLLM"),
     ("transformers", {"method": "low-bit"}, "transformers cannot draft .*draft model"),
 ]

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from outrider.heads import eagle_formats
 from outrider.heads.checkpoint import measured_acceptance
 from outrider.heads.eagle import default_hidden_states
-from outrider.heads.head_runner import HeadRunner
+from outrider.heads.head_runner import RolloutRunner
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.types import OutriderError
 
@@ -88,7 +88,7 @@ class Reference:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_reads_a_text_in_parts_and_drafts_a_tree_behind_it(kind, tmp_path, model, target):
     weights = write(kind, tmp_path)
-    by_paper, runner = Reference(kind, weights, model), HeadRunner(load(tmp_path), target)
+    by_paper, runner = Reference(kind, weights, model), RolloutRunner(load(tmp_path), target)
     count = len(runner.head.shape.hidden_states)
     lengths, generator = (300, 6), torch.Generator().manual_seed(1)
     tokens = [torch.randint(VOCAB, (length,), generator=generator) for length in lengths]
@@ -124,7 +124,7 @@ def test_a_head_beside_a_16_bit_target_turns_by_exact_angles(tmp_path, model):
     """A module moved to 16 bits takes its rotary frequencies with it."""
     write_eagle1(tmp_path, VOCAB)
     target = ModelRunner.load(deepcopy(model).bfloat16(), RunnerConfig(compile="never", max_batch=1))
-    runner = HeadRunner(load(tmp_path), target)
+    runner = RolloutRunner(load(tmp_path), target)
     exact = LlamaRotaryEmbedding(runner.head.shape.llama).inv_freq
     assert torch.equal(runner.head.rotary_emb.inv_freq, exact) and not torch.equal(exact.bfloat16().float(), exact)
 

@@ -11,7 +11,7 @@ from toy import outputs_of
 from outrider import LLM, SamplingParams
 from outrider.heads import mtp_formats
 from outrider.heads.checkpoint import MODEL, MTP, kinds_of
-from outrider.heads.head_runner import HeadRunner
+from outrider.heads.head_runner import RolloutRunner
 from outrider.heads.mtp import MtpHead
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.linear import packed_layers
@@ -32,7 +32,7 @@ def test_a_head_of_a_checkpoint_computes_its_formulas(family, own_tables, tmp_pa
     by_formula, target = Reference(family, tensors, model), ModelRunner.load(str(tmp_path), CONFIG)
     head = mtp_formats.load(tmp_path, target)
     assert head.uses_targets_output is not own_tables and hasattr(head, "embed_tokens") is own_tables
-    runner, generator = HeadRunner(head, target), torch.Generator().manual_seed(1)
+    runner, generator = RolloutRunner(head, target), torch.Generator().manual_seed(1)
     tokens, features = torch.randint(61, (20,), generator=generator), torch.randn(20, 32, generator=generator)
     runner.extend(["a"], [tokens[:7].tolist()], [[features[:7]]])
     other = runner.extend(["b"], [tokens[:4].tolist()], [[features[:4]]])
@@ -244,7 +244,7 @@ def test_a_head_keeps_16_bits_beside_a_target_in_4(tmp_path):
     target = ModelRunner.load(str(tmp_path), RunnerConfig(compile="never", max_batch=1, weights="int4"))
     head = mtp_formats.load(tmp_path, target)
     assert head.uses_targets_output
-    HeadRunner(head, target)
+    RolloutRunner(head, target)
     kinds = {layer.packed.dtype for layer in packed_layers(head)}
     assert kinds == {torch.bfloat16}, kinds
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
+from outrider.heads.block import BlockHead, BlockShape
 from outrider.heads.eagle import EagleHead, EagleShape
 from outrider.heads.medusa import MedusaHeads, MedusaShape
 from outrider.heads.mtp import Body, MtpHead
@@ -47,9 +48,27 @@ def mtp_head(target: PreTrainedModel, seed: int = 7) -> MtpHead:
     return head
 
 
+def block_head(target: PreTrainedModel, markov_rank: int = 3, seed: int = 9) -> BlockHead:
+    """A random head whose drafts depend on the ones before, unless ``markov_rank`` is 0."""
+    torch.manual_seed(seed)
+    vocab, hidden = target.config.vocab_size, target.config.hidden_size
+    config = Qwen3Config(
+        hidden_size=hidden, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=vocab,
+        num_hidden_layers=2, max_position_embeddings=128,
+    )  # fmt: skip
+    shape = BlockShape(
+        config, hidden, (1, 2), 5, vocab - 1, vocab, (0, 4), markov_rank=markov_rank, predicts_next=markov_rank > 0
+    )
+    head = BlockHead(shape).eval().requires_grad_(False)
+    for weight in head.parameters():
+        if weight.dim() > 1:
+            weight.normal_(std=0.5)
+    return head
+
+
 def medusa_heads(target: PreTrainedModel, num_heads: int = 4, seed: int = 8) -> MedusaHeads:
     torch.manual_seed(seed)
     return MedusaHeads(MedusaShape(num_heads, 1, target.config.hidden_size, target.config.vocab_size)).eval()
 
 
-HEADS = {"eagle": eagle_head, "medusa": medusa_heads, "mtp": mtp_head}
+HEADS = {"eagle": eagle_head, "medusa": medusa_heads, "mtp": mtp_head, "dflash": block_head}

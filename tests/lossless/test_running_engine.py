@@ -27,7 +27,7 @@ from outrider.registry import PROPOSERS
 from outrider.types import Context, Proposal, Randomness, Verdict
 from outrider.verifiers.rejection import RejectionVerifier
 
-from .drafts import draft_for
+from .drafts import block_head, draft_for
 
 VOCAB, LENGTH, SAMPLES = 8, 3, 4096
 PROMPT = [1, 5, 2, 5]
@@ -149,7 +149,14 @@ def test_point_mass_drafts_and_coupled_noise_follow_it_too() -> None:
 
 @pytest.mark.parametrize(
     ("method", "verifier"),
-    [("draft", "rejection"), ("draft", "block"), ("early-exit", "rejection"), ("eagle", "rejection")],
+    [
+        ("draft", "rejection"),
+        ("draft", "block"),
+        ("early-exit", "rejection"),
+        ("eagle", "rejection"),
+        ("dflash", "rejection"),
+        ("dflash", "block"),
+    ],
 )
 def test_samples_follow_it_where_each_request_has_a_length_of_its_own(method: str, verifier: str) -> None:
     options = {"method": method, "draft": draft_for(method, TARGET, DRAFT), "verifier": verifier, "num_draft_tokens": Uneven()}
@@ -174,6 +181,14 @@ def test_samples_follow_it_where_one_pass_makes_all_drafts(name: str, verifier: 
 def test_so_they_do_with_another_method_first_with_coupled_noise_and_with_uneven_lengths(options: dict[str, Any]) -> None:
     law = exact_law(SETTINGS["penalties"])
     assert excess(sample(SETTINGS["penalties"], draft=PARALLEL, num_draft_tokens=Uneven(), **options), law) < 1
+
+
+@pytest.mark.parametrize("markov_rank", [0, 3])
+@pytest.mark.parametrize("name", ["temperature 1", "top-p"])
+def test_samples_of_a_block_follow_it_too(name: str, markov_rank: int) -> None:
+    """Each draft by itself, or by the one before."""
+    samples = sample(SETTINGS[name], method="dflash", draft=block_head(TARGET, markov_rank))
+    assert excess(samples, exact_law(SETTINGS[name])) < 1
 
 
 @pytest.mark.parametrize("method", ["early-exit", "low-bit"])
@@ -237,7 +252,7 @@ def test_samples_of_trees_follow_the_targets_law(method: str, temperature: float
     assert excess(samples, exact_law(params)) < 1
 
 
-@pytest.mark.parametrize("method", ["eagle", "mtp"])
+@pytest.mark.parametrize("method", ["eagle", "mtp", "dflash"])
 def test_samples_of_a_recurrent_target_follow_its_law(method: str) -> None:
     """It scores chains alone."""
     target = hybrid("qwen3_5_text", vocab_size=VOCAB)

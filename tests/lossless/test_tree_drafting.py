@@ -52,7 +52,7 @@ SETTINGS = {
 
 
 class TableHead:
-    """A HeadRunner whose next-token distribution is a table's; out [A, W, 1] holds indices of texts."""
+    """A RolloutRunner whose next-token distribution is a table's; out [A, W, 1] holds indices of texts."""
 
     def __init__(self, text: Text) -> None:
         self.texts = [text]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,16 +17,29 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from outrider import LLM, SamplingParams
 from outrider.heads import eagle_formats, mtp_formats
+from outrider.heads.block_runner import BlockRunner
 from outrider.heads.eagle import default_hidden_states
-from outrider.heads.head_runner import HeadRunner
+from outrider.heads.head_runner import RolloutRunner
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train import runs, shapes
-from outrider.train.capture import CachedRows, capture
+from outrider.train.block_loss import BlockLoss
+from outrider.train.capture import CachedRows, capture, read_rows
 from outrider.train.claims import fingerprint
 from outrider.train.clock import RunningClock
 from outrider.train.medusa import MedusaLoss
 from outrider.train.rollout_loss import RolloutLoss
-from outrider.train.runs import Bench, EagleRun, HeadPlan, MtpRun, Source, train_eagle, train_medusa, train_mtp
+from outrider.train.runs import (
+    Bench,
+    BlockRun,
+    EagleRun,
+    HeadPlan,
+    MtpRun,
+    Source,
+    train_block,
+    train_eagle,
+    train_medusa,
+    train_mtp,
+)
 from outrider.train.text import read_documents, regenerate, token_rows
 from outrider.train.trainer import Job, Trainer
 from outrider.types import OutriderError
@@ -97,13 +111,13 @@ def test_the_steps_of_training_are_those_of_drafting(kind, runner, cache):
     for parameter in head.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))
     loss = RolloutLoss(head, cache, LAYERS, steps=3)
-    ids, features, _ = loss._read([5])
+    ids, features, _ = read_rows(cache, [5], head, LAYERS)
     outs = loss._rollout(ids, features, loss.steps)
     if kind == "mtp":
         head.set_attention("outrider")
     else:
         head.shape.llama._attn_implementation = "outrider"
-    drafting = HeadRunner(head, runner)
+    drafting = RolloutRunner(head, runner)
     for length in (1, 4, 12):
         name = f"text-{length}"
         seen = [feature[0, :length] for feature in features]
@@ -114,6 +128,41 @@ def test_the_steps_of_training_are_those_of_drafting(kind, runner, cache):
             sees = torch.ones(1, 1, depth, dtype=torch.bool)
             out = drafting.level([name], token, head.feedback(out)[:, None] if depth == 1 else head.feedback(out), depth, sees)
             torch.testing.assert_close(out[0, 0], outs[depth][0, length - 1], rtol=2e-3, atol=2e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("markov_rank", [0, 4])
+def test_the_blocks_of_training_are_those_of_drafting(markov_rank, runner, cache):
+    """What the head puts out after an anchor within a row is what the runner drafts after that text."""
+    torch.manual_seed(3)
+    head = shapes.new_block(runner, shapes.BlockSizes((2, 3), 2, 6, markov_rank), 319)
+    head.shape = replace(head.shape, windows=(0, 7), causal_windows=True)
+    for attention in head.attentions:
+        attention.window = head.shape.windows[attention.layer_idx]
+        attention.sees_earlier_only = attention.window > 0
+    for parameter in head.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    ids, features, _ = read_rows(cache, [5], head, LAYERS)
+    anchors = torch.tensor([[1, 3, 4, 11, 18]])
+    blocks = BlockLoss(head, cache, LAYERS)._blocks(ids, features, anchors)[0]
+    drafting, count = BlockRunner(head, runner), head.shape.max_drafts
+    assert blocks.shape == (5, count, 32) and count == (6 if markov_rank else 5)
+    for anchor, block in zip(anchors[0].tolist(), blocks, strict=True):
+        seen = [feature[0, :anchor] for feature in features]
+        out = drafting.draft([f"text-{anchor}"], [seen], [int(ids[0, anchor])], [count])
+        torch.testing.assert_close(out[0], block, rtol=2e-3, atol=2e-3)
+
+
+def test_the_mask_token_is_unused_and_has_an_embedding(runner):
+    rows = torch.arange(0, 300).view(10, 30).int()
+    assert shapes.mask_token(rows, runner) == runner.vocab_size - 1
+    table = torch.ones(320, 8)
+    table[310:] = 0.0
+    lent = SimpleNamespace(get_input_embeddings=lambda: lambda ids: table[ids])
+    other = SimpleNamespace(vocab_size=320, device=torch.device("cpu"), model=lent)
+    assert shapes.mask_token(rows, other) == 309
+    every = torch.arange(0, 320).repeat(2)[:-1].view(1, -1)
+    assert shapes.mask_token(every[:, :630], other) == 309  # those that occur once have no embedding
 
 
 @torch.no_grad()
@@ -137,6 +186,9 @@ def job(kind, runner, cache, folder, steps=6):
     elif kind == "mtp":
         head = shapes.new_mtp(runner)
         loss = RolloutLoss(head, cache, LAYERS, 2)
+    elif kind == "dflash":
+        head = shapes.new_block(runner, shapes.BlockSizes((2, 3), 2, 4, markov_rank=4), 319)
+        loss = BlockLoss(head, cache, LAYERS)
     else:
         ids = shapes.frequent_tokens(cache.read(range(cache.num_rows))[0], runner.vocab_size, 60) if kind == "eagle3" else None
         head = shapes.new_eagle(runner, int(kind[-1]), (0, 2, 3), ids)
@@ -146,7 +198,7 @@ def job(kind, runner, cache, folder, steps=6):
     return Job(kind, head, CachedRows(cache), loss, plan, folder)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp", "dflash"])
 def test_a_run_that_is_interrupted_ends_with_the_same_weights(kind, runner, cache, tmp_path):
     whole = Trainer(job(kind, runner, cache, tmp_path / "whole"))
     assert whole.run()
@@ -158,7 +210,7 @@ def test_a_run_that_is_interrupted_ends_with_the_same_weights(kind, runner, cach
     assert [point["loss"] for point in whole.curve] == [point["loss"] for point in resumed.curve]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp", "dflash"])
 def test_a_head_learns_what_the_target_says(kind, runner, rows, cache, tmp_path):
     trainer = Trainer(job(kind, runner, cache, tmp_path, steps=25))
     assert trainer.run()
@@ -166,7 +218,7 @@ def test_a_head_learns_what_the_target_says(kind, runner, rows, cache, tmp_path)
     assert sum(point["loss"] for point in last) / 3 < 0.95 * first["loss"]  # what is left is mostly the target's own entropy
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp", "dflash"])
 def test_a_trained_head_is_written_with_what_was_measured_and_drafts(kind, folder, llm, rows, tmp_path):
     bench = Bench(ModelRunner.load(str(folder), RunnerConfig(compile="never")), None, tmp_path / "work", rows=rows)
     how = HeadPlan(epochs=0.2, batch_tokens=6 * SEQ)
@@ -174,6 +226,11 @@ def test_a_trained_head_is_written_with_what_was_measured_and_drafts(kind, folde
         assert train_medusa(bench, tmp_path / "out", how, num_heads=2)
     elif kind == "mtp":
         assert train_mtp(bench, tmp_path / "out", how, MtpRun(2))
+    elif kind == "dflash":
+        assert train_block(bench, tmp_path / "out", how, BlockRun(4, layers=2))
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert len(config["outrider"]["acceptance_by_position"]) == 3
+        assert config["dflash_config"]["target_layer_ids"] == [1, 3]
     else:
         formats = ("native",) if kind == "eagle1" else ("native", "speculators")
         run = EagleRun(int(kind[-1]), 2, (1, 2, 3), 60 if kind == "eagle3" else None, formats)
@@ -197,7 +254,7 @@ def test_a_trained_head_is_written_with_what_was_measured_and_drafts(kind, folde
 def test_a_new_mtp_head_repeats_the_feature(runner, cache):
     head = shapes.new_mtp(runner)
     loss = RolloutLoss(head, cache, LAYERS, 1)
-    ids, features, _ = loss._read([3])
+    ids, features, _ = read_rows(cache, [3], head, LAYERS)
     out = loss._rollout(ids, features, 1)[0]
     assert torch.cosine_similarity(out, features[0][:, : out.shape[1]], -1).min() > 0.95
     scale = out.square().mean().sqrt() / features[0].square().mean().sqrt()
@@ -403,6 +460,13 @@ def test_what_cannot_be_trained_is_said_in_one_line(runner, llm, rows, tmp_path)
         (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(3, draft_vocab=10**6)), "draft vocabulary of 1000000"),
         (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(1, formats=("speculators",))), "native format only"),
         (lambda: train_mtp(from_rows, tmp_path, how, MtpRun(steps=40)), "too short for 40 steps"),
+        (lambda: train_block(from_rows, tmp_path, how, BlockRun(40)), "too short for blocks of 40"),
+        (
+            lambda: train_block(from_rows, tmp_path, how, BlockRun(4, hidden_states=(0, 2))),
+            "reads outputs of layers, from 1 on",
+        ),
+        (lambda: train_block(from_rows, tmp_path, how, BlockRun(4, hidden_states=(1, 9))), "invalid hidden states"),
+        (lambda: train_block(from_rows, tmp_path, how, BlockRun(1)), "invalid block size"),
         (lambda: train_mtp(from_rows, tmp_path, how, MtpRun(layout="gguf")), "unknown layout 'gguf': expected qwen, deepseek"),
         (lambda: train_mtp(from_rows, tmp_path, how, MtpRun(start=runner.name)), "holds no MTP head"),
         (lambda: default_hidden_states(4), "name three of them"),

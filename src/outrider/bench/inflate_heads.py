@@ -24,7 +24,7 @@ from outrider.bench.shapes import Shape, head_dim, source_shape
 from outrider.bench.widening import Inflater, Noise
 from outrider.disk_cache import lasting_dir
 from outrider.heads import eagle_formats, medusa
-from outrider.heads.checkpoint import MEDUSA, MTP, find_folder, kind_of, measured_acceptance
+from outrider.heads.checkpoint import BLOCK, MEDUSA, MTP, find_folder, kind_of, measured_acceptance
 from outrider.heads.eagle import EagleHead
 from outrider.types import OutriderError
 
@@ -177,10 +177,11 @@ def inflate_head(source: str | Path, target: Path, out: Path) -> Path:
     Raises ``OutriderError`` for a head that does not fit the small target or cannot be inflated.
     """
     facts, folder = InflatedTarget.read(target), find_folder(source)
-    if kind_of(folder) == MTP:
-        raise OutriderError(f"{source} holds an MTP head, which cannot be inflated: leave out --inflate, or this method")
+    kind = kind_of(folder)
+    if kind in (MTP, BLOCK):
+        raise OutriderError(f"{source} holds {kind}, which cannot be inflated: leave out --inflate, or this method")
     with new_folder(out) as part:
-        if kind_of(folder) == MEDUSA:
+        if kind == MEDUSA:
             heads, accuracies = medusa.load(folder, facts.vocab_size)
             if heads.shape.hidden_size != facts.small.hidden:
                 raise OutriderError(

@@ -24,6 +24,8 @@ outrider train eagle --generation 1 --target ./my-model --text notes.jsonl --reg
 
 outrider train mtp --target ./my-model --start ./my-model --text notes.jsonl --out heads/mtp
 
+outrider train dflash --target ./my-model --text notes.jsonl --regenerate --out heads/dflash
+
 outrider train draft --target ./my-model --text notes.jsonl --layers 2 --width 512 --out my-draft
 
 outrider train draft --target ./my-model --start ./small-model --text notes.jsonl --regenerate --out my-draft
@@ -204,6 +206,50 @@ def mtp(
 
 
 @with_groups
+def dflash(
+    *,
+    out: Out,
+    block_size: Annotated[
+        int,
+        typer.Option(help="Tokens of a block, the last committed one included: one more than drafts.", rich_help_panel=WHAT),
+    ] = 16,
+    layers: Annotated[
+        int | None,
+        typer.Option(help="Layers of the head (default: a seventh of the target's, 2 to 5).", rich_help_panel=WHAT),
+    ] = None,
+    hidden_states: Annotated[
+        str | None,
+        typer.Option(
+            help="Hidden states of the target that it reads, numbered as in transformers (default: as many as layers, evenly"
+            " spaced).",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    markov_rank: Annotated[
+        int,
+        typer.Option(
+            help="DSpark: rank of a bias on the logits by the token before, such as 256; a block then has one draft more.",
+            rich_help_panel=WHAT,
+        ),
+    ] = 0,
+    text: TextOptions,
+    length: LengthOptions,
+) -> None:
+    """Train a block drafter, which drafts a block in one pass; written in z-lab's format."""
+    from outrider.train.runs import BlockRun, train_block
+    from outrider.types import OutriderError
+
+    check(layers=layers)
+    if block_size < 2:
+        raise OutriderError(f"invalid --block-size {block_size}: expected at least 2")
+    if markov_rank < 0:
+        raise OutriderError(f"invalid --markov-rank {markov_rank}: expected at least 0")
+    states = parse_list("--hidden-states", hidden_states, int) if hidden_states is not None else None
+    run = BlockRun(block_size, layers, states, markov_rank)
+    done(train_block(bench_of(text, out), out, plan_of(length), run), f"--method dflash --draft {out}")
+
+
+@with_groups
 def draft(  # noqa: PLR0913 - one parameter an option
     *,
     out: Out,
@@ -294,7 +340,7 @@ def early_exit(
     done(train_early_exit(bench_of(text, out), out, plan_of(length, MODEL_RATES), skip), f"--target {out} --method early-exit")
 
 
-COMMANDS = {"medusa": medusa, "eagle": eagle, "mtp": mtp, "draft": draft, "early-exit": early_exit}
+COMMANDS = {"medusa": medusa, "eagle": eagle, "mtp": mtp, "dflash": dflash, "draft": draft, "early-exit": early_exit}
 
 
 def check(**numbers: int | None) -> None:

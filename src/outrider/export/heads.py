@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from outrider.export.wanted import Wanted
-from outrider.heads import eagle_formats, medusa
-from outrider.heads.checkpoint import MTP, find_folder, kinds_of, read_folder
-from outrider.proposers.portable import FeatureHead, OwnHead, ParallelHeads
+from outrider.heads import block_formats, eagle_formats, medusa
+from outrider.heads.block import BlockShape
+from outrider.heads.checkpoint import MTP, find_folder, kinds_of, read_config, read_folder
+from outrider.proposers.portable import BlockDrafter, FeatureHead, OwnHead, ParallelHeads
+from outrider.runner.loading import num_layers
 from outrider.types import OutriderError
 
 Heads = TypeVar("Heads", bound=nn.Module)
@@ -48,6 +50,33 @@ def own_head(kind: OwnHead, wanted: Wanted) -> str | None:
     if found and MTP not in found:
         raise OutriderError(f"{folder} holds no MTP head: give the method's draft a folder that does, or train one")
     return kind.source
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What a head has to fit."""
+
+    name: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+
+
+def block_drafter(kind: BlockDrafter, wanted: Wanted, folder: Path, reads_speculators: bool) -> tuple[str, BlockShape]:
+    """Return the folder of a block drafter, and its shape.
+
+    It is converted to z-lab's layout for engines that do not read speculators'. Raises ``OutriderError`` for a head that does
+    not fit the target, or has what the layout lacks.
+    """
+    source, config = find_folder(kind.source), wanted.config
+    sizes = _Sizes(wanted.target, config.hidden_size, num_layers(config), config.vocab_size)
+    with torch.device("meta"):
+        shape = block_formats.load(source, sizes).shape
+    if reads_speculators or "speculators_model_type" not in read_config(source):
+        return kind.source, shape
+    head = block_formats.load(source, sizes)
+    block_formats.export(_as_stored(head, kind.source), folder / FOLDER, sizes.num_layers)
+    return FOLDER, shape
 
 
 def parallel_heads(kind: ParallelHeads, wanted: Wanted, folder: Path) -> tuple[str, int]:

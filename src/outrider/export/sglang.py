@@ -13,6 +13,7 @@ from outrider.export import heads
 from outrider.export.engine import ONE_BY_ONE, Engine, Export, gpu_environment
 from outrider.export.wanted import Wanted
 from outrider.proposers.portable import (
+    BlockDrafter,
     FeatureHead,
     FewerBits,
     FirstLayers,
@@ -91,6 +92,14 @@ class Sglang(Engine):
         if isinstance(kind, Lookup):
             note = "SGLang uses a trie over all requests and ignores min_n and max_n; it needs a CUDA GPU."
             return {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": k + 1}, [note]
+        if isinstance(kind, BlockDrafter):
+            source, shape = heads.block_drafter(kind, wanted, folder, reads_speculators=False)
+            model: dict[str, str | int] = {"speculative-draft-model-path": source}
+            if shape.markov_rank:
+                note = f"SGLang drafts the head's whole blocks: {shape.max_drafts} tokens."
+                return {"speculative-algorithm": "DSPARK", **model}, [note]
+            size = min(k, shape.max_drafts) + 1 if wanted.has_own_k else shape.block_size
+            return {"speculative-algorithm": "DFLASH", **model, "speculative-dflash-block-size": size}, []
         if isinstance(kind, TreeHead):
             nodes = kind.max_nodes or min(TREE_NODES, 2 * k)
             tree = chain | {"speculative-eagle-topk": kind.top_k, "speculative-num-draft-tokens": nodes + 1}

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from outrider.export.engine import ONE_BY_ONE, Engine, Export
 from outrider.export.wanted import Wanted
 from outrider.proposers.portable import (
+    BlockDrafter,
     FeatureHead,
     FewerBits,
     FirstLayers,
@@ -56,6 +57,7 @@ class Transformers(Engine):
         ParallelHeads: HEADS,
         FeatureHead: HEADS,
         OwnHead: HEADS,
+        BlockDrafter: HEADS,
         TextDrafts: "use n-grams, or export to vLLM, which takes Outrider's own proposer",
         ParallelModel: ONE_BY_ONE,
         Pair: "name one of the two",

@@ -14,6 +14,7 @@ from outrider.export import heads
 from outrider.export.engine import Engine, Export, gpu_environment
 from outrider.export.wanted import Wanted
 from outrider.proposers.portable import (
+    BlockDrafter,
     FeatureHead,
     FewerBits,
     FirstLayers,
@@ -72,8 +73,7 @@ class Vllm(Engine):
     def _speculative(self, wanted: Wanted, folder: Path, own_code: bool) -> tuple[dict[str, Any], list[str]]:
         """Return vLLM's speculative_config, and the differences to Outrider."""
         kind, count = wanted.kind, {"num_speculative_tokens": wanted.k}
-        rule = dict(RULES[wanted.verifier])
-        judged = {name: value for name, value in rule.items() if name == "rejection_sample_method"}
+        rule, judged = _rules(wanted)
         if isinstance(kind, NoDrafts):
             return {}, []
         if isinstance(kind, TextDrafts) or own_code:
@@ -84,11 +84,21 @@ class Vllm(Engine):
             return {"method": "ngram", **count, **window, **judged}, [note]
         if isinstance(kind, SmallModel):
             return _small_model(kind) | count | rule | _other_tokenizer(kind), []
+        return self._head(wanted, folder)
+
+    def _head(self, wanted: Wanted, folder: Path) -> tuple[dict[str, Any], list[str]]:
+        """Return what ``_speculative`` does, for a head."""
+        kind, count = wanted.kind, {"num_speculative_tokens": wanted.k}
+        rule, judged = _rules(wanted)
         if isinstance(kind, ParallelHeads):
             source, num_heads = heads.parallel_heads(kind, wanted, folder)
             k = min(wanted.k, num_heads)
             config = {"method": "medusa", "model": _within(source), "num_speculative_tokens": k, **judged}
             return config, ["vLLM drafts a chain of each head's likeliest token; Outrider drafts a tree."]
+        if isinstance(kind, BlockDrafter):
+            source, shape = heads.block_drafter(kind, wanted, folder, reads_speculators=True)
+            method, k = "dspark" if shape.markov_rank else "dflash", min(wanted.k, shape.max_drafts)
+            return {"method": method, "model": source, "num_speculative_tokens": k, **rule}, []
         if isinstance(kind, TreeHead) and kind.asks_for_tree:
             raise OutriderError("vLLM does not support trees: set the method's option top_k=1, or remove its tree options")
         notes = ["vLLM drafts a chain; Outrider a tree, which accepts more."] if getattr(kind, "top_k", 1) > 1 else []
@@ -108,6 +118,12 @@ def _small_model(kind: SmallModel) -> dict[str, Any]:
 
 def _other_tokenizer(kind: SmallModel) -> dict[str, Any]:
     return {"use_heterogeneous_vocab": True, "draft_sample_method": "greedy"} if kind.other_tokenizer else {}
+
+
+def _rules(wanted: Wanted) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the settings of the verifier, and those of them that concern point masses too."""
+    rule = dict(RULES[wanted.verifier])
+    return rule, {name: value for name, value in rule.items() if name == "rejection_sample_method"}
 
 
 def _settings(wanted: Wanted) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from outrider.engine.methods import auto_choice
 from outrider.engine.plan import Plan, served_name
 from outrider.method_text import split_method
 from outrider.proposers.method import Setting
-from outrider.proposers.portable import FeatureHead, NoDrafts, OwnHead, ParallelHeads, Portable, SmallModel
+from outrider.proposers.portable import BlockDrafter, FeatureHead, NoDrafts, OwnHead, ParallelHeads, Portable, SmallModel
 from outrider.registry import DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS, VERIFIERS
 from outrider.types import OutriderError
 
@@ -71,7 +71,7 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
         plan.given("method") if named else auto_choice(target, draft, drafts_there, bool(plan.given("download_draft"))).text
     )
     kind = _kind(method, draft, drafts_there)
-    if isinstance(kind, (SmallModel, ParallelHeads, FeatureHead)):
+    if isinstance(kind, (SmallModel, ParallelHeads, FeatureHead, BlockDrafter)):
         check(kind.source)
     if isinstance(kind, OwnHead) and kind.source is not None:
         check(kind.source)
@@ -107,7 +107,7 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
 def _kind(method: str, draft: str | None, drafts: Mapping[str, str]) -> Portable:
     name, options = split_method(method)
     kind: Portable = PROPOSERS.get(name).portable(Setting.without_target(draft=draft, options=options, drafts=drafts))
-    if isinstance(kind, (SmallModel, ParallelHeads, FeatureHead)):
+    if isinstance(kind, (SmallModel, ParallelHeads, FeatureHead, BlockDrafter)):
         return replace(kind, source=_located(kind.source))
     if isinstance(kind, OwnHead) and kind.source is not None:
         return replace(kind, source=_located(kind.source))

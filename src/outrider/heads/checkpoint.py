@@ -57,6 +57,11 @@ class DraftKind:
 MODEL = DraftKind("draft", "a draft model", r"(?<!\d\.)(?<!mtp\.)(embed_tokens|wte|embed_in|word_embeddings)\.weight$")
 MEDUSA = DraftKind("medusa", "Medusa heads", r"^(medusa_heads?\.)?(blocks\.0\.layers\.0\.|0\.0\.linear\.)")
 EAGLE = DraftKind("eagle", "an EAGLE head", r"^((model|eagle_module|draft_model)\.)?fc\.weight$")
+BLOCK = DraftKind(
+    "dflash",
+    "a block drafter",
+    r"^((model|draft_model)\.)?(hidden_norm\.weight|markov_head\.|candidate_selector\.|layers\.[1-9]\d*\.self_attn\.q_norm\.weight)",
+)
 MTP = DraftKind("mtp", "an MTP head", r"^mtp\.|\bmtp_layers\.0\.|\.(eh_proj|enorm|hnorm|shared_head)\.")
 
 
@@ -91,8 +96,11 @@ def kinds_of(folder: Path) -> list[DraftKind]:
         names = list(tensor_names(folder))
     except Exception:  # broken files are reported when they are loaded
         return []
-    kinds = (MEDUSA, EAGLE, MODEL, MTP)  # heads may come with an embedding of their own, models with a head
-    return [kind for kind in kinds if any(re.search(kind.mark, name) for name in names)]
+    kinds = (MEDUSA, BLOCK, EAGLE, MODEL, MTP)  # heads may come with an embedding of their own, models with a head
+    found = [kind for kind in kinds if any(re.search(kind.mark, name) for name in names)]
+    if BLOCK in found and EAGLE not in found:  # without their projection of features these are layers of any model
+        found.remove(BLOCK)
+    return [kind for kind in found if kind is not EAGLE or BLOCK not in found]
 
 
 def kind_of(folder: Path) -> DraftKind | None:

@@ -17,7 +17,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from outrider.heads.checkpoint import TargetSizes
-from outrider.heads.rollout_head import RolloutHead, Rotation
+from outrider.heads.feature_head import Norm, Rotation
+from outrider.heads.rollout_head import RolloutHead
 from outrider.runner.kv_cache import CacheShape
 from outrider.types import OutriderError
 
@@ -41,13 +42,6 @@ class EagleShape:
     reduced: bool = False  # drafts a part of the vocabulary
     own_embedding: bool = False
     own_output: bool = True  # generation 3: False if it uses the target's output head
-
-
-class Norm(nn.RMSNorm):
-    """transformers' RMS norm as one operation instead of six; in mixed precision it computes in the weight's type."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
 def _with_short_norms(layer: LlamaDecoderLayer) -> LlamaDecoderLayer:
@@ -185,19 +179,10 @@ class EagleHead(RolloutHead):
             raise OutriderError(
                 f"the head has hidden size {shape.llama.hidden_size} but no embedding or output head of that size"
             )
-        if not 0 <= min(shape.hidden_states) <= max(shape.hidden_states) <= target.num_layers:
-            raise OutriderError(
-                f"the head reads hidden states {shape.hidden_states}, but {name} has {target.num_layers} layers"
-            )
+        self.check_hidden_states(target)
         if shape.own_embedding and shape.llama.vocab_size < target.vocab_size:
             raise OutriderError(f"the head has {shape.llama.vocab_size} embeddings, but {name} has {target.vocab_size} tokens")
-        if self.draft_ids is not None and not self.draft_ids.is_meta:
-            lowest, highest = int(self.draft_ids.min()), int(self.draft_ids.max())
-            if lowest < 0 or highest >= target.vocab_size:
-                odd = lowest if lowest < 0 else highest
-                raise OutriderError(
-                    f"the head's draft vocabulary contains token {odd}, but {name} has {target.vocab_size} tokens"
-                )
+        self.check_draft_ids(target)
 
 
 def default_hidden_states(num_layers: int) -> tuple[int, int, int]:

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, Qwen3Config
 
-from outrider.heads import eagle_formats, medusa, mtp_formats
+from outrider.heads import block_formats, eagle_formats, medusa, mtp_formats
+from outrider.heads.block import BlockHead
 from outrider.heads.checkpoint import read_folder
 from outrider.heads.eagle import EagleHead
-from outrider.heads.rollout_head import RolloutHead
+from outrider.heads.feature_head import FeatureHead
 from outrider.runner import ModelRunner
 from outrider.runner.loading import text_config
 from outrider.types import Finding
@@ -50,6 +52,37 @@ def of_mtp(folder: Path, target: ModelRunner) -> Iterator[Finding]:
     output = "the target's" if head.uses_targets_output else "its own"
     yield Finding("ok", "tensors", f"all {len(head.state_dict())} are there; its output head is {output}")
     yield _size(head, target, "one tree level")
+
+
+def of_block(folder: Path, target: ModelRunner) -> Iterator[Finding]:
+    """Check a block drafter. Raises ``OutriderError`` for unreadable or invalid files."""
+    config, tensors = read_folder(folder)
+    head = block_formats.load(folder, target, target.model)
+    shape = head.shape
+    yield Finding("ok", "hidden size", f"both have {target.hidden_size} features")
+    yield from _vocabulary(shape.config.vocab_size, target)
+    said = f"reads the hidden states {', '.join(map(str, shape.hidden_states))} of {target.num_layers}"
+    meant = config.get("num_target_layers")
+    if meant not in (None, target.num_layers):
+        yield Finding("suspicious", "layers", f"{said}, but its config says that its target has {meant} layers")
+    elif not _names_layers(config):
+        yield Finding("suspicious", "layers", f"{said}, assumed because its config does not name them")
+    else:
+        yield Finding("ok", "layers", said)
+    kind = "each by the one before" if shape.markov_rank else "each by itself"
+    yield Finding("ok", "block", f"at most {shape.max_drafts} drafts in one pass, {kind}; mask token {shape.mask_token_id}")
+    measured = (config.get("outrider") or {}).get("acceptance_by_position")
+    if measured:
+        yield Finding("ok", "acceptance", f"measured in training, by position: {', '.join(f'{each:.0%}' for each in measured)}")
+    yield from _norms(head, target)
+    yield from _rope(head, target)
+    yield from _dtype(tensors, target)
+    yield _size(head, target, "a block")
+
+
+def _names_layers(config: Mapping[str, Any]) -> bool:
+    inner = config.get("dflash_config") or {}
+    return bool(config.get("aux_hidden_state_layer_ids") or config.get("target_layer_ids") or inner.get("target_layer_ids"))
 
 
 def of_medusa(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterator[Finding]:
@@ -116,28 +149,33 @@ def _layers(config: Mapping[str, Any], states: tuple[int, ...], num_layers: int)
         yield Finding("ok", "layers", said)
 
 
-def _norms(head: EagleHead, target: ModelRunner) -> Iterator[Finding]:
+def _norms(head: EagleHead | BlockHead, target: ModelRunner) -> Iterator[Finding]:
     empty = [name for name, weight in head.named_parameters() if "norm" in name and not bool(weight.any())]
     if empty:
         yield Finding("suspicious", "norms", f"the weights of {empty[0]} are all zero")
-    own, other = float(head.shape.llama.rms_norm_eps), getattr(text_config(target.model), "rms_norm_eps", None)
+    own, other = float(_config(head).rms_norm_eps), getattr(text_config(target.model), "rms_norm_eps", None)
     if other is not None and own != float(other):
         yield Finding("note", "norms", f"epsilon {own:g}, the target's {float(other):g}; each uses its own")
     elif not empty:
         yield Finding("ok", "norms", f"epsilon {own:g}")
 
 
-def _rope(head: EagleHead, target: ModelRunner) -> Iterator[Finding]:
-    ropes = [dict(getattr(config, "rope_parameters", None) or {}) for config in (head.shape.llama, text_config(target.model))]
+def _rope(head: EagleHead | BlockHead, target: ModelRunner) -> Iterator[Finding]:
+    ropes = [dict(getattr(config, "rope_parameters", None) or {}) for config in (_config(head), text_config(target.model))]
     own, other = [rope.get("rope_theta") for rope in ropes]
     if other is None:  # other position embeddings, or one theta per layer type
         yield Finding("note", "RoPE", f"theta {own:g}, the target has no single theta; each uses its own")
     elif own != other:
         yield Finding("note", "RoPE", f"theta {own:g}, the target's {other:g}; each uses its own")
-    reach = int(head.shape.llama.max_position_embeddings or target.max_len)
+    reach = int(_config(head).max_position_embeddings or target.max_len)
     if reach < target.max_len:
         said = f"made for {reach} tokens, the target's context is {target.max_len}: acceptance may drop beyond"
         yield Finding("suspicious", "context", said)
+
+
+def _config(head: EagleHead | BlockHead) -> LlamaConfig | Qwen3Config:
+    """Return the config of a head's layers."""
+    return head.shape.llama if isinstance(head, EagleHead) else head.shape.config
 
 
 def _dtype(tensors: Mapping[str, Tensor], target: ModelRunner) -> Iterator[Finding]:
@@ -165,7 +203,7 @@ def _embedding(head: EagleHead, target: ModelRunner) -> Iterator[Finding]:
 def _size(head: nn.Module, target: ModelRunner, what: str) -> Finding:
     """Compare the weights read for drafting with those of a target pass."""
     own = sum(weight.numel() for name, weight in head.named_parameters() if "embed_tokens" not in name)
-    if isinstance(head, RolloutHead) and head.uses_targets_output:
+    if isinstance(head, FeatureHead) and head.uses_targets_output:
         own += target.vocab_size * target.hidden_size
     whole = sum(tensor.numel() for tensor in {*target.model.parameters(), *target.model.buffers()})
     said = f"{what} reads {own / 1e6:.1f} M weights, {own / max(whole, 1):.0%} of the target's"

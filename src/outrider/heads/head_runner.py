@@ -1,17 +1,20 @@
-"""Runs a head over its own KV cache: processes the target's features, then drafts a tree level by level.
+"""Run heads over a KV cache of their own, with the runner's ragged cache, attention and packed weights.
 
-Uses the runner's ragged cache, attention and packed weights.
+``RolloutRunner`` processes the target's features, then drafts a tree level by level; for heads that draft a block in one pass
+see block_runner.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from outrider.heads.feature_head import FeatureHead, Rotation
 from outrider.heads.own_logits import finish_of
-from outrider.heads.rollout_head import RolloutHead, Rotation
+from outrider.heads.rollout_head import RolloutHead
 from outrider.runner import ModelRunner, linear, quantized
 from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.kv_cache import KVCache
@@ -19,11 +22,13 @@ from outrider.runner.layouts import Layouts
 
 CHUNK = 256  # entries of a request per pass during prefill
 
+Head = TypeVar("Head", bound=FeatureHead)
 
-class HeadRunner:
+
+class HeadRunner(Generic[Head]):
     """Runs one head for one target. Cache entries come from target features; drafted entries are overwritten."""
 
-    def __init__(self, head: RolloutHead, target: ModelRunner, bits: int | None = None) -> None:
+    def __init__(self, head: Head, target: ModelRunner, bits: int | None = None) -> None:
         """``bits``: 8, or None for the target's weight type. Raises ``OutriderError`` if 8 bits are not supported."""
         self.head, self.dtype = head, quantized.place_head(head, target.model, bits)
         head.rotary_emb = head.exact_rotary().to(target.device)
@@ -40,8 +45,32 @@ class HeadRunner:
         return self.cache.cached_len(request_id)
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Forgets requests."""
+        """Forget requests."""
         self.cache.release(request_ids)
+
+    def _rotation(self, positions: Tensor) -> Rotation | None:
+        """Return cached cosines and sines at ``positions``; computing them takes as long as a matrix product.
+
+        None for rotary types that depend on the sequence length.
+        """
+        rotary = self.head.rotary_emb
+        if rotary.rope_type in ("dynamic", "longrope"):
+            return None
+        reach = min(self._max_len, self.cache.capacity)  # an upper bound of all positions
+        if self._rotations is None or self._rotations[0].shape[0] < reach:
+            like, places = torch.empty(0, dtype=self.dtype, device=self.device), torch.arange(reach, device=self.device)
+            cos, sin = rotary(like, places[None])
+            self._rotations = cos[0], sin[0]
+        return self._rotations[0][positions], self._rotations[1][positions]
+
+    @torch.inference_mode()
+    def logits(self, out: Tensor) -> Tensor:
+        """Map [..., H] to float32 logits [..., V] over the target's vocabulary."""
+        return self.head.spread(self.head.logits(out), self._vocab_size)
+
+
+class RolloutRunner(HeadRunner[RolloutHead]):
+    """Runs a head that drafts one token after another."""
 
     @torch.inference_mode()
     def extend(
@@ -94,23 +123,3 @@ class HeadRunner:
         with active_pass(layout):
             out: Tensor = self.head(token_ids, hidden, layout.positions, self._rotation(layout.positions))
         return out[0]
-
-    def _rotation(self, positions: Tensor) -> Rotation | None:
-        """Return cached cosines and sines at ``positions``; computing them takes as long as a matrix product.
-
-        None for rotary types that depend on the sequence length.
-        """
-        rotary = self.head.rotary_emb
-        if rotary.rope_type in ("dynamic", "longrope"):
-            return None
-        reach = min(self._max_len, self.cache.capacity)  # an upper bound of all positions
-        if self._rotations is None or self._rotations[0].shape[0] < reach:
-            like, places = torch.empty(0, dtype=self.dtype, device=self.device), torch.arange(reach, device=self.device)
-            cos, sin = rotary(like, places[None])
-            self._rotations = cos[0], sin[0]
-        return self._rotations[0][positions], self._rotations[1][positions]
-
-    @torch.inference_mode()
-    def logits(self, out: Tensor) -> Tensor:
-        """Map [..., H] to float32 logits [..., V] over the target's vocabulary."""
-        return self.head.spread(self.head.logits(out), self._vocab_size)

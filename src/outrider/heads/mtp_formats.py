@@ -27,12 +27,11 @@ from outrider.heads.checkpoint import (
     write_folder,
 )
 from outrider.heads.mtp import Body, MtpHead
+from outrider.heads.own_tables import has_own_table
 from outrider.runner import ModelRunner, loading
-from outrider.runner.linear import weight_of
 from outrider.types import OutriderError
 
 IGNORED = (r"rotary_emb\.",)
-SHARED = 0.02  # relative distance up to which a stored embedding or output head is the target's: its rounding to 8 bits
 STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of experts, by transformers' names
 ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 
@@ -71,8 +70,8 @@ def load(source: str | Path, target: ModelRunner) -> MtpHead:
     names = {_own_name(layout, name.removeprefix(prefix)): name for name in tensors}
     found = {own: tensors.pop(name) for own, name in names.items() if own is not None}
     body = _body(folder, config, target)
-    own_embedding = _keeps(found, "embed_tokens.weight", target.model.get_input_embeddings())
-    own_output = _keeps(found, "lm_head.weight", target.model.get_output_embeddings())
+    own_embedding = has_own_table(found, "embed_tokens.weight", target.model.get_input_embeddings())
+    own_output = has_own_table(found, "lm_head.weight", target.model.get_output_embeddings())
     layer = body.layer_for(any(".experts." in name for name in found))
     head = MtpHead(body, layer, own_embedding, own_output)
     head.check_fit(target)
@@ -149,17 +148,6 @@ def _body(folder: Path, config: Mapping[str, Any], target: ModelRunner) -> Body:
         return Body.of(own, type(target.model), target.cache.shape)
     described = loading.load_config(folder)
     return Body.of(described, loading.model_class(described))
-
-
-def _keeps(tensors: dict[str, Tensor], name: str, module: Any) -> bool:
-    """Return whether the head has a table of its own under this name; a copy of the target's is dropped."""
-    if name not in tensors:
-        return False
-    own, other = tensors[name].float(), weight_of(module).float().cpu()
-    if own.shape == other.shape and float((own - other).norm()) <= SHARED * float(other.norm()):
-        del tensors[name]
-        return False
-    return True
 
 
 def _stack_experts(

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.heads.head_runner import HeadRunner
+from outrider.heads.head_runner import RolloutRunner
 from outrider.heads.rollout_head import RolloutHead
 from outrider.proposers.base import Proposer, spread
 from outrider.proposers.tree_chances import Calibration, Drafted, DrawnTree, Floats, GrownTree, SiblingRates, learn_from
@@ -64,7 +64,7 @@ class HeadProposer(Proposer):
         if not target.takes_trees:  # one path would be left of any tree
             config = replace(config, top_k=1, acceptance=config.acceptance[:1])
         self.needs_hidden = head.hidden_states
-        self.head = HeadRunner(head, target, config.bits)
+        self.head = RolloutRunner(head, target, config.bits)
         self.max_drafts = config.max_depth
         self._config, self._vocab_size = config, target.vocab_size
         self._sizes = TreeSizes(target, config.max_nodes)
@@ -156,7 +156,7 @@ def _children_of(values: Tensor, parent: Tensor) -> Tensor:
     return values.gather(1, parent[:, :, None].expand(-1, -1, values.shape[2]))
 
 
-def _confident_tree(head: HeadRunner, round_: _Round, out: Tensor, top_k: int, found: _Candidates) -> Proposal:
+def _confident_tree(head: RolloutRunner, round_: _Round, out: Tensor, top_k: int, found: _Candidates) -> Proposal:
     """Expand and re-rank (EAGLE-2, sections 4.1 and 4.2) as far as it pays."""
     beam: Tensor | None = None  # [A, W]: candidate index of each expanded node
     nodes = parents = torch.zeros(len(round_.able), 0, dtype=torch.long, device=out.device)  # expanded so far, for the sampler
@@ -264,7 +264,7 @@ def _worths(best: Tensor) -> list[float]:
     return worths
 
 
-def _drawn_tree(head: HeadRunner, round_: _Round, out: Tensor, shape: TreeShape) -> Proposal:
+def _drawn_tree(head: RolloutRunner, round_: _Round, out: Tensor, shape: TreeShape) -> Proposal:
     """Sample a tree of the shape level by level, up to each request's maximum depth."""
     proposal = draw_tree(shape, round_.sampler, round_.batch, _Levels(head, round_, out, shape))
     lens = torch.zeros(round_.batch, dtype=torch.long)
@@ -275,7 +275,7 @@ def _drawn_tree(head: HeadRunner, round_: _Round, out: Tensor, shape: TreeShape)
 class _Levels:
     """Runs the head over the inner nodes, level by level."""
 
-    def __init__(self, head: HeadRunner, round_: _Round, out: Tensor, shape: TreeShape) -> None:
+    def __init__(self, head: RolloutRunner, round_: _Round, out: Tensor, shape: TreeShape) -> None:
         """``out`` [A, H]: the head's output after the root."""
         self._head, self._round, self._shape = head, round_, shape
         self._hidden = out[:, None]  # [A, I, H]

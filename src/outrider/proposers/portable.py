@@ -107,6 +107,16 @@ class OwnHead(TreeHead):
 
 
 @dataclass(frozen=True)
+class BlockDrafter(Portable):
+    """A head trained on the target that drafts a block in one pass, in a folder or on the hub."""
+
+    source: str
+
+    what: ClassVar[str] = "a block drafter"
+    usual_k: ClassVar[int] = 7
+
+
+@dataclass(frozen=True)
 class FirstLayers(Portable):
     """The target's own first layers."""
 

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from outrider.heads.feature_head import FeatureHead
 from outrider.runner import ModelRunner
 from outrider.train.claims import digest, fingerprint
 from outrider.train.text import Report, held_out, spread
@@ -122,6 +123,13 @@ def _captured(runner: ModelRunner, rows: Tensor, layers: tuple[int, ...]) -> dic
         for layer, chunks in found.items():
             chunks.append(torch.stack(list(scores.hidden[layer])).to("cpu", torch.bfloat16))
     return {"ids": rows.int().clone()} | {f"hidden_{layer}": torch.cat(chunks).contiguous() for layer, chunks in found.items()}
+
+
+def read_rows(cache: FeatureCache, rows: Sequence[int], head: FeatureHead, last: int) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Return tokens [R, S], the head's input features, each [R, S, H], and the target's last features, on its device."""
+    device = head.fc.weight.device
+    ids, found = cache.read(rows, sorted({*head.hidden_states, last}))
+    return ids.to(device), [found[layer].to(device) for layer in head.hidden_states], found[last].to(device)
 
 
 class CachedRows:

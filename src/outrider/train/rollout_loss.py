@@ -21,7 +21,7 @@ from torch.nn.functional import smooth_l1_loss
 
 from outrider.heads.rollout_head import RolloutHead
 from outrider.train import rollout_attention
-from outrider.train.capture import FeatureCache
+from outrider.train.capture import FeatureCache, read_rows
 from outrider.train.precision import arithmetic
 from outrider.train.soft_entropy import Said, SoftEntropy, said_by, soft_entropy
 
@@ -46,7 +46,7 @@ class RolloutLoss:
 
     def __call__(self, rows: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss of the cached rows with these indices [B]."""
-        ids, features, last = self._read(rows.tolist())
+        ids, features, last = read_rows(self.cache, rows.tolist(), self.head, self.last)
         if self.head.imitates_features:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
             noise = torch.rand(last.shape, generator=generator).to(ids.device)
@@ -71,12 +71,6 @@ class RolloutLoss:
             there = slice(1 + depth, 1 + depth + out.shape[1])
             found.append(self._step_loss(out, said.at(there), last[:, there]))
         return [loss for loss, _ in found], [hit for _, hit in found]
-
-    def _read(self, rows: list[int]) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Return tokens [B, S], the head's input features, each [B, S, H], and the target's last features."""
-        device = self.head.fc.weight.device
-        ids, found = self.cache.read(rows, sorted({*self.head.hidden_states, self.last}))
-        return ids.to(device), [found[layer].to(device) for layer in self.head.hidden_states], found[self.last].to(device)
 
     @torch.no_grad()
     def _said(self, last: Tensor) -> Said:
@@ -108,7 +102,7 @@ class RolloutLoss:
         hits = torch.zeros(self.steps)
         rows = range(self.cache.num_training, self.cache.num_rows)
         for row in rows:
-            ids, features, last = self._read([row])
+            ids, features, last = read_rows(self.cache, [row], self.head, self.last)
             for depth, hit in enumerate(self._step_losses(ids, features, last, self.steps)[1]):
                 hits[depth] += float(hit) / len(rows)
         return {f"held_{depth + 1}": round(float(hit), 4) for depth, hit in enumerate(hits)}
@@ -124,7 +118,7 @@ class RolloutLoss:
         accepted, total = torch.zeros(NUM_SIBLINGS), 0
         generator = torch.Generator(device).manual_seed(self.seed)
         for row in range(self.cache.num_training, self.cache.num_rows):
-            ids, features, last = self._read([row])
+            ids, features, last = read_rows(self.cache, [row], self.head, self.last)
             out = self._rollout(ids, features, steps=1)[0]
             target_probs = head.target_logits(last[0, 1 : 1 + out.shape[1]]).softmax(-1)  # [T, V]
             draft_probs = head.spread(head.logits(out[0]), target_probs.shape[-1]).softmax(-1)

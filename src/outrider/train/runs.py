@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from outrider.heads import eagle_formats, mtp_formats
+from outrider.heads import block_formats, eagle_formats, mtp_formats
 from outrider.heads import medusa as medusa_heads
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.rollout_head import RolloutHead
 from outrider.runner import ModelRunner
 from outrider.train import plots, shapes
+from outrider.train.block_loss import BlockLoss, by_draft
 from outrider.train.capture import CachedRows, FeatureCache, capture, check_captured
 from outrider.train.claims import claim, digest, fingerprint
 from outrider.train.medusa import MedusaLoss, measure_accuracies
@@ -35,7 +37,7 @@ from outrider.types import OutriderError
 
 Evaluate = Callable[[bool], dict[str, Any]]
 Found = TypeVar("Found")
-NAME_OF_MTP = "mtp"  # of its part of the work folder
+NAME_OF_MTP, NAME_OF_BLOCK = "mtp", "dflash"  # of their parts of the work folder
 
 
 @dataclass(frozen=True)
@@ -262,6 +264,64 @@ def train_mtp(bench: Bench, out: Path, how: HeadPlan, kind: MtpRun = MtpRun()) -
         return False
     mtp_formats.export(head, out, kind.layout, found["acceptance_by_rank"])
     finish(bench, NAME_OF_MTP, out, found)
+    return True
+
+
+@dataclass(frozen=True)
+class BlockRun:
+    """The block drafter to train."""
+
+    block_size: int = 16  # tokens of a block, the last committed one included
+    layers: int | None = None  # of the head; None: a seventh of the target's, 2 to 5
+    hidden_states: tuple[int, ...] | None = None  # of the target; None: as many as layers, evenly spaced
+    markov_rank: int = 0  # above 0: DSpark's bias by the token before, of this rank
+
+    def settled(self, runner: ModelRunner, seq_len: int) -> shapes.BlockSizes:
+        """Return the sizes for a target and this row length.
+
+        Raises ``OutriderError`` for an invalid block size, hidden states or row length.
+        """
+        if self.block_size < 2 or self.markov_rank < 0 or (self.layers is not None and self.layers < 1):
+            raise OutriderError("invalid block size, rank or layers: expected at least 2, 0 and 1")
+        if seq_len < self.block_size + 2:
+            raise OutriderError(f"rows of {seq_len} tokens are too short for blocks of {self.block_size}")
+        layers = self.layers or max(2, min(5, runner.num_layers // 7))
+        states = self.hidden_states or tuple(sorted(set(block_formats.default_hidden_states(runner.num_layers, layers))))
+        check_captured(runner, states, seq_len)
+        if min(states) < 1:
+            raise OutriderError(f"invalid hidden states {states}: this head reads outputs of layers, from 1 on")
+        return shapes.BlockSizes(states, layers, self.block_size, self.markov_rank)
+
+
+def train_block(bench: Bench, out: Path, how: HeadPlan, kind: BlockRun = BlockRun()) -> bool:
+    """Train a block drafter and write it to ``out`` with its acceptance by position. Return False if interrupted.
+
+    Raises ``OutriderError`` like ``BlockRun.settled``, before any text is generated or read.
+    """
+    runner = bench.runner
+    sizes = kind.settled(runner, bench.seq_len)
+    bench.claim(NAME_OF_BLOCK, **asdict(sizes))
+    mask = shapes.mask_token(bench.training_rows(), runner)
+    cache = bench.features([*sizes.hidden_states, runner.num_layers])
+    torch.manual_seed(how.seed)
+    head = shapes.new_block(runner, sizes, mask)
+    if how.compiled:
+        for module in head.modules():
+            if isinstance(module, Qwen3MLP):
+                module.compile(dynamic=False)
+    loss = BlockLoss(
+        head, cache, runner.num_layers, seed=how.seed, dtype=autocast_dtype(runner.device), entropy=entropy_of(how)
+    )
+    measured = Latest(loss.measure)
+
+    def evaluate(final: bool) -> dict[str, Any]:
+        return by_draft("held", measured.again()["greedy"])
+
+    if not run_job(bench, NAME_OF_BLOCK, head, CachedRows(cache), loss, how.plan(cache), evaluate):
+        return False
+    found = measured.known()
+    block_formats.export(head.to(checkpoint_dtype(runner)), out, runner.num_layers, found["sampled"])
+    finish(bench, NAME_OF_BLOCK, out, {"acceptance_by_position": found})
     return True
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
+from outrider.heads.block import BlockHead, BlockShape
 from outrider.heads.eagle import EagleHead, EagleShape
 from outrider.heads.medusa import MedusaHeads, MedusaShape
 from outrider.heads.mtp import Body, MtpHead
@@ -20,6 +22,18 @@ from outrider.train import rollout_attention
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
+
+LAYER_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_parameters",
+)
 
 
 class OutputLayer(nn.Linear):
@@ -151,6 +165,54 @@ def new_mtp(runner: ModelRunner) -> MtpHead:
         # The norm of the feature takes away its scale. Weights of some norms are one less than their scale.
         head.norm.weight += final_scale(runner).square().mean().sqrt().cpu() - 1
     return trainable(head, runner)
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """What a new block drafter is made of."""
+
+    hidden_states: tuple[int, ...]
+    num_layers: int
+    block_size: int
+    markov_rank: int = 0  # above 0: DSpark's
+
+
+def new_block(runner: ModelRunner, sizes: BlockSizes, mask_token_id: int) -> BlockHead:
+    """Return a block drafter whose layers initially add nothing."""
+    llama, hidden = head_config(runner), runner.hidden_size
+    config = Qwen3Config(**{key: getattr(llama, key) for key in LAYER_KEYS}, num_hidden_layers=sizes.num_layers)
+    head = BlockHead(
+        BlockShape(
+            config,
+            hidden,
+            sizes.hidden_states,
+            sizes.block_size,
+            mask_token_id,
+            runner.vocab_size,
+            (0,) * sizes.num_layers,
+            predicts_next=sizes.markov_rank > 0,
+            markov_rank=sizes.markov_rank,
+        )
+    )
+    head.lend(runner.model.get_input_embeddings(), output_layer(runner))
+    with torch.no_grad():
+        for name, weight in head.named_parameters():
+            if re.search(r"\b(o_proj|down_proj|markov_w2)\b", name):
+                nn.init.zeros_(weight)
+        head.norm.weight.copy_(final_scale(runner))
+    return head.to(runner.device)
+
+
+def mask_token(rows: Tensor, runner: ModelRunner) -> int:
+    """Return the token that stands for drafts: the last one of those that occur least in the rows [R, S].
+
+    Tokens whose embedding is nearly zero, as padding's often is, are left out: nothing but its embedding makes a query.
+    """
+    ids = torch.arange(runner.vocab_size, device=runner.device)
+    size = runner.model.get_input_embeddings()(ids).float().norm(dim=-1).cpu()
+    counts = torch.bincount(rows.flatten().long(), minlength=runner.vocab_size)[: runner.vocab_size]
+    counts = counts.masked_fill(size < size.mean() / 2, counts.max() + 1)
+    return int((counts == counts.min()).nonzero()[-1])
 
 
 def trainable(head: MtpHead, runner: ModelRunner) -> MtpHead:

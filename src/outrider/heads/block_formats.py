@@ -1,0 +1,278 @@
+"""Block drafters on disk: z-lab's DFlash, DeepSeek's DSpark and speculators' layouts of both; the first two are written too.
+
+Layers of the target are numbered in two ways: ``target_layer_ids`` counts layers from 0 and means their outputs, one less than
+transformers' ``hidden_states``, which speculators' ``aux_hidden_state_layer_ids`` follow.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen3Config
+
+from outrider.heads.block import BlockHead, BlockShape
+from outrider.heads.checkpoint import BLOCK, TargetSizes, fill, find_folder, kind_of, read_folder, write_folder
+from outrider.heads.own_tables import has_own_table
+from outrider.runner.loading import check_sizes
+from outrider.types import OutriderError, first_line
+
+logger = logging.getLogger(__name__)
+
+# A confidence head says how many drafts to verify; here what was accepted says it.
+IGNORED = (r"^t2d$", r"^verifier_", r"rotary_emb\.", r"^confidence_head\.")
+LAYER_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "max_position_embeddings",
+    "vocab_size",
+    "attention_bias",
+    "hidden_act",
+)
+SECTIONS = ("transformer_layer_config", "dflash_config", "outrider")  # nested configs
+SPECULATORS = ("dflash", "dspark")
+UNSUPPORTED = {  # what the names of its tensors tell -> the feature
+    r"(^|\.)candidate_selector\.": "DFlash 2's path selector",
+    r"\.(attention_conv|mlp_conv)\.": "DFlash 2's grouped convolutions",
+    r"^(prefix_gru|gru|embed_proj|domino)\b": "Domino's correction by a recurrent network",
+    r"^fusion_(weights|norms)\b": "DFlare's fusion by layer",
+    r"^markov_head\.gate_proj\.": "a gated Markov head",
+    r"^markov_head\.joint_proj\.": "a recurrent Markov head",
+}
+
+
+def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None = None) -> BlockHead:
+    """Read a head for this target, in float32. ``model``: the target, whose tables replace stored copies of them.
+
+    Raises ``OutriderError`` naming the tensor that is missing or does not fit, or the feature that is not supported.
+    """
+    folder = find_folder(source)
+    config, tensors = read_folder(folder)
+    tensors = {re.sub(r"^(model|draft_model)\.", "", name): tensor for name, tensor in tensors.items()}
+    _check_kind(config, tensors, str(source))
+    layer: dict[str, Any] = config.get("transformer_layer_config") or config
+    check_sizes(f"{source}/config.json", layer)
+    if model is not None:
+        has_own_table(tensors, "embed_tokens.weight", model.get_input_embeddings())
+        if "d2t" not in tensors:
+            has_own_table(tensors, "lm_head.weight", model.get_output_embeddings())
+    shape = _shape(config, layer, tensors, target, str(source))
+    try:
+        head = BlockHead(shape)
+    except KeyError as error:  # from transformers' tables
+        raise OutriderError(f"{source}: unknown activation or rotary type {error} in config.json") from error
+    except Exception as error:  # wrong values fail in more ways than can be listed
+        raise OutriderError(f"{source}: no head can be made of its config: {first_line(error)}") from error
+    head.check_fit(target)
+    offsets = tensors.pop("d2t", None)
+    if offsets is not None:
+        tensors["draft_ids"] = offsets.long() + torch.arange(len(offsets))
+    fill(head, tensors, source, IGNORED, lambda name: "d2t" if name == "draft_ids" else name)
+    head.check_draft_ids(target)
+    return head.eval().requires_grad_(False)
+
+
+def is_head(folder: Path, target: TargetSizes) -> bool:
+    """Return whether a folder holds a head for this target by names, config and headers; no weights are read.
+
+    Raises ``OutriderError`` for a head that does not fit the target, or that is not supported.
+    """
+    if kind_of(folder) is not BLOCK:
+        return False
+    with torch.device("meta"):
+        load(folder, target)
+    return True
+
+
+def _check_kind(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> None:
+    """Raise ``OutriderError`` for other heads, and for features that are not supported."""
+    odd = [key for key in SECTIONS if not isinstance(config.get(key) or {}, dict)]
+    if odd:
+        raise OutriderError(f"{source}: {odd[0]} in config.json must be an object, got a {type(config[odd[0]]).__name__}")
+    found = next(((name, what) for mark, what in UNSUPPORTED.items() for name in tensors if re.search(mark, name)), None)
+    if found is not None:
+        raise OutriderError(f"{source} needs {found[1]} ({found[0]}), which is not supported: use a DFlash or DSpark head")
+    kind = config.get("speculators_model_type")
+    if kind not in (None, *SPECULATORS):
+        raise OutriderError(f"unsupported speculators head {kind!r} in {source}: expected {' or '.join(SPECULATORS)}")
+    for key, wanted in (("projector_type", "dflash"), ("markov_head_type", "vanilla")):
+        if config.get(key) not in (None, wanted):
+            raise OutriderError(f"{source} has {key} {config[key]!r}, which is not supported: expected {wanted!r}")
+    for name in ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"):
+        if name not in tensors:
+            raise OutriderError(f"{source} is not a block drafter: {name} is missing")
+
+
+def _shape(
+    config: Mapping[str, Any], layer: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetSizes, source: str
+) -> BlockShape:
+    own = _layers(layer, tensors, target.vocab_size, source)
+    inner = config.get("dflash_config") or {}
+    width = _number({"target_hidden_size": config.get("target_hidden_size") or own.hidden_size}, "target_hidden_size", source)
+    ids = hidden_states(config, own.num_hidden_layers, target.num_layers, source)
+    num_features, rest = divmod(tensors["fc.weight"].shape[-1], width)
+    if rest or num_features != len(ids):
+        raise OutriderError(
+            f"{source}: fc.weight has shape {list(tensors['fc.weight'].shape)}, expected {len(ids) * width} inputs: its config "
+            f"names the hidden states {ids} of {width}"
+        )
+    markov, output = tensors.get("markov_head.markov_w1.weight"), tensors.get("lm_head.weight")
+    size = _number({"draft_vocab_size": config.get("draft_vocab_size") or own.vocab_size}, "draft_vocab_size", source)
+    if "d2t" in tensors:
+        size = len(tensors["d2t"])
+    elif size < target.vocab_size:
+        raise OutriderError(f"{source} drafts {size} of {target.vocab_size} tokens, but the mapping d2t is missing")
+    shape = BlockShape(
+        own,
+        width,
+        ids,
+        _number({**inner, **config}, "block_size", source),
+        _number({"mask_token_id": config.get("dspark_noise_token_id"), **config, **inner}, "mask_token_id", source, least=0),
+        size,
+        _windows(layer, own.num_hidden_layers, source),
+        causal_windows=bool(inner.get("causal", not config.get("sliding_window_non_causal", True))),
+        predicts_next=bool(config.get("sample_from_anchor", markov is not None)),
+        markov_rank=0 if markov is None else markov.shape[-1],
+        reduced="d2t" in tensors,
+        own_embedding="embed_tokens.weight" in tensors,
+        own_output=output is not None,
+    )
+    if shape.max_drafts < 1:
+        raise OutriderError(f"{source}: block_size {shape.block_size} leaves no token to draft")
+    return shape
+
+
+def _layers(layer: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab_size: int, source: str) -> Qwen3Config:
+    """Return the config of the head's layers. Sizes that it leaves out are those of the weights."""
+    dim = tensors["layers.0.self_attn.q_norm.weight"].shape[-1]
+    measured = {
+        "hidden_size": ("hidden_norm.weight", 1),
+        "intermediate_size": ("layers.0.mlp.gate_proj.weight", 1),
+        "head_dim": ("layers.0.self_attn.q_norm.weight", 1),
+        "num_attention_heads": ("layers.0.self_attn.q_proj.weight", dim),
+        "num_key_value_heads": ("layers.0.self_attn.k_proj.weight", dim),
+    }
+    given = {key: layer[key] for key in LAYER_KEYS if layer.get(key) is not None}
+    for key, (name, unit) in measured.items():
+        if key not in given and name in tensors:
+            given[key] = tensors[name].shape[0] // unit
+    numbers = [int(found[1]) for found in (re.match(r"layers\.(\d+)\.", name) for name in tensors) if found]
+    given.setdefault("num_hidden_layers", max(numbers) + 1)
+    given.setdefault("vocab_size", vocab_size)
+    given.setdefault("attention_bias", "layers.0.self_attn.q_proj.bias" in tensors)
+    try:
+        return Qwen3Config(**given, attention_dropout=0.0)
+    except Exception as error:  # transformers raises many kinds of exceptions
+        raise OutriderError(f"{source}: its config is not valid for Qwen3 layers: {' '.join(str(error).split())}") from error
+
+
+def _windows(layer: Mapping[str, Any], num_layers: int, source: str) -> tuple[int, ...]:
+    """Return the window of each layer, 0 for none."""
+    kinds = layer.get("layer_types") or ["full_attention"] * num_layers
+    if not isinstance(kinds, list) or len(kinds) < num_layers:
+        raise OutriderError(f"{source}: layer_types in config.json must be a list of {num_layers} kinds of layers")
+    odd = next((kind for kind in kinds if kind not in ("full_attention", "sliding_attention")), None)
+    if odd is not None:
+        raise OutriderError(f"{source}: unsupported kind of layer {odd!r}: expected full_attention or sliding_attention")
+    if "sliding_attention" not in kinds[:num_layers]:
+        return (0,) * num_layers
+    window = _number(layer, "sliding_window", source)
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:num_layers])
+
+
+def _number(config: Mapping[str, Any], key: str, source: str, least: int = 1) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise OutriderError(f"{source}: config.json says {key}={value!r}: expected a whole number of at least {least}")
+    return value
+
+
+def hidden_states(config: Mapping[str, Any], num_layers: int, target_layers: int, source: str) -> tuple[int, ...]:
+    """Return the hidden states that a config names, in transformers' numbering; z-lab's usual ones if it names none."""
+    outer = config.get("aux_hidden_state_layer_ids")
+    inner = (config.get("dflash_config") or {}).get("target_layer_ids") or config.get("target_layer_ids")
+    try:
+        if outer:
+            return tuple(int(index) for index in outer)
+        if inner:
+            return tuple(int(index) + 1 for index in inner)
+    except (TypeError, ValueError):
+        raise OutriderError(f"{source}: invalid layer ids {outer or inner!r} in config.json: expected integers") from None
+    found = default_hidden_states(target_layers, num_layers)
+    logger.warning("%s does not name the hidden states it reads: assuming %s", source, found)
+    return found
+
+
+def default_hidden_states(target_layers: int, count: int) -> tuple[int, ...]:
+    """Return ``count`` evenly spaced hidden states, z-lab's usual ones: the outputs of layers 1 to n - 3."""
+    if count == 1 or target_layers < 5:
+        return (target_layers // 2 + 1,)
+    span = target_layers - 4
+    return tuple(round(1 + index * span / (count - 1)) + 1 for index in range(count))
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------------
+
+
+def export(head: BlockHead, folder: Path, num_target_layers: int, acceptance: Sequence[float] | None = None) -> None:
+    """Write a head in z-lab's layout, or DeepSeek's if it has a bias by the token before.
+
+    ``acceptance``: measured acceptance of each draft after accepted ones. Raises ``OutriderError`` for what the layouts lack.
+    """
+    shape, config = head.shape, head.shape.config
+    if shape.reduced or shape.own_embedding or shape.own_output:
+        raise OutriderError(
+            "a block drafter with an own vocabulary, embedding or output head cannot be written in z-lab's layout"
+        )
+    if min(shape.hidden_states) < 1:
+        raise OutriderError("a block drafter that reads hidden state 0 cannot be written in z-lab's layout")
+    rope: Any = config.rope_parameters
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    layers = [index - 1 for index in shape.hidden_states]
+    window = max(shape.windows) or None
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    more = ("rms_norm_eps", "max_position_embeddings", "vocab_size", "attention_bias", "hidden_act")
+    written = {
+        "architectures": ["Qwen3DSparkModel" if shape.markov_rank else "DFlashDraftModel"],
+        "model_type": "qwen3",
+        **{key: getattr(config, key) for key in (*keys, *more)},
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": scaling if scaling.get("rope_type") != "default" else None,
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in shape.windows],
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+        "block_size": shape.block_size,
+        "num_target_layers": num_target_layers,
+        "dflash_config": {
+            "mask_token_id": shape.mask_token_id,
+            "target_layer_ids": layers,
+            **({"causal": shape.causal_windows} if window else {}),
+        },
+        "tie_word_embeddings": False,
+        "dtype": str(head.fc.weight.dtype).removeprefix("torch."),
+    }
+    if shape.markov_rank:
+        written |= {
+            "mask_token_id": shape.mask_token_id,
+            "target_layer_ids": layers,
+            "markov_rank": shape.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": False,
+        }
+    if shape.predicts_next != bool(shape.markov_rank):
+        written["sample_from_anchor"] = shape.predicts_next
+    extra = {"outrider": {"acceptance_by_position": list(acceptance)}} if acceptance else {}
+    write_folder(folder, written | extra, head.state_dict())

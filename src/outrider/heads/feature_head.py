@@ -1,0 +1,120 @@
+"""What every head with layers of its own over the target's features has in common: ``EagleHead``, ``MtpHead``, ``BlockHead``.
+
+It may use the target's embedding, output head and the logit post-processing after it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from outrider.heads.checkpoint import TargetSizes
+from outrider.heads.own_logits import Finish
+from outrider.runner.kv_cache import CacheShape
+from outrider.types import UNSAID, OutriderError
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines
+
+
+class Norm(nn.RMSNorm):
+    """transformers' RMS norm as one operation instead of six; in mixed precision it computes in the weight's type."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
+class FeatureHead(nn.Module):
+    """A head with layers of its own. ``lend`` provides the target's embedding and output head if it uses them."""
+
+    fc: nn.Linear
+    layers: nn.ModuleList
+    rotary_emb: nn.Module
+    draft_ids: Tensor | None  # [Vd] target id of each draft id; None: identical
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lent: list[nn.Module] = []  # in a list, so that the target's modules are not registered
+        self._finish: Finish | None = None
+        self._columns = torch.empty(0, dtype=torch.long)  # [V] column of the padded logits per target token
+
+    @property
+    @abstractmethod
+    def hidden_states(self) -> tuple[int, ...]:
+        """Target hidden states that it reads, numbered as in ``types.Scores``."""
+
+    @property
+    @abstractmethod
+    def uses_targets_output(self) -> bool:
+        """Whether the target's output head is used, and thus read whenever it drafts."""
+
+    @property
+    @abstractmethod
+    def cache_shape(self) -> CacheShape:
+        """What its layers store of each entry."""
+
+    @abstractmethod
+    def exact_rotary(self) -> nn.Module:
+        """Return a new rotary embedding: frequencies rounded to 16 bits would give wrong angles after a hundred tokens."""
+
+    @abstractmethod
+    def check_fit(self, target: TargetSizes) -> None:
+        """Raise ``OutriderError`` for a head that was not made for a target like this."""
+
+    @abstractmethod
+    def fuse(self, features: Sequence[Tensor]) -> Tensor:
+        """Combine target features, each [..., Ht], into one input [..., H]."""
+
+    @abstractmethod
+    def logits(self, out: Tensor) -> Tensor:
+        """Map [..., H] to logits [..., Vd] over the head's vocabulary."""
+
+    def lend(self, embedding: nn.Module, output: nn.Module, finish: Finish | None = None) -> None:
+        """Set the target's embedding, output head and logit post-processing."""
+        self._lent, self._finish = [embedding, output], finish
+
+    def target_logits(self, features: Tensor) -> Tensor:
+        """Return the target's logits of its last features: [..., H] -> [..., V]."""
+        numbers: Tensor = self._lent[1](features)
+        return numbers if self._finish is None else self._finish(numbers)
+
+    def embed(self, token_ids: Tensor, like: Tensor) -> Tensor:
+        """Return the embeddings [..., H] of tokens, the head's own or the target's, in the dtype of ``like``."""
+        embedding = getattr(self, "embed_tokens", None) or self._lent[0]
+        embeds: Tensor = embedding(token_ids)
+        return embeds.to(like.dtype)
+
+    def spread(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """Expand [..., Vd] to float32 [..., V] over the target's vocabulary, ``UNSAID`` for tokens the head lacks."""
+        logits = logits.float()
+        ids = self.draft_ids
+        if ids is None and logits.shape[-1] >= vocab_size:
+            return logits[..., :vocab_size]
+        if ids is None:
+            return functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=UNSAID)
+        if self._columns.shape[0] != vocab_size or self._columns.device != logits.device:
+            self._columns = torch.full((vocab_size,), logits.shape[-1], device=logits.device)
+            self._columns[ids] = torch.arange(len(ids), device=logits.device)
+        padded = functional.pad(logits, (0, 1), value=UNSAID)  # the last column is for tokens that the head lacks
+        return padded.gather(-1, self._columns.expand(*logits.shape[:-1], -1))
+
+    def check_hidden_states(self, target: TargetSizes) -> None:
+        """Raise ``OutriderError`` where it reads hidden states that the target does not have."""
+        if not 0 <= min(self.hidden_states) <= max(self.hidden_states) <= target.num_layers:
+            raise OutriderError(
+                f"the head reads hidden states {self.hidden_states}, but {target.name} has {target.num_layers} layers"
+            )
+
+    def check_draft_ids(self, target: TargetSizes) -> None:
+        """Raise ``OutriderError`` where its vocabulary has tokens that the target's has not."""
+        if self.draft_ids is None or self.draft_ids.is_meta:
+            return
+        lowest, highest = int(self.draft_ids.min()), int(self.draft_ids.max())
+        if lowest < 0 or highest >= target.vocab_size:
+            odd = lowest if lowest < 0 else highest
+            raise OutriderError(
+                f"the head's draft vocabulary contains token {odd}, but {target.name} has {target.vocab_size} tokens"
+            )

@@ -1,0 +1,25 @@
+"""Embeddings and output heads stored with a head: mostly copies of the target's, which then serve in their place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from outrider.runner.linear import weight_of
+
+SHARED = 0.02  # relative distance up to which a stored embedding or output head is the target's: its rounding to 8 bits
+
+
+def has_own_table(tensors: dict[str, Tensor], name: str, module: Any) -> bool:
+    """Return whether the head has a table of its own under this name; a copy of the target's is removed from ``tensors``.
+
+    ``module``: the target's embedding or output head.
+    """
+    if name not in tensors:
+        return False
+    own, other = tensors[name].float(), weight_of(module).float().cpu()
+    if own.shape == other.shape and float((own - other).norm()) <= SHARED * float(other.norm()):
+        del tensors[name]
+        return False
+    return True

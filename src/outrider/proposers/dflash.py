@@ -1,0 +1,141 @@
+"""DFlash: a block drafter reads the target's features and drafts a block in one pass (arXiv 2602.06036; DSpark: 2607.05147).
+
+The distributions of a block's positions are given to the verifier as they are. Those of DFlash do not depend on the block's
+earlier drafts, except through grammars and penalties; those of DSpark depend on the draft before, so that drafts are sampled
+one after another from the outputs of the one pass. In greedy and coupled rounds drafts are point masses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outrider.heads import block_formats, findings
+from outrider.heads.block import BlockHead
+from outrider.heads.block_runner import BlockRunner
+from outrider.heads.checkpoint import BLOCK, folder_of
+from outrider.heads.head_runner import CHUNK
+from outrider.proposers.base import Proposer, spread
+from outrider.proposers.method import MethodSpec, Setting
+from outrider.proposers.portable import BlockDrafter
+from outrider.proposers.recognition import Recognised, TargetFiles
+from outrider.runner import ModelRunner
+from outrider.runner.quantized import check_head_bits
+from outrider.types import Context, Finding, Proposal
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """The head's precision."""
+
+    bits: int | None = None  # 8: quantise the head's weights, and inputs on CPUs with 8-bit products; halves the memory traffic
+
+    def __post_init__(self) -> None:
+        check_head_bits(self.bits)
+
+
+class BlockProposer(Proposer):
+    """Drafts a chain in one pass of a head over the target's features, which has its own KV cache."""
+
+    name = "dflash"
+
+    def __init__(self, head: BlockHead, target: ModelRunner, config: BlockConfig = BlockConfig()) -> None:
+        """Raise ``OutriderError`` for a head that does not fit the target."""
+        head.check_fit(target)
+        self.needs_hidden = head.hidden_states
+        self.head = BlockRunner(head, target, config.bits)
+        self.max_drafts = head.shape.max_drafts
+        self._vocab_size = target.vocab_size
+
+    @torch.inference_mode()
+    def propose(self, context: Context, k: int) -> Proposal:
+        requests, states = context.requests, [context.hidden[index] for index in self.needs_hidden]
+        # A request has no features before the target has read its prompt.
+        known = [b for b in range(len(requests)) if len(states[0][b])]
+        k = min(k, self.max_drafts)
+        limits = {b: min(k, context.limits[b]) for b in known}
+        able = [b for b in known if limits[b] > 0]
+        for b in known:
+            if len(states[0][b]) != len(requests[b].token_ids) - 1 - self.head.cached_len(requests[b].request_id):
+                raise RuntimeError("the features do not continue where the last ones ended")
+        # Few new features share the block's pass. Those of a prompt are read before, and so is what no block follows.
+        before = [b for b in known if b not in able or len(states[0][b]) > CHUNK]
+        if before:
+            self.head.extend([requests[b].request_id for b in before], [[each[b] for each in states] for b in before])
+        if not able:
+            return Proposal.empty(len(requests))
+        none = states[0][able[0]][:0]
+        features = [[none if b in before else each[b] for each in states] for b in able]
+        counts = [limits[b] for b in able]
+        ids = [requests[b].request_id for b in able]
+        out = self.head.draft(ids, features, [requests[b].token_ids[-1] for b in able], counts)
+        if not bool(torch.isfinite(out).all()):
+            raise RuntimeError("the head's output is NaN or infinite")
+        drafts, probs = self._picked(context, able, out)
+        lens = torch.zeros(len(requests), dtype=torch.long)
+        lens[able] = torch.tensor(counts)
+        return Proposal(drafts, lens, probs)
+
+    def _picked(self, context: Context, able: Sequence[int], out: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Pick drafts [B, K], one after another, and return their distributions unless they are point masses.
+
+        ``out`` [A, K, H]: the head's output for each draft of the requests ``able``.
+        """
+        sampler, batch = context.sampler, len(context.requests)
+        logits = self.head.head.logits(out)  # [A, K, Vd]
+        drafts = torch.zeros(batch, out.shape[1], dtype=torch.long, device=out.device)
+        previous = torch.tensor([context.requests[b].token_ids[-1] for b in able], device=out.device)
+        probs: list[Tensor] = []
+        for step in range(out.shape[1]):
+            own = self.head.after(logits[:, step : step + 1], previous[:, None])
+            own = spread(own, able, batch)  # [B, 1, V]
+            if sampler.is_deterministic:
+                token = sampler.tokens(own, drafts, start=step)[:, 0]
+            else:
+                probs.append(sampler.probs(own, drafts, start=step))
+                token = sampler.draw(probs[-1][:, 0], step)
+            drafts[:, step] = token
+            previous = drafts[:, step] if len(able) == batch else drafts[able, step]
+        return drafts, torch.cat(probs, 1) if probs else None
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        self.head.release(request_ids)
+
+
+class BlockMethod(MethodSpec):
+    proposer = BlockProposer
+    options = BlockConfig
+    takes_draft = True
+    drafts_with = BLOCK
+    own_draft = "dflash"
+    precedence = 2
+
+    def build(self, setting: Setting) -> BlockProposer:
+        """Load the head. Raises ``OutriderError`` if there is none or it does not fit."""
+        setting = setting.of(self)
+        target, head = setting.target, setting.draft
+        if not isinstance(head, BlockHead):
+            head = block_formats.load(folder_of(head), target, target.model)
+        return BlockProposer(head, target, setting.config(BlockConfig))
+
+    def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
+        """A head that reads this target's layers."""
+        return Recognised("block drafter") if block_formats.is_head(folder, target) else None
+
+    def portable(self, setting: Setting) -> BlockDrafter:
+        setting = setting.of(self)
+        setting.config(BlockConfig)
+        return BlockDrafter(str(setting.draft))
+
+    def examine(self, setting: Setting) -> Iterator[Finding]:
+        """Check sizes, vocabulary, layers, norms, RoPE, dtype and size from the head's files."""
+        setting = setting.of(self)
+        if not isinstance(setting.draft, BlockHead):
+            yield from findings.of_block(folder_of(setting.draft), setting.target)
+
+
+METHOD = BlockMethod()

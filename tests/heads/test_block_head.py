@@ -1,0 +1,417 @@
+"""Block drafters in the layouts of checkpoints compute what their formulas say, and a broken one is named by its tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_folder import letter_tokenizer
+from tiny_hybrids import hybrid
+from toy import outputs_of
+from transformers import Qwen3Config
+
+from outrider import LLM, SamplingParams
+from outrider.heads import block_formats
+from outrider.heads.block import BlockHead, BlockShape
+from outrider.heads.block_runner import BlockRunner
+from outrider.heads.checkpoint import BLOCK, EAGLE, MODEL, kind_of, kinds_of
+from outrider.proposers.recognition import TargetFiles
+from outrider.registry import PROPOSERS
+from outrider.runner import ModelRunner, RunnerConfig
+from outrider.types import OutriderError
+
+from .block_checkpoints import (
+    HIDDEN,
+    LAYER_CONFIG,
+    MASK,
+    VOCAB,
+    Reference,
+    block_target,
+    dspark_config,
+    head_tensors,
+    markov_tensors,
+    native_config,
+    speculators_config,
+    write,
+)
+
+CONFIG = RunnerConfig(compile="never", max_batch=4)
+SLIDING = {"layer_types": ["sliding_attention", "sliding_attention"], "sliding_window": 5, "use_sliding_window": True}
+TABLES = ("embed_tokens.weight", "lm_head.weight")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return block_target()
+
+
+@pytest.fixture(scope="module")
+def target(model):
+    return ModelRunner.load(model, CONFIG)
+
+
+def copies(model):
+    return {name: module.weight.detach().clone() for name, module in
+            zip(TABLES, (model.get_input_embeddings(), model.get_output_embeddings()), strict=True)}  # fmt: skip
+
+
+def with_prefix(tensors):
+    return {f"model.{name}": tensor for name, tensor in tensors.items()}
+
+
+LAYOUTS = {
+    "z-lab": (native_config, lambda model: head_tensors(), {}),
+    "z-lab with biases": (lambda: native_config(attention_bias=True), lambda model: head_tensors(bias=True), {}),
+    "z-lab with a prefix": (native_config, lambda model: with_prefix(head_tensors()), {}),
+    "z-lab with windows": (lambda: native_config(**SLIDING), lambda model: head_tensors(), {"window": 5}),
+    "speculators": (speculators_config, lambda model: head_tensors() | copies(model), {}),
+    "speculators with causal windows": (
+        lambda: speculators_config(transformer_layer_config=LAYER_CONFIG | SLIDING, sliding_window_non_causal=False),
+        lambda model: head_tensors(),
+        {"window": 5, "causal": True},
+    ),
+    "speculators with sizes left out": (
+        lambda: speculators_config(transformer_layer_config={"model_type": "qwen3", "rms_norm_eps": 1e-6}),
+        lambda model: head_tensors(),
+        {},
+    ),
+    "DSpark": (dspark_config, lambda model: head_tensors() | markov_tensors() | copies(model), {}),
+    "speculators' DSpark": (lambda: speculators_config("dspark", 7), lambda model: head_tensors() | markov_tensors(), {}),
+}
+
+
+def features_of(count, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(count, HIDDEN, generator=generator) for _ in range(3)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_head_of_a_checkpoint_computes_its_formulas(layout, model, target, tmp_path):
+    config, tensors, attention = LAYOUTS[layout]
+    stored = tensors(model)
+    head = block_formats.load(write(tmp_path, config(), stored), target, model)
+    assert head.hidden_states == (1, 3, 4) and head.shape.max_drafts == 7
+    assert head.uses_targets_output and not hasattr(head, "embed_tokens")  # copies are not kept
+    by_formula = Reference({name.removeprefix("model."): t for name, t in stored.items()}, model, **attention)
+    runner, first = BlockRunner(head, target), 0 if head.shape.predicts_next else 1
+    texts = {"a": features_of(11), "b": features_of(4, seed=2), "c": features_of(9, seed=3)}
+    runner.extend(["c"], [[each[:6] for each in texts["c"]]])
+    # In one batch: a request with all its features new, one with few, one with a part cached; each with drafts of its own.
+    new = {"a": texts["a"], "b": texts["b"], "c": [each[6:] for each in texts["c"]]}
+    counts = {"a": 7, "b": 1, "c": 3}
+    out = runner.draft(list(new), list(new.values()), [5, 9, 13], list(counts.values()))
+    assert out.shape == (3, 7, HIDDEN)
+    for row, (name, count), token in zip(out, counts.items(), (5, 9, 13), strict=True):
+        wanted = by_formula.out(texts[name], token, count if first else count - 1)[first:]
+        torch.testing.assert_close(row[:count], wanted, rtol=1e-4, atol=1e-4)
+        logits = runner.after(head.logits(row[:count]), torch.full((count,), 3))
+        bias = by_formula.bias(3) if head.shape.markov_rank else 0
+        torch.testing.assert_close(logits, by_formula.logits(wanted) + bias, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("device_pads", [False, True])
+def test_a_block_leaves_no_trace_in_the_cache(device_pads, target, tmp_path):
+    head = block_formats.load(write(tmp_path, native_config(), head_tensors()), target)
+    runner, alone = BlockRunner(head, target), BlockRunner(head, target)
+    runner._layouts.is_padded = device_pads
+    whole, other = features_of(24), features_of(30, seed=8)
+    for start, end, count in ((0, 5, 7), (5, 6, 2), (6, 13, 7), (13, 14, 1), (14, 24, 5)):
+        parts = [[each[start:end] for each in features] for features in (whole, other)]
+        runner.draft(["a", "b"], parts, [start, 7], [count, 8 - count])
+        assert runner.cached_len("a") == runner.cached_len("b") == end
+    alone.extend(["x", "a"], [features_of(3, seed=5), whole])
+    for found, wanted in zip(runner.cache.read("a"), alone.cache.read("a"), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    again = runner.draft(["a"], [[each[:0] for each in whole]], [3], [7])
+    fresh = alone.draft(["a"], [[each[:0] for each in whole]], [3], [7])
+    torch.testing.assert_close(again, fresh, rtol=1e-4, atol=1e-4)
+    runner.release(["a"])
+    assert runner.cached_len("a") == 0
+
+
+@torch.no_grad()
+def test_a_long_prompt_is_read_in_chunks(tmp_path):
+    model = block_target(max_position_embeddings=1024)
+    target = ModelRunner.load(model, CONFIG)
+    tensors = head_tensors()
+    head = block_formats.load(write(tmp_path, native_config(), tensors), target, model)
+    runner, features = BlockRunner(head, target), features_of(700)
+    runner.extend(["a", "b"], [features, features_of(2, seed=4)])
+    out = runner.draft(["a"], [[each[:0] for each in features]], [5], [4])
+    torch.testing.assert_close(out[0], Reference(tensors, model).out(features, 5, 4)[1:], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_reduced_vocabulary_with_tables_of_its_own(model, target, tmp_path):
+    ids = torch.arange(1, 41)
+    tables = {"embed_tokens.weight": torch.randn(VOCAB, HIDDEN), "lm_head.weight": torch.randn(40, HIDDEN)}
+    maps = {"d2t": ids - torch.arange(40), "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, ids, True)}
+    stored = head_tensors() | markov_tensors(vocab=40) | tables | maps
+    config = speculators_config("dspark", 7, draft_vocab_size=40)
+    head = block_formats.load(write(tmp_path, config, stored), target, model)
+    by_formula, runner = Reference(stored, model), BlockRunner(head, target)
+    by_formula.table, by_formula.output = tables.values()
+    out = runner.draft(["a"], [features_of(6)], [4], [3])
+    logits = runner.after(head.logits(out), torch.tensor([[1, 2, 59]]))[0]
+    wanted = by_formula.logits(by_formula.out(features_of(6), 4, 2)) + torch.stack(
+        [by_formula.bias(token) for token in (1, 2, 59)]
+    )
+    torch.testing.assert_close(logits[:, ids], wanted, rtol=1e-4, atol=1e-4)
+    assert (logits[:, [0, *range(41, VOCAB)]] < -1e29).all()
+
+
+@pytest.mark.parametrize("kind", ["DFlash", "DSpark"])
+def test_an_exported_head_is_the_same_head(kind, target, tmp_path):
+    if kind == "DFlash":
+        config, stored = native_config(**SLIDING), head_tensors()
+    else:
+        config, stored = speculators_config("dspark", 7), head_tensors() | markov_tensors()
+    first = block_formats.load(write(tmp_path / "in", config, stored), target)
+    block_formats.export(first, tmp_path / "out", 5, [0.5, 0.25])
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == {name for name in stored if "confidence" not in name}
+    second = block_formats.load(tmp_path / "out", target)
+    assert second.shape.__dict__ | {"config": 0} == first.shape.__dict__ | {"config": 0}
+    assert second.shape.config.to_diff_dict() | {"dtype": 0} == first.shape.config.to_diff_dict() | {"dtype": 0}
+    assert all(torch.equal(tensor, second.state_dict()[name]) for name, tensor in first.state_dict().items())
+
+
+def changed(change, config=native_config, more=dict):
+    def make():
+        tensors = head_tensors() | more()
+        change(tensors)
+        return config(), tensors
+
+    return make
+
+
+def without(name, **options):
+    return changed(lambda tensors: tensors.pop(name), **options)
+
+
+def configured(tensors=head_tensors, config=native_config, **changes):
+    return lambda: (config(**changes), tensors())
+
+
+NAME = "layers.1.self_attn.k_proj.weight"
+WRONG = {
+    "no fc": (without("fc.weight"), "is not a block drafter: fc.weight is missing"),
+    "no norm of features": (without("hidden_norm.weight"), "is not a block drafter: hidden_norm.weight is missing"),
+    "missing": (without(NAME), f"lacks 1 tensors of the head, the first {NAME}"),
+    "renamed": (changed(lambda t: t.update({"layers.1.self_attn.key.weight": t.pop(NAME)})), f"the first {NAME}"),
+    "cut": (changed(lambda t: t.update({NAME: t[NAME][:7]})), rf"{NAME} has shape \[7, 32\], expected \[16, 32\]"),
+    "fc cut": (
+        changed(lambda t: t.update({"fc.weight": t["fc.weight"][:, :64]})),
+        r"fc.weight has shape \[32, 64\], expected 96",
+    ),
+    "unknown": (
+        changed(lambda t: t.update({"layers.0.odd.weight": torch.zeros(2)})),
+        "does not have: 1, the first layers.0.odd",
+    ),
+    "more layers than said": (configured(num_hidden_layers=1), "the first layers.1."),
+    "fewer layers than said": (configured(num_hidden_layers=3, layer_types=None), "the first layers.2.self_attn.q_proj.weight"),
+    "not finite": (changed(lambda t: t["norm.weight"].fill_(float("nan"))), "the weights of norm.weight contain NaN"),
+    "no Markov table": (
+        without("markov_head.markov_w2.weight", config=dspark_config, more=markov_tensors),
+        "the first markov_head.markov_w2.weight",
+    ),
+    "gated Markov head": (
+        changed(
+            lambda t: t.update({"markov_head.gate_proj.weight": torch.zeros(5, 37)}), config=dspark_config, more=markov_tensors
+        ),
+        r"needs a gated Markov head \(markov_head.gate_proj.weight\), which is not supported",
+    ),
+    "recurrent Markov head": (configured(markov_head_type="rnn"), "has markov_head_type 'rnn', which is not supported"),
+    "DFlash 2": (
+        changed(lambda t: t.update({"candidate_selector.predecessor_codebook": torch.zeros(61, 4)})),
+        r"needs DFlash 2's path selector \(candidate_selector.predecessor_codebook\), which is not supported",
+    ),
+    "DFlash 2 cut": (
+        changed(lambda t: t.update({"layers.0.attention_conv.base_kernel": torch.zeros(2, 2, 32)})),
+        r"needs DFlash 2's grouped convolutions \(layers.0.attention_conv.base_kernel\), which is not supported",
+    ),
+    "Domino": (configured(projector_type="domino"), "has projector_type 'domino', which is not supported: expected 'dflash'"),
+    "another speculator": (configured(speculators_model_type="eagle3"), "unsupported speculators head 'eagle3'"),
+    "no block size": (configured(block_size=None), "config.json says block_size=None: expected a whole number of at least 1"),
+    "odd block size": (configured(block_size="eight"), "config.json says block_size='eight'"),
+    "a block of one": (configured(block_size=1), "block_size 1 leaves no token to draft"),
+    "no mask token": (configured(dflash_config={"target_layer_ids": [0, 2, 3]}), "says mask_token_id=None"),
+    "mask token beyond the vocabulary": (
+        configured(dflash_config={"target_layer_ids": [0, 2, 3], "mask_token_id": 61}),
+        "the head's mask token is 61, but .* has 61 tokens",
+    ),
+    "odd layers": (
+        configured(dflash_config={"target_layer_ids": ["low", 2, 3], "mask_token_id": MASK}),
+        r"invalid layer ids \['low', 2, 3\]",
+    ),
+    "layers beyond the target": (
+        configured(dflash_config={"target_layer_ids": [0, 2, 9], "mask_token_id": MASK}),
+        r"reads hidden states \(1, 3, 10\), but .* has 5 layers",
+    ),
+    "other vocabulary": (configured(vocab_size=99), "drafts 99|made for 99 tokens, but .* has 61"),
+    "other width": (configured(hidden_size=64, target_hidden_size=32), "hidden size 64 but no embedding"),
+    "odd section": (configured(dflash_config=[1, 2]), "dflash_config in config.json must be an object, got a list"),
+    "odd kind of layer": (configured(layer_types=["full_attention", "linear_attention"]), "kind of layer 'linear_attention'"),
+    "window without a size": (configured(**SLIDING | {"sliding_window": None}), "config.json says sliding_window=None"),
+    "reduced without its mapping": (
+        configured(lambda: head_tensors() | {"lm_head.weight": torch.zeros(40, 32)}, speculators_config, draft_vocab_size=40),
+        "drafts 40 of 61 tokens, but the mapping d2t is missing",
+    ),
+    "mapping beyond the vocabulary": (
+        configured(
+            lambda: head_tensors() | {"lm_head.weight": torch.zeros(40, 32), "d2t": torch.full((40,), 30)}, speculators_config
+        ),
+        "contains token 69, but .* has 61 tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_broken_head_is_one_line_that_names_what_is_wrong(case, target, tmp_path):
+    make, message = WRONG[case]
+    with pytest.raises(OutriderError, match=message) as error:
+        block_formats.load(write(tmp_path, *make()), target, target.model)
+    assert "\n" not in str(error.value)
+
+
+def test_a_head_for_another_target_is_refused(tmp_path):
+    write(tmp_path, native_config(), head_tensors())
+    wide = ModelRunner.load(block_target(hidden_size=64), CONFIG)
+    with pytest.raises(OutriderError, match=r"the head expects hidden size 32, but .* has 64"):
+        block_formats.load(tmp_path, wide)
+    shallow = ModelRunner.load(block_target(num_hidden_layers=3), CONFIG)
+    with pytest.raises(OutriderError, match="has 3 layers"):
+        block_formats.load(tmp_path, shallow)
+
+
+def test_what_a_folder_holds(model, tmp_path):
+    write(tmp_path / "native", native_config(), head_tensors())
+    write(tmp_path / "speculators", speculators_config(), head_tensors() | copies(model))
+    write(tmp_path / "dspark", dspark_config(), head_tensors() | markov_tensors())
+    model.save_pretrained(tmp_path / "model")
+    assert kind_of(tmp_path / "native") is kind_of(tmp_path / "speculators") is kind_of(tmp_path / "dspark") is BLOCK
+    assert kinds_of(tmp_path / "speculators") == [BLOCK, MODEL] and EAGLE not in kinds_of(tmp_path / "native")
+    assert kinds_of(tmp_path / "model") == [MODEL]
+    files = TargetFiles.read("target", tmp_path / "model")
+    method = PROPOSERS.get("dflash")
+    assert method.recognise(tmp_path / "native", files).what == "block drafter"
+    assert method.recognise(tmp_path / "model", files) is None
+    write(tmp_path / "second", native_config(), head_tensors() | {"candidate_selector.x": torch.zeros(1)})
+    with pytest.raises(OutriderError, match="DFlash 2's path selector"):
+        method.recognise(tmp_path / "second", files)
+
+
+PROMPTS = [[7, 3, 11, 4, 9, 2, 30], [5, 6], [8, 1, 8, 2, 8]]
+HEADS = {
+    "DFlash": (native_config, head_tensors),
+    "DSpark": (dspark_config, lambda: head_tensors() | markov_tensors()),
+    "windows": (lambda: native_config(**SLIDING), head_tensors),
+}
+
+
+def engine(target, method, k=4, **options):
+    options = {"compile": "never", "max_batch": 3, "same_text": True, **options}
+    return LLM(target, tokenizer=letter_tokenizer(VOCAB, 1), method=method, num_draft_tokens=k, **options)
+
+
+def texts_of(llm, prompts, params):
+    return [completion.token_ids for completion in outputs_of(llm.generate(prompts, params))]
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_text_is_plain_decodings_for_any_k_and_batch(kind, model, tmp_path):
+    config, tensors = HEADS[kind]
+    write(tmp_path, config(), tensors())
+    params = [SamplingParams(max_tokens=20, temperature=t, seed=4, ignore_eos=True) for t in (0.0, 0.9, 0.0)]
+    wanted = texts_of(engine(model, "plain"), PROMPTS, params)
+    for k in (1, 3, 7, 20):
+        llm = engine(model, "dflash", k, draft=str(tmp_path))
+        assert texts_of(llm, PROMPTS, params) == wanted
+        for prompt, own, text in zip(PROMPTS, params, wanted, strict=True):
+            assert texts_of(llm, [prompt], own) == [text]
+        assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_weights_in_8_bits(weights, tmp_path):
+    """The target is in 16 bits, or in 8; the head is then in 8."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64}
+    block_target(**sizes).bfloat16().save_pretrained(tmp_path / "target")
+    target = ModelRunner.load(str(tmp_path / "target"), RunnerConfig(compile="never", max_batch=1, weights=weights))
+    generator = torch.Generator().manual_seed(4)
+    empty = BlockHead(BlockShape(Qwen3Config(**LAYER_CONFIG | sizes), 64, (1, 3, 4), 8, MASK, VOCAB, (0, 0)))
+    tensors = {
+        name: tensor if tensor.dim() == 1 else 0.2 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in empty.state_dict().items()
+    }
+    write(tmp_path / "head", native_config(**sizes), tensors)
+    features, outs = [torch.randn(9, 64, generator=generator) for _ in range(3)], []
+    for bits in (None, 8):
+        runner = BlockRunner(block_formats.load(tmp_path / "head", target, target.model), target, bits)
+        outs.append(runner.draft(["a"], [features], [5], [7]))
+    error = float((outs[0] - outs[1]).norm() / outs[0].norm())
+    assert 0 < error < 0.1
+
+
+class EvenAndOdd:
+    """A grammar of even and odd tokens in turn."""
+
+    def matcher(self):
+        return self
+
+    def allowed(self, output, path):
+        if any((token - place) % 2 for place, token in enumerate([*output, *path])):
+            return None  # these drafts break it
+        return torch.arange(VOCAB) % 2 == (len(output) + len(path)) % 2
+
+
+def test_after_a_front_method_and_with_a_grammar_masks_and_penalties_in_one_batch(model, tmp_path):
+    write(tmp_path, dspark_config(), head_tensors() | markov_tensors())
+    params = [
+        SamplingParams(max_tokens=24, ignore_eos=True),
+        SamplingParams(max_tokens=24, grammar=EvenAndOdd()),
+        SamplingParams(max_tokens=24, temperature=1.0, seed=2, grammar=EvenAndOdd()),
+        SamplingParams(max_tokens=24, allowed_token_ids=(3, 5, 9)),
+        SamplingParams(max_tokens=24, temperature=1.0, seed=1, repetition_penalty=1.5),
+    ]
+    prompts = [*PROMPTS, [4, 4], [1, 2, 3]]
+    wanted = texts_of(engine(model, "plain", max_batch=5), prompts, params)
+    assert all(token % 2 == place % 2 for text in wanted[1:3] for place, token in enumerate(text))
+    for method in ("dflash", "suffix+dflash"):
+        for k in (5, "auto"):
+            llm = engine(model, method, k, draft=str(tmp_path), max_batch=5)
+            assert texts_of(llm, prompts, params) == wanted
+            assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2"])
+def test_a_target_with_recurrent_layers(kind, tmp_path):
+    recurrent = hybrid(kind)
+    layers = {"target_layer_ids": [0, 2, 3], "mask_token_id": MASK}
+    write(tmp_path, native_config(dflash_config=layers, num_target_layers=4), head_tensors())
+    params = [SamplingParams(max_tokens=20, temperature=t, seed=4, ignore_eos=True) for t in (0.0, 0.9, 0.0)]
+    wanted = texts_of(engine(recurrent, "plain"), PROMPTS, params)
+    llm = engine(recurrent, "dflash", draft=str(tmp_path))
+    assert texts_of(llm, PROMPTS, params) == wanted
+    assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
+
+
+def test_samples_of_one_prompt_share_its_features(model, tmp_path):
+    write(tmp_path, native_config(), head_tensors())
+    params = SamplingParams(max_tokens=16, temperature=1.0, seed=3, n=4, ignore_eos=True)
+    wanted = texts_of(engine(model, "plain", max_batch=4), PROMPTS, params)
+    llm = engine(model, "dflash", draft=str(tmp_path), max_batch=4)
+    assert texts_of(llm, PROMPTS, params) == wanted
+    assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
+
+
+def test_a_head_that_gives_nan_costs_its_drafts_alone(model, target, tmp_path):
+    head = block_formats.load(write(tmp_path, native_config(), head_tensors()), target)
+    head.layers[0].mlp.down_proj.weight.fill_(float("nan"))
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    wanted = texts_of(engine(model, "plain"), PROMPTS, params)
+    llm = engine(model, "dflash", draft=head)
+    assert texts_of(llm, PROMPTS, params) == wanted
+    assert llm.stats.faults > 0 and llm.stats.num_drafts == 0
