@@ -271,7 +271,8 @@ def _price_of_drafts(runner: ModelRunner) -> Finding:
     experts, chosen = (next((getattr(config, name) for name in names if getattr(config, name, None)), None)
                        for names in (EXPERTS, EXPERTS_PER_TOKEN))  # fmt: skip
     if experts and chosen:
-        said += f": each token reads {chosen} of {experts} experts in a layer, other tokens others"
+        touched = experts * (1 - (1 - chosen / experts) ** (1 + k))  # by tokens that choose evenly and apart
+        said += f": each token reads {chosen} of {experts} experts in a layer, {1 + k} tokens about {touched:.0f} of them"
     if ratio < DEAR:
         return Finding("ok", "passes", said)
     return Finding("suspicious", "passes", f"{said}; drafts pay only where most are accepted: leave K at auto")

@@ -34,7 +34,6 @@ class _Row:
     before: list[int]
     num_own: int = 0
     after: list[int] = field(default_factory=list)
-    ahead: Request | None = None  # the request as if ``before`` were committed, where the inner drafter was asked for it
 
 
 class ForcedDrafts:
@@ -56,13 +55,14 @@ class ForcedDrafts:
         self._max_drafts = max_drafts
         self._most = MAX_FORCED if max_drafts is None else min(MAX_FORCED, max_drafts)
         self._rows: dict[str, _Row] = {}  # of the round's constrained requests
+        self._view: Context | None = None  # what the inner drafter was asked about, if that was not the round's own context
 
     def look(self, context: Context) -> None:
         """Find the forced tokens of a round. ``context.limits``: the drafts that each request has room for.
 
         A request that asked for no drafts gets none.
         """
-        self._rows = {}
+        self._rows, self._view = {}, None
         for request, limit in zip(context.requests, context.limits, strict=True):
             if request.matcher is not None and request.num_draft_tokens != 0 and limit > 0:
                 before = forced_tokens(request, request.matcher, [], min(self._most, limit))
@@ -73,7 +73,7 @@ class ForcedDrafts:
         """The forced tokens that ``look`` found, at most k drafts of the inner drafter, and what is forced after them."""
         if not self._rows:
             return self._inner.propose(context, k)
-        proposal = self._inner.propose(self._view(context, k), k)
+        proposal = self._inner.propose(self._seen_ahead(context, k), k)
         self._extend(context, proposal)
         rows = [self._rows.get(request_id) for request_id in context.request_ids]
         return _joined(rows, proposal) if any(row is not None and (row.before or row.after) for row in rows) else proposal
@@ -82,27 +82,24 @@ class ForcedDrafts:
         """Pass on the verdict on the inner drafter's own drafts."""
         if any(row.before or row.after for row in self._rows.values()):
             verdict = self._on_own(context, verdict)
-        self._inner.commit(self._moved(context), verdict)
+        if self._view is not None:
+            context = self._view.take([self._view.request_ids.index(request_id) for request_id in context.request_ids])
+        self._inner.commit(context, verdict)
 
-    def _view(self, context: Context, k: int) -> Context:
+    def _seen_ahead(self, context: Context, k: int) -> Context:
         """The context for the inner drafter: requests with forced tokens as if those were committed, or without drafts."""
-        limits = list(context.limits)
+        requests, limits = list(context.requests), list(context.limits)
         for b, request in enumerate(context.requests):
             row = self._rows.get(request.request_id)
             if row is not None and row.before:
                 limits[b] = max(min(limits[b], row.room - len(row.before)), 0) if self._drafts_ahead else 0
                 if k > 0 and limits[b] > 0:
-                    row.ahead = _ahead(request, row.before)
-        return self._moved(replace(context, limits=tuple(limits)))
-
-    def _moved(self, context: Context) -> Context:
-        """The context with the requests as the inner drafter knows them in this round."""
-        rows = [self._rows.get(request_id) for request_id in context.request_ids]
-        if not any([row is not None and row.ahead is not None for row in rows]):
-            return context
-        pairs = zip(context.requests, rows, strict=True)
-        requests = tuple([request if row is None or row.ahead is None else row.ahead for request, row in pairs])
-        return replace(context, requests=requests, sampler=self._make_sampler(requests))
+                    requests[b] = _ahead(request, row.before)
+        seen = replace(context, limits=tuple(limits))
+        if all([one is other for one, other in zip(requests, context.requests, strict=True)]):
+            return seen
+        self._view = replace(seen, requests=tuple(requests), sampler=self._make_sampler(requests))
+        return self._view
 
     def _extend(self, context: Context, proposal: Proposal) -> None:
         """Find what is forced after each request's chain of drafts."""
