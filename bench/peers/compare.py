@@ -154,16 +154,20 @@ SAME_ON_RESUME = ("cpu", "target", "draft", "threads", "temperature", "max_token
 
 def _resume(document: dict[str, Any], out: Path) -> None:
     try:
-        document["cells"] = kept_cells(json.loads(out.read_text()), document)
+        before = json.loads(out.read_text())
+        document["cells"] = kept_cells(before, document)
+        document["bandwidth"] = before["bandwidth"]
     except (BadInput, json.JSONDecodeError) as error:
         _fail(f"{out}: {error}")
 
 
-def kept_cells(before: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
+def kept_cells(before: Any, now: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the cells of an earlier result that need not be measured again.
 
     Raises ``BadInput`` if it was measured under other conditions.
     """
+    if not isinstance(before, dict) or "bandwidth" not in before:
+        raise BadInput("cannot resume: not a result of this script")
     for name in SAME_ON_RESUME:
         if before.get(name) != now.get(name):
             raise BadInput(f"cannot resume: its {name} is {before.get(name)!r}, now it is {now.get(name)!r}")
