@@ -18,7 +18,7 @@ from protocol import DTYPES, METHODS
 from report import tables
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rounds import Group, Screen, Workers, alternate, cell, deal, digest, mark_changed_texts
+from rounds import Group, Screen, Workers, alternate, cell, compare_texts, deal, digest
 
 from outrider.bench.provenance import origin
 
@@ -219,10 +219,10 @@ def _run_group(group: Group, plan: Plan, workers: Workers, document: dict[str, A
         if contestant.error:
             bar.console.print(f"[yellow]left out:[/yellow] {contestant.error}", highlight=False)
     bar.update(task, description=f"{group.label}: done", completed=steps)
-    reference = next((contestant for contestant in contestants if contestant.rounds), None)  # ours where it ran
+    reference = next((contestant for contestant in contestants if contestant.spec.name == OURS and contestant.rounds), None)
     measured = [cell(contestant, reference, group) for contestant in contestants if contestant.spec.name in missing]
     document["cells"] += measured
-    mark_changed_texts(document["cells"])
+    compare_texts(document["cells"])
     add_shares(document["cells"], document["parameters_read"], document["bandwidth"])
 
 
