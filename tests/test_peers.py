@@ -150,7 +150,8 @@ def test_time_and_memory_count_the_servers_that_a_worker_started(peers: Any) -> 
 
 def test_drafts_that_change_the_text_are_counted(peers: Any) -> None:
     def entry(method: str, bits: int, texts: dict[str, str], dtype: str = "int8") -> dict[str, Any]:
-        return {"engine": "x", "method": method, "bits": bits, "texts": texts, "meta": {"dtype": dtype}}
+        known = {"engine": "x", "method": method, "bits": bits, "prompt_tokens": None}
+        return known | {"texts": texts, "meta": {"dtype": dtype}}
 
     cells = [
         entry("plain", 8, {"0": "a", "1": "b", "2": "c"}),
@@ -158,9 +159,13 @@ def test_drafts_that_change_the_text_are_counted(peers: Any) -> None:
         entry("plain", 4, {"0": "a"}),
         entry("draft", 4, {"0": "b"}, dtype="other"),
     ]
-    peers.rounds.mark_changed_texts(cells)
+    peers.rounds.compare_texts(cells)
     assert (cells[1]["changed_texts"], cells[1]["compared_texts"]) == (1, 2)
     assert "changed_texts" not in cells[0] and "changed_texts" not in cells[3]
+    assert "same_text" not in cells[0]  # ours is missing
+    cells.append(entry("plain", 8, {"0": "a", "1": "x"}) | {"engine": "outrider"})
+    peers.rounds.compare_texts(cells)
+    assert cells[0]["same_text"] == 0.5 and cells[4]["same_text"] == 1.0 and "same_text" not in cells[1]
 
 
 @pytest.fixture
@@ -219,11 +224,13 @@ def test_a_failing_engine_loses_only_its_own_cells_and_resuming_measures_only_th
 
     (tmp_path / "broken").unlink()
     conditions = dict.fromkeys(peers.compare.SAME_ON_RESUME, 1)
-    before = conditions | {"cells": list(first.values())}
+    before = conditions | {"cells": list(first.values()), "bandwidth": []}
     kept = peers.compare.kept_cells(before, conditions)
     assert len(kept) == 5
     with pytest.raises(peers.prompts.BadInput, match="cannot resume: its threads is 1, now it is 2"):
         peers.compare.kept_cells(before, conditions | {"threads": 2})
+    with pytest.raises(peers.prompts.BadInput, match="not a result of this script"):
+        peers.compare.kept_cells([1], conditions)
     document = race(prompts, groups, kept)
     second = outcome(document)
     assert len(document["cells"]) == 8 and not any(cell["error"] for cell in second.values())

@@ -18,7 +18,7 @@ from protocol import DTYPES, METHODS
 from report import tables
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rounds import Group, Screen, Workers, alternate, cell, deal, digest, mark_changed_texts
+from rounds import Group, Screen, Workers, alternate, cell, compare_texts, deal, digest
 
 from outrider.bench.provenance import origin
 
@@ -154,16 +154,20 @@ SAME_ON_RESUME = ("cpu", "target", "draft", "threads", "temperature", "max_token
 
 def _resume(document: dict[str, Any], out: Path) -> None:
     try:
-        document["cells"] = kept_cells(json.loads(out.read_text()), document)
+        before = json.loads(out.read_text())
+        document["cells"] = kept_cells(before, document)
+        document["bandwidth"] = before["bandwidth"]
     except (BadInput, json.JSONDecodeError) as error:
         _fail(f"{out}: {error}")
 
 
-def kept_cells(before: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
+def kept_cells(before: Any, now: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the cells of an earlier result that need not be measured again.
 
     Raises ``BadInput`` if it was measured under other conditions.
     """
+    if not isinstance(before, dict) or "bandwidth" not in before:
+        raise BadInput("cannot resume: not a result of this script")
     for name in SAME_ON_RESUME:
         if before.get(name) != now.get(name):
             raise BadInput(f"cannot resume: its {name} is {before.get(name)!r}, now it is {now.get(name)!r}")
@@ -215,10 +219,10 @@ def _run_group(group: Group, plan: Plan, workers: Workers, document: dict[str, A
         if contestant.error:
             bar.console.print(f"[yellow]left out:[/yellow] {contestant.error}", highlight=False)
     bar.update(task, description=f"{group.label}: done", completed=steps)
-    reference = next((contestant for contestant in contestants if contestant.rounds), None)  # ours where it ran
+    reference = next((contestant for contestant in contestants if contestant.spec.name == OURS and contestant.rounds), None)
     measured = [cell(contestant, reference, group) for contestant in contestants if contestant.spec.name in missing]
     document["cells"] += measured
-    mark_changed_texts(document["cells"])
+    compare_texts(document["cells"])
     add_shares(document["cells"], document["parameters_read"], document["bandwidth"])
 
 

@@ -179,7 +179,7 @@ def _measure(
 
 
 def cell(contestant: Contestant, reference: Contestant | None, group: Group) -> dict[str, Any]:
-    """One engine's line of the result; `reference` is ours, or the first engine where ours does not take part."""
+    """One engine's line of the result; `reference` is ours, None where it did not run."""
     setting = contestant.setting
     result: dict[str, Any] = {
         "engine": contestant.spec.name,
@@ -202,10 +202,8 @@ def cell(contestant: Contestant, reference: Contestant | None, group: Group) -> 
     result["meta"] = contestant.rounds[-1].meta
     result["texts"] = {str(index): text for index, text in sorted(contestant.texts.items())}
     result["unstable"] = len(contestant.unstable)
-    if reference is not None and reference.rounds:
-        result["same_text"] = _share_identical(contestant.texts, reference.texts)
-        if reference.spec.name == OURS and contestant is not reference:
-            result |= _ratios(reference, contestant, names)
+    if reference is not None and contestant is not reference:
+        result |= _ratios(reference, contestant, names)
     return result
 
 
@@ -229,20 +227,27 @@ def digest(token_ids: list[int]) -> str:
     return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()[:12]
 
 
-def _share_identical(one: dict[int, str], other: dict[int, str]) -> float:
-    both = one.keys() & other.keys()
-    return sum(one[index] == other[index] for index in both) / len(both) if both else 0.0
-
-
-def mark_changed_texts(cells: list[dict[str, Any]]) -> None:
-    """Count, in every cell with drafts, the prompts whose output differs from the same engine's and bits' without drafts."""
-    plain = {(cell["engine"], cell["bits"]): cell for cell in cells if cell["method"] == "plain" and "texts" in cell}
-    for cell in cells:
+def compare_texts(cells: list[dict[str, Any]]) -> None:
+    """Put into every cell which outputs equal ours, and with drafts how many differ from the same engine's without drafts."""
+    found = [cell for cell in cells if "texts" in cell]
+    ours = {_condition(cell): cell["texts"] for cell in found if cell["engine"] == OURS}
+    plain = {(cell["engine"], cell["bits"]): cell for cell in found if cell["method"] == "plain" and not cell["prompt_tokens"]}
+    for cell in found:
+        same, both = _same(cell["texts"], ours.get(_condition(cell), {}))
+        if both:
+            cell["same_text"] = same / both
         alone = plain.get((cell["engine"], cell["bits"]))
-        if cell["method"] == "plain" or "texts" not in cell or alone is None:
-            continue
-        if cell["meta"]["dtype"] != alone["meta"]["dtype"]:
-            continue  # screened to another number format: another model
-        both = cell["texts"].keys() & alone["texts"].keys()
-        cell["changed_texts"] = sum(cell["texts"][index] != alone["texts"][index] for index in both)
-        cell["compared_texts"] = len(both)
+        if cell["method"] == "plain" or alone is None or cell["meta"]["dtype"] != alone["meta"]["dtype"]:
+            continue  # in another number format it is another model
+        same, both = _same(cell["texts"], alone["texts"])
+        cell["changed_texts"], cell["compared_texts"] = both - same, both
+
+
+def _condition(cell: dict[str, Any]) -> tuple[Any, ...]:
+    return (cell["method"], cell["bits"], cell["prompt_tokens"])
+
+
+def _same(one: dict[str, str], other: dict[str, str]) -> tuple[int, int]:
+    """Return how many outputs of the same prompts are equal, and how many prompts both have."""
+    both = one.keys() & other.keys()
+    return sum(one[index] == other[index] for index in both), len(both)
