@@ -27,6 +27,9 @@ from transformers.utils import logging as transformers_logging
 
 from outrider.memory import weight_files
 from outrider.runner import attention, recurrence
+from outrider.runner.checkpoints.formats import loader_options, quantization_of
+from outrider.runner.checkpoints.stored import without_quantization
+from outrider.runner.checkpoints.weight import Format
 from outrider.types import OutriderError, first_line
 
 LAYER = r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\."  # in a tensor's name
@@ -43,20 +46,31 @@ MOST = dict.fromkeys(
 
 
 def load_model(
-    source: str | Path, dtype: torch.dtype | str, device: torch.device, trust_remote_code: bool = False
+    source: str | Path,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    reader: Format | None = None,
 ) -> PreTrainedModel:
     """The model, in eval mode. Raises ``OutriderError``, in one line: no such folder or hub id, not a language model, broken
     files, weights that are not the config's.
+
+    ``reader``: of a quantised checkpoint, whose layers then hold what the files store (``checkpoints.stored``).
     """
     config = load_config(source, trust_remote_code)
     check_readable(source)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    options |= loader_options(reader, quantization_of(config), device)
+    if reader is not None:
+        config = without_quantization(config)
     try:
         with quiet():
             loaded: Any = auto_class(config).from_pretrained(
                 source, config=config, **options, ignore_mismatched_sizes=True, output_loading_info=True
             )
         model, info = loaded
+    except OutriderError:
+        raise
     except Exception as error:  # broken files raise many kinds of exceptions
         raise OutriderError(f"cannot load {source}: {reason(error)}") from error
     # What follows transformers would fill with random numbers, or drop.

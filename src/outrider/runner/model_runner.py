@@ -27,7 +27,7 @@ from outrider.runner.layouts import SHORT, Layouts, rows_from
 from outrider.runner.longrope import settle_longrope, usual_window
 from outrider.runner.passes import PassRunner, Run
 from outrider.runner.read_hidden import ReadHidden
-from outrider.runner.rounding import refuse_rounding
+from outrider.runner.rounding import choose_reader, refuse_rounding
 from outrider.runner.self_check import check_itself
 from outrider.runner.survey import survey, survey_without_weights
 from outrider.types import Context, OutriderError, PartialPass, Proposal, Scores, Verdict
@@ -92,10 +92,11 @@ class ModelRunner:
         kind = loading.model_class(wanted)
         if config.weights is not None:
             refuse_rounding(config.weights, device, wanted, kind)
+        reader = choose_reader(str(model), wanted, kind, device)
         shape = None if kind is None else survey_without_weights(wanted, kind)  # check before reading gigabytes
         if device.type == "cpu":
             refuse_too_large(model)
-        loaded = loading.load_model(model, config.dtype, device, config.trust_remote_code)
+        loaded = loading.load_model(model, config.dtype, device, config.trust_remote_code, reader)
         loading.check_weights(loaded, str(model))
         return cls._ready(loaded, config, device, str(model), shape)
 
