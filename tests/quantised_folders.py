@@ -1,4 +1,4 @@
-"""Tiny quantised checkpoints, written number by number from the published layout of each format, with the values that they mean.
+"""Tiny quantised checkpoints, written number by number from each format's published layout, with the values that they mean.
 
 Nothing here uses Outrider: ``Written.values`` are what a reader must return, bit for bit.
 """
@@ -111,7 +111,7 @@ def meaning(codes: np.ndarray, scales: Tensor, zeros: np.ndarray, group_of: np.n
 
 
 def words(codes: np.ndarray, bits: int, places: tuple[int, ...] | None = None) -> Tensor:
-    """int32 [rows, n * bits / 32] of codes [rows, n]: code ``i`` of a word at bit ``bits * places[i]``, at ``bits * i`` unless said."""
+    """int32 [rows, n * bits / 32] of codes [rows, n]: code ``i`` of a word at bit ``bits * places[i]``, or ``bits * i``."""
     each = 32 // bits
     rows, n = codes.shape
     out = np.zeros((rows, -(-n // each)), dtype=np.uint64)
@@ -253,7 +253,7 @@ def mxfp4():
     numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
     def write_layer(weight: Tensor, rng: np.random.Generator) -> Stored:
-        outputs, inputs = weight.shape
+        outputs = len(weight)
         parts = weight.view(outputs, -1, 32).numpy()
         exponents = np.ceil(np.log2(np.abs(parts).max(2) / 6)).astype(int)
         table = np.array([*numbers, *(-n for n in numbers)])

@@ -1,4 +1,4 @@
-"""Refuse, before weights are read, what cannot have its weights in 8 or 4 bits: rounded (``weights``) or as its files have them."""
+"""Refuse, before weights are read, what cannot have weights in 8 or 4 bits: rounded (``weights``) or as its files have them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def refuse_rounding(weights: str, device: torch.device, config: PreTrainedConfig
     quantized = quantization_of(config)
     if quantized is not None:
         raise OutriderError(
-            f"weights={weights} needs a checkpoint in 16 or 32 bits, got one quantised by {method_of(quantized)}: leave out weights"
+            f"weights={weights} needs a checkpoint in 16 or 32 bits, got one quantised by {method_of(quantized)}:"
+            " leave out weights"
         )
     if not native.load():
         raise OutriderError(f"weights={weights} needs Outrider's CPU kernels, which cannot be built: install g++")

@@ -1,7 +1,7 @@
 """AWQ checkpoints (Lin et al. 2023, as AutoAWQ stores them, version ``gemm``): 4 bits, groups of inputs.
 
-``qweight`` int32 [inputs, outputs / 8] holds eight consecutive outputs of an input in a word, in the order 0, 2, 4, 6, 1, 3, 5, 7;
-``qzeros`` int32 [groups, outputs / 8] likewise; ``scales`` [groups, outputs].
+``qweight`` int32 [inputs, outputs / 8] holds eight consecutive outputs of an input in a word, in the order 0, 2, 4, 6, 1, 3, 5,
+7; ``qzeros`` int32 [groups, outputs / 8] likewise; ``scales`` [groups, outputs].
 """
 
 from __future__ import annotations
@@ -45,4 +45,5 @@ class Awq:
 
 def _codes(words: Tensor) -> Tensor:
     """Return codes uint8 [rows, n * 8] of words [rows, n]."""
-    return unpack_words(words, 4).unflatten(1, (-1, 8))[:, :, list(PLACES)].flatten(1)
+    codes: Tensor = unpack_words(words, 4).unflatten(1, (-1, 8))
+    return codes[:, :, list(PLACES)].flatten(1)

@@ -1,7 +1,8 @@
-"""Checkpoints of the compressed-tensors library (llm-compressor, vLLM): integers, FP8 and MXFP4, each layer in its own format.
+"""Checkpoints of the compressed-tensors library (llm-compressor, vLLM): integers, FP8 and MXFP4.
 
-Which format a layer has is seen from its tensors. ``pack-quantized``: ``weight_packed`` int32 [outputs, inputs * bits / 32] with
-codes + 2^(bits - 1), consecutive inputs in a word; ``weight_zero_point`` int32 [outputs * bits / 32, groups], consecutive outputs.
+Which format a layer has is seen from its tensors. ``pack-quantized``: ``weight_packed`` int32 [outputs, inputs * bits / 32]
+holds integers + 2^(bits - 1), consecutive inputs in a word; ``weight_zero_point`` int32 [outputs * bits / 32, groups] likewise,
+but consecutive outputs; ``weight_g_idx`` [inputs] names the group of each input where that is not in order.
 ``int-quantized``: ``weight`` int8 [outputs, inputs]. ``float-quantized``: ``weight`` float8. ``mxfp4-pack-quantized``:
 ``weight_packed`` uint8. Activations that such a checkpoint would round are not: the weights' values are the file's.
 """
@@ -47,9 +48,8 @@ class CompressedTensors:
         if (config.get("transform_config") or {}).get("config_groups"):
             raise OutriderError("compressed-tensors with transforms of activations")
         weights = [scheme.get("weights") or {} for scheme in schemes]
-        bits = {each.get("num_bits") for each in weights} - {None, *BITS}
-        if bits:
-            raise OutriderError(f"compressed-tensors with {min(bits)} bits")
+        for bits in {each.get("num_bits") for each in weights} - {None, *BITS}:
+            raise OutriderError(f"compressed-tensors with {bits} bits")
         self.group_sizes = {each.get("group_size") for each in weights}
         strategies = {each.get("strategy") for each in weights}
         self.strategy = strategies.pop() if len(strategies) == 1 else None  # else seen from the scales' shapes
@@ -100,7 +100,7 @@ class CompressedTensors:
         stored = layer.tensors.get("weight_zero_point")
         if stored is None:
             return None
-        if stored.dtype == torch.int32 and bits < 8 or stored.shape[:1] != (layer.outputs,):
+        if (stored.dtype == torch.int32 and bits < 8) or stored.shape[:1] != (layer.outputs,):
             words = layer.get("weight_zero_point", (torch.int32,), [-(-layer.outputs * bits // 32), groups])
             return unpack_words(words.T, bits)[:, : layer.outputs].T.int()
         plain = layer.get(

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from transformers import Mxfp4Config, PreTrainedConfig
-from transformers.quantizers import AutoHfQuantizer
+from transformers import PreTrainedConfig
+from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.utils.quantization_config import Mxfp4Config
 
 from outrider import native
 from outrider.runner.checkpoints.awq import Awq

@@ -1,8 +1,8 @@
 """FP8 checkpoints: weights float8 (E4M3), with a scale for the tensor, for each output, or for each block of 128 x 128.
 
-As Qwen and DeepSeek publish them: ``weight_scale_inv`` [outputs / 128, inputs / 128], which despite its name is multiplied. Values are
-kept in bfloat16 where every one of a layer is exact there, as with scales that are powers of two, else in float32, where
-bfloat16 and float16 scales are exact and float32 scales round each value once.
+As Qwen and DeepSeek publish them: ``weight_scale_inv`` [outputs / 128, inputs / 128], which despite its name is multiplied.
+Values are kept in bfloat16 where every one of a layer is exact there, as with scales that are powers of two, else in float32,
+where bfloat16 and float16 scales are exact and float32 scales round each value once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def block_of(stated: Any) -> tuple[int, int] | None:
 
 
 def read(layer: LayerTensors, key: str, strategy: str | None, block: tuple[int, int] = BLOCK) -> Tensor:
-    """Return the values [outputs, inputs] of a float8 weight with the scales ``key``. Raises ``OutriderError``, naming the tensor.
+    """Return the values [outputs, inputs] of a float8 weight with the scales ``key``.
+
+    Raises ``OutriderError``, naming the tensor.
 
     ``strategy``: ``"tensor"``, ``"channel"`` or ``"block"``; None for any that the scales' shape fits.
     """
@@ -56,7 +58,7 @@ def read(layer: LayerTensors, key: str, strategy: str | None, block: tuple[int, 
         "channel": [[layer.outputs, 1], [layer.outputs]],
         "block": [blocks],
     }
-    scales = layer.scales(key, SCALES, *shapes.get(strategy, sum(shapes.values(), [])))
+    scales = layer.scales(key, SCALES, *shapes.get(strategy, [shape for each in shapes.values() for shape in each]))
     if list(scales.shape) == blocks:
         scales = scales.repeat_interleave(block[0], 0)[: layer.outputs].repeat_interleave(block[1], 1)[:, : layer.inputs]
     elif scales.dim() < 2:

@@ -1,9 +1,9 @@
 """GPTQ checkpoints (Frantar et al. 2022, as AutoGPTQ and GPTQModel store them): 4 or 8 bits, groups of inputs.
 
 ``qweight`` int32 [inputs * bits / 32, outputs] holds consecutive inputs of an output in a word; ``qzeros`` int32
-[groups, outputs * bits / 32] consecutive outputs; ``scales`` [groups, outputs]; ``g_idx`` [inputs] names the group of each input,
-which is not in order where inputs were quantised by activation (``desc_act``). Version 1 stores zeros minus one, version 2
-(``gptq_v2``) as they are.
+[groups, outputs * bits / 32] consecutive outputs; ``scales`` [groups, outputs]; ``g_idx`` [inputs] names the group of each
+input, which is not in order where inputs were quantised by activation (``desc_act``). Version 1 stores zeros minus one,
+version 2 (``gptq_v2``) as they are.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class Gptq:
         version = config.get("checkpoint_format") or config.get("format") or "gptq"
         if version not in ("gptq", "gptq_v2"):
             raise OutriderError(f"GPTQ in the format {version}")
-        self.bits = config.get("bits")
-        if self.bits not in ONES:
-            raise OutriderError(f"GPTQ with {self.bits} bits")
+        bits = config.get("bits")
+        if bits not in ONES:
+            raise OutriderError(f"GPTQ with {bits} bits")
+        self.bits = int(bits)
         self.has_all_zeros = version == "gptq_v2"
 
     def read(self, layer: LayerTensors) -> QuantizedWeight:

@@ -1,8 +1,8 @@
 """MXFP4 (OCP Microscaling, version 1.0): 4-bit floats (E2M1), 32 inputs share a scale that is a power of two.
 
-Every value is exact in bfloat16. gpt-oss stores experts so; transformers converts those when it loads them, to bfloat16. Linear
-layers are read here, as compressed-tensors stores them: ``weight_packed`` uint8 [outputs, inputs / 2], the first of two inputs in
-the low bits; ``weight_scale`` uint8 [outputs, inputs / 32], exponents + 127.
+Every value is exact in bfloat16. gpt-oss stores experts so; transformers converts those to bfloat16 when it loads them. Linear
+layers are read here, as compressed-tensors stores them: ``weight_packed`` uint8 [outputs, inputs / 2], the first of two inputs
+in the low bits; ``weight_scale`` uint8 [outputs, inputs / 32], exponents + 127.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Places the tensors of a quantised checkpoint in a model: linear layers that hold what the files store, until they are packed.
+"""Places the tensors of a quantised checkpoint in a model: linear layers hold what the files store, until they are packed.
 
-transformers reads the files and names the tensors as for any checkpoint; only the layers that have quantised tensors in the files are
-replaced before that. The config does not decide which those are.
+transformers reads the files and names the tensors as for any checkpoint; only the layers that have quantised tensors in the
+files are replaced before that. The config does not decide which those are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers import HfQuantizer, register_quantizer
+from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from outrider.runner.checkpoints.weight import FLOATS, Format, LayerTensors, QuantizedWeight, dtype_name
@@ -84,7 +85,7 @@ class StoredQuantizer(HfQuantizer):
         place(model, self.quantization_config.reader, checkpoint_files or ())
 
     def postprocess_model(self, model: PreTrainedModel, **_: Any) -> None:
-        self.remove_quantization_config(model)  # for everybody else the model is one in 16 bits
+        self.remove_quantization_config(model)  # type: ignore[no-untyped-call]  # for others it is a model in 16 bits
 
     def is_serializable(self) -> bool:
         return False
@@ -120,8 +121,9 @@ def headers(files: Sequence[str]) -> dict[str, Tensor]:
 
 
 def place(model: PreTrainedModel, reader: Format, files: Sequence[str]) -> None:
-    """Replace each linear layer that the files store quantised by a ``StoredLinear``, in place; the model is on the meta device.
+    """Replace each linear layer that the files store quantised by a ``StoredLinear``, in place.
 
+    ``model``: on the meta device.
     Raises ``OutriderError``, naming the tensor, for one that is missing or of another dtype or shape than the format's, and for
     quantised tensors that belong to no linear layer of the model.
     """
@@ -135,9 +137,10 @@ def place(model: PreTrainedModel, reader: Format, files: Sequence[str]) -> None:
             continue
         if type(module) not in (nn.Linear, Conv1D):
             raise OutriderError(
-                f"{stem} is quantised, and {type(model).__name__} has no linear layer of its own for it: only linear layers may be"
+                f"{stem} is quantised, and {type(model).__name__} has no linear layer of its own for it:"
+                " only linear layers may be quantised"
             )
-        weight: Tensor = module.weight  # type: ignore[union-attr, assignment]
+        weight: Tensor = module.weight  # type: ignore[union-attr]
         outputs, inputs = weight.shape if isinstance(module, nn.Linear) else reversed(weight.shape)
         tensors = {key: found[f"{stem}.{key}"] for key in reader.keys if f"{stem}.{key}" in found}
         layer = LayerTensors(stem, outputs, inputs, tensors)

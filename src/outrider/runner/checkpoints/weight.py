@@ -14,11 +14,11 @@ from outrider.types import OutriderError
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight [outputs, inputs] of integer codes: value = (code - zero) * scale, with a scale and a zero per group of inputs.
+    """A weight [outputs, inputs] of integer codes: value = (code - zero) * scale, with both per group of inputs.
 
-    ``codes`` uint8 [outputs, inputs]; ``scales`` float32 [outputs, groups]; ``zeros`` int32 [outputs, groups], or None where each
-    is the middle code, 2^(bits - 1). ``order`` int64 [inputs]: column i of the codes belongs to input ``order[i]``; None where
-    inputs are in their own order.
+    ``codes`` uint8 [outputs, inputs]; ``scales`` float32 [outputs, groups]; ``zeros`` int32 [outputs, groups], or None where
+    each is the middle code, 2^(bits - 1). ``order`` int64 [inputs]: column i of the codes belongs to input ``order[i]``; None
+    where inputs are in their own order.
     """
 
     codes: Tensor
@@ -44,7 +44,7 @@ class QuantizedWeight:
 
 
 def spread(each: Tensor, group: int, inputs: int) -> Tensor:
-    """Repeat a number per group [outputs, groups] for each input: [outputs, inputs]; or [outputs, 1] where there is one group."""
+    """Repeat numbers of groups [outputs, groups] for each input: [outputs, inputs], or [outputs, 1] for one group."""
     return each if each.shape[1] == 1 else each.repeat_interleave(group, 1)[:, :inputs]
 
 
@@ -126,8 +126,15 @@ class LayerTensors:
 class Format(Protocol):
     """How a quantised checkpoint stores its linear layers."""
 
-    marks: tuple[str, ...]  # a layer that has a tensor of such a name is quantised
-    keys: tuple[str, ...]  # the tensors that ``read`` looks at
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Last parts of names: a layer that has such a tensor is quantised."""
+        ...
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Last parts of the names of the tensors that ``read`` looks at."""
+        ...
 
     def read(self, layer: LayerTensors) -> QuantizedWeight | Tensor:
         """Return the weight: codes, or values [outputs, inputs] where these are exact in 16 or 32 bits.
