@@ -173,14 +173,19 @@ def fuse_siblings(model: PreTrainedModel) -> None:
             layers = [getattr(parent, name, None) for name in names]
             if not all(isinstance(layer, PackedLinear) and layer.out_features % kernels.PANEL == 0 for layer in layers):
                 continue
-            if len({(layer.packed.dtype, layer.packed.shape[1:]) for layer in layers}) > 1:  # type: ignore[union-attr]
-                continue  # small siblings have more bits
+            if len({_kind(layer.packed) for layer in layers}) > 1:  # type: ignore[union-attr]
+                continue  # small siblings have more bits, and those of a checkpoint in blocks may have other forms
             group = FusedLinears(layers)  # type: ignore[arg-type]
             parent.add_module("fused_" + "_".join(names), group)
             for index, (name, layer) in enumerate(zip(names, layers, strict=True)):
                 setattr(parent, name, FusedSlice(group, index, layer.in_features))  # type: ignore[union-attr]
             del layers, layer
             _return_freed_memory()
+
+
+def _kind(packed: Tensor) -> tuple[Any, ...]:
+    """Return what layers must have in common to be fused."""
+    return packed.dtype, packed.shape[1:], blocks.form_of(packed) if blocks.is_blocks(packed) else None
 
 
 def packed_layers(model: nn.Module) -> list[PackedLinear | FusedLinears]:
