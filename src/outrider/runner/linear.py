@@ -48,13 +48,21 @@ class PackedLinear(nn.Module):
     bias: Tensor | None
     order: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, bits: int | None = None, order: Tensor | None = None) -> None:
-        """``bits``: 8 or 4, or None for the weight's own dtype. ``order`` int64 [inputs]: the input of each column."""
+    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, bits: int | None = None) -> None:
+        """``bits``: 8 or 4 to round the weight to, or None to keep its values. Codes go into blocks with exactly their values.
+
+        ``order`` int64 [inputs] is the input of each column, None where they are in order.
+        """
         super().__init__()
+        order = None
+        if isinstance(weight, QuantizedWeight):
+            self.out_features, self.in_features = weight.codes.shape
+            packed, order = _pack_codes(weight), weight.order
+        else:
+            self.out_features, self.in_features = weight.shape
+            weight = weight.detach()
+            packed = blocks.pack(weight, bits) if bits else kernels.pack_weight(weight, kernels.suits_pairs(weight))
         self.register_buffer("order", order, persistent=False)
-        self.out_features, self.in_features = weight.shape
-        weight = weight.detach()
-        packed = blocks.pack(weight, bits) if bits else kernels.pack_weight(weight, kernels.suits_pairs(weight))
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scales", None, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
@@ -66,6 +74,11 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return apply(in_order(x, self.order), self.packed, self.scales, self.bias, self.out_features)
+
+
+def _pack_codes(weight: QuantizedWeight) -> Tensor:
+    zeros = 1 << (weight.bits - 1) if weight.zeros is None else weight.zeros
+    return blocks.pack_codes(weight.codes, weight.bits, weight.scales, group=weight.group, zeros=zeros)
 
 
 def in_order(x: Tensor, order: Tensor | None) -> Tensor:
@@ -185,8 +198,8 @@ def fuse_siblings(model: PreTrainedModel) -> None:
             layers = [getattr(parent, name, None) for name in names]
             if not all(isinstance(layer, PackedLinear) and layer.out_features % kernels.PANEL == 0 for layer in layers):
                 continue
-            if len({(layer.packed.dtype, layer.packed.shape[1:]) for layer in layers}) > 1:  # type: ignore[union-attr]
-                continue  # small siblings have more bits
+            if len({_kind(layer.packed) for layer in layers}) > 1:  # type: ignore[union-attr]
+                continue  # small siblings have more bits, and those of a checkpoint in blocks may have other forms
             if not all(_is_same(layer.order, layers[0].order) for layer in layers):  # type: ignore[union-attr]
                 continue
             group = FusedLinears(layers)  # type: ignore[arg-type]
@@ -199,6 +212,11 @@ def fuse_siblings(model: PreTrainedModel) -> None:
 
 def _is_same(first: Tensor | None, second: Tensor | None) -> bool:
     return first is second or (first is not None and second is not None and torch.equal(first, second))
+
+
+def _kind(packed: Tensor) -> tuple[Any, ...]:
+    """Return what layers must have in common to be fused."""
+    return packed.dtype, packed.shape[1:], blocks.form_of(packed) if blocks.is_blocks(packed) else None
 
 
 def packed_layers(model: nn.Module) -> list[PackedLinear | FusedLinears]:
@@ -248,7 +266,7 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
     embeddings = {id(module.weight): (name, module) for name, module in model.named_modules() if _is_plain_embedding(module)}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, StoredLinear):
-            _replace(model, name, _stored(module))
+            _replace(model, name, PackedLinear(module.read(), module.bias))
             del module
             _return_freed_memory()
             continue
@@ -270,14 +288,6 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
     embeddings.clear()
     fuse_siblings(model)
     _make_the_rest_float32(model)
-
-
-def _stored(module: StoredLinear) -> PackedLinear:
-    """Pack a layer of a quantised checkpoint with exactly its values."""
-    weight = module.read()
-    if isinstance(weight, QuantizedWeight):
-        return PackedLinear(weight.columns(), module.bias, order=weight.order)
-    return PackedLinear(weight, module.bias)
 
 
 def layer_bits(weight: Tensor, bits: int, is_head: bool) -> int:
