@@ -86,7 +86,10 @@ def num_bytes(outputs: int, inputs: int, bits: int) -> int:
 def pack(weight: Tensor, bits: int) -> Tensor:
     """Round [outputs, inputs] to blocks with codes of ``bits`` bits: uint8 [panels, bytes]. Needs the C++ operators."""
     outputs, inputs = weight.shape
-    packed = huge_pages.empty((-(-outputs // PANEL), ROUNDED[bits].panel_bytes(inputs)), torch.uint8)
+    shape = (-(-outputs // PANEL), ROUNDED[bits].panel_bytes(inputs))
+    if weight.is_meta:  # of a model whose packed weights come from a file
+        return weight.new_empty(shape, dtype=torch.uint8)
+    packed = huge_pages.empty(shape, torch.uint8)
     torch.ops.outrider.pack_blocks(weight, bits, packed)
     return packed
 

@@ -96,7 +96,8 @@ class PackedEmbedding(nn.Module):
         self.register_buffer("packed", packed, persistent=False)
         self.num_embeddings, self.embedding_dim = original.weight.shape
         self.padding_idx = original.padding_idx
-        scale = getattr(original, "embed_scale", None)  # of transformers' ...ScaledWordEmbedding, in the table's dtype
+        # Of transformers' ...ScaledWordEmbedding, in the table's dtype.
+        scale = getattr(original, "scalar_embed_scale", getattr(original, "embed_scale", None))
         self._scale = None if scale is None else float(torch.as_tensor(scale).to(original.weight.dtype))
 
     @property
@@ -148,9 +149,11 @@ class FusedLinears(nn.Module):
         if any(b is not None for b in biases):
             zeros = [torch.zeros(layer.out_features) for layer in layers]
             bias = torch.cat([z if b is None else b for b, z in zip(biases, zeros, strict=True)])
-        shape = (sum(layer.packed.shape[0] for layer in layers), *layers[0].packed.shape[1:])
-        packed = huge_pages.empty(shape, layers[0].packed.dtype)
-        self.register_buffer("packed", torch.cat([layer.packed for layer in layers], out=packed), persistent=False)
+        parts = [layer.packed for layer in layers]
+        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        packed = None if parts[0].is_meta else huge_pages.empty(shape, parts[0].dtype)
+        self.register_buffer("packed", torch.cat(parts, out=packed), persistent=False)
+        del parts
         self.register_buffer("scales", None, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
         self.out_features = [layer.out_features for layer in layers]
@@ -216,7 +219,8 @@ def _is_same(first: Tensor | None, second: Tensor | None) -> bool:
 
 def _kind(packed: Tensor) -> tuple[Any, ...]:
     """Return what layers must have in common to be fused."""
-    return packed.dtype, packed.shape[1:], blocks.form_of(packed) if blocks.is_blocks(packed) else None
+    has_form = blocks.is_blocks(packed) and not packed.is_meta  # those of weights that are rounded have other sizes, too
+    return packed.dtype, packed.shape[1:], blocks.form_of(packed) if has_form else None
 
 
 def packed_layers(model: nn.Module) -> list[PackedLinear | FusedLinears]:
