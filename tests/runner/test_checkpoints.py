@@ -13,7 +13,7 @@ from toy import outputs_of
 
 from outrider import LLM, SamplingParams, native
 from outrider.cli import main
-from outrider.runner import ModelRunner, RunnerConfig, linear, loading
+from outrider.runner import ModelRunner, RunnerConfig, blocks, linear, loading
 from outrider.runner.checkpoints import formats
 from outrider.runner.checkpoints.stored import StoredLinear
 from outrider.runner.checkpoints.weight import QuantizedWeight
@@ -241,3 +241,24 @@ def test_what_nothing_here_runs_is_refused_before_weights_are_read(what, tmp_pat
     said = str(caught.value)
     assert what.lower() in said.lower()
     assert "\n" not in said and said.endswith("choose a checkpoint in 16 bits, GPTQ, AWQ, compressed-tensors or FP8")
+
+
+@pytest.mark.parametrize("name", ["fp8-qwen", "fp8-channel"])
+def test_fp8_can_be_rounded_to_8_bits_and_is_read_once(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    made = written(tmp_path, name)
+    config = RunnerConfig(weights="int8", compile="never")
+    first = ModelRunner.load(made.folder, config)
+    monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("weights were read"))
+    again = ModelRunner.load(made.folder, config)
+    text = make_text(30, 1)
+    expected, got = plain_logits(made.model, text)[-1], first.extend(["a"], [text])[0]
+    assert (got - expected).norm() < 0.04 * expected.norm()
+    assert {blocks.bits_of(layer.packed) for layer in linear.packed_layers(first.model)} == {8}
+    assert torch.equal(again.extend(["a"], [text])[0], got)
+
+
+def test_integers_are_not_rounded_again(tmp_path):
+    made = written(tmp_path, "gptq")
+    with pytest.raises(OutriderError, match="needs a checkpoint in 16 or 32 bits or FP8, got one quantised by gptq"):
+        ModelRunner.load(made.folder, RunnerConfig(weights="int8", compile="never"))

@@ -260,9 +260,11 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
 
     ``bits``: 8 or 4 for weights in blocks, or None for the checkpoint's own dtype; the head, the input embedding and small
     layers have at least 8. Other embeddings keep their table, or read the packed one of a head tied to them. Layers that hold
-    what a quantised checkpoint stores are packed with its values. Linear layers that another library quantised or that are
-    otherwise special are left as they are, and so are those whose weight the model multiplies by itself. Each original is freed
-    before the next layer is packed. Raises ``OutriderError`` for values in a quantised checkpoint that no weight has.
+    what a quantised checkpoint stores are packed with its values; with ``bits``, floating-point ones are rounded. Linear layers
+    that another library quantised or that are otherwise special are left as they are, and so are those whose weight the model
+    multiplies by itself. Each original is freed before the next layer is packed.
+
+    Raises ``OutriderError`` for values in a quantised checkpoint that no weight has.
     """
     packed: dict[int, PackedLinear] = {}
     kept = _kept(model)
@@ -270,8 +272,12 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
     embeddings = {id(module.weight): (name, module) for name, module in model.named_modules() if _is_plain_embedding(module)}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, StoredLinear):
-            _replace(model, name, PackedLinear(module.read(), module.bias))
-            del module
+            weight = module.read()
+            rounded = bits and not isinstance(weight, QuantizedWeight)
+            _replace(
+                model, name, PackedLinear(weight, module.bias, layer_bits(weight, bits, module is head) if rounded else None)
+            )
+            del module, weight
             _return_freed_memory()
             continue
         if type(module) not in (nn.Linear, Conv1D) or id(module) in kept:
@@ -292,6 +298,14 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
     embeddings.clear()
     fuse_siblings(model)
     _make_the_rest_float32(model)
+
+
+def _stored(module: StoredLinear, bits: int | None, is_head: bool) -> PackedLinear:
+    """Pack a layer of a quantised checkpoint, see ``pack_model``."""
+    weight = module.read()
+    if bits is None or isinstance(weight, QuantizedWeight):
+        return PackedLinear(weight, module.bias)
+    return PackedLinear(weight, module.bias, layer_bits(weight, bits, is_head))
 
 
 def layer_bits(weight: Tensor, bits: int, is_head: bool) -> int:

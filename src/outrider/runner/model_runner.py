@@ -91,9 +91,9 @@ class ModelRunner:
             raise OutriderError("device cuda is not available: torch finds no CUDA device")
         wanted = loading.load_config(model, config.trust_remote_code)
         kind = loading.model_class(wanted)
-        if config.weights is not None:
-            refuse_rounding(config.weights, device, wanted, kind)
         reader = choose_reader(str(model), wanted, kind, device)
+        if config.weights is not None:
+            refuse_rounding(config.weights, device, wanted, kind, reader)
         shape = None if kind is None else survey_without_weights(wanted, kind)  # check before reading gigabytes
         if config.bits is not None and shape is not None:
             file = PackedFile.of(model, config.bits, config.dtype)

@@ -101,7 +101,7 @@ class PackedFile:
             file.write(len(header).to_bytes(8, "little") + header)
             for name, tensor in tensors.items():
                 file.seek(start + places[name][2])
-                file.write(memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()))
+                file.write(memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()))  # type: ignore[arg-type]
             file.truncate(start + end)
 
         try:

@@ -17,17 +17,20 @@ from outrider.types import OutriderError
 LEAST = 0.8  # share of the weights that must be rounded for the option to have its effect
 
 
-def refuse_rounding(weights: str, device: torch.device, config: PreTrainedConfig, model_class: Any) -> None:
+def refuse_rounding(
+    weights: str, device: torch.device, config: PreTrainedConfig, model_class: Any, reader: Format | None = None
+) -> None:
     """Raise ``OutriderError``, in one line, unless a model of this config can have its weights in 8 or 4 bits.
 
-    ``model_class``: None for code that comes with the model, which only the loaded model shows.
+    ``model_class``: None for code that comes with the model, which only the loaded model shows. ``reader``: of a quantised
+    checkpoint.
     """
     if device.type != "cpu":
         raise OutriderError(f"weights={weights} needs device cpu, got {device}: leave out weights or choose the CPU")
     quantized = quantization_of(config)
-    if quantized is not None:
+    if quantized is not None and (reader is None or reader.has_codes):
         raise OutriderError(
-            f"weights={weights} needs a checkpoint in 16 or 32 bits, got one quantised by {method_of(quantized)}:"
+            f"weights={weights} needs a checkpoint in 16 or 32 bits or FP8, got one quantised by {method_of(quantized)}:"
             " leave out weights"
         )
     if not native.load():

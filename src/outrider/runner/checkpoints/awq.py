@@ -22,6 +22,7 @@ class Awq:
     """Reads the layers of an AWQ checkpoint."""
 
     marks = ("qweight",)
+    has_codes = True
     keys = ("qweight", "qzeros", "scales")
 
     def __init__(self, config: Mapping[str, Any]) -> None:

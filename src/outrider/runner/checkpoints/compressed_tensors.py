@@ -51,6 +51,7 @@ class CompressedTensors:
         for bits in {each.get("num_bits") for each in weights} - {None, *BITS}:
             raise OutriderError(f"compressed-tensors with {bits} bits")
         self.group_sizes = {each.get("group_size") for each in weights}
+        self.has_codes = any(each.get("type", "int") == "int" for each in weights)
         strategies = {each.get("strategy") for each in weights}
         self.strategy = strategies.pop() if len(strategies) == 1 else None  # else seen from the scales' shapes
         self.block = next(filter(None, (fp8.block_of(each.get("block_structure")) for each in weights)), fp8.BLOCK)

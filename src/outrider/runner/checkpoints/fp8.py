@@ -24,6 +24,7 @@ class Fp8:
     """Reads the layers of an FP8 checkpoint."""
 
     marks = ("weight_scale_inv", "weight_scale")
+    has_codes = False
     keys = ("weight", "weight_scale_inv", "weight_scale")
 
     def __init__(self, config: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ class Gptq:
     """Reads the layers of a GPTQ checkpoint."""
 
     marks = ("qweight",)
+    has_codes = True
     keys = ("qweight", "qzeros", "scales", "g_idx")
 
     def __init__(self, config: Mapping[str, Any]) -> None:

@@ -132,6 +132,11 @@ class Format(Protocol):
         ...
 
     @property
+    def has_codes(self) -> bool:
+        """Whether layers are integer codes, which keep their 4 or 8 bits, rather than floating-point numbers of 8 or 4 bits."""
+        ...
+
+    @property
     def keys(self) -> tuple[str, ...]:
         """Last parts of the names of the tensors that ``read`` looks at."""
         ...
