@@ -1,7 +1,7 @@
 """The quantised tensors of GGUF files as codes, scales and offsets, which blocks hold exactly.
 
-A row is a sequence of ggml's blocks of 32 or 256 weights. The layouts are those of ggml's ``ggml-common.h``; the values are bit for
-bit those of ``gguf.quants.dequantize``, because products of these scales and codes are exact in float32.
+A row is a sequence of ggml's blocks of 32 or 256 weights. The layouts are those of ggml's ``ggml-common.h``; the values are
+bit for bit those of ``gguf.quants.dequantize``, because products of these scales and codes are exact in float32.
 """
 
 from __future__ import annotations

@@ -45,12 +45,13 @@ class PackedLinear(nn.Module):
     scales: Tensor | None  # if the weight consists of codes (see quantized.py)
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, bits: int | None = None) -> None:
-        """``bits``: 8 or 4, or None for the weight's own dtype."""
+    def __init__(self, weight: Tensor, bias: Tensor | None, bits: int | None = None, packed: Tensor | None = None) -> None:
+        """``bits``: 8 or 4, or None for the weight's own dtype. ``packed``: the weight, whose shape alone is then read."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         weight = weight.detach()
-        packed = blocks.pack(weight, bits) if bits else kernels.pack_weight(weight, kernels.suits_pairs(weight))
+        if packed is None:
+            packed = blocks.pack(weight, bits) if bits else kernels.pack_weight(weight, kernels.suits_pairs(weight))
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scales", None, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
