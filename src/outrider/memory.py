@@ -59,9 +59,11 @@ def _group_files(controller: str, name: str) -> list[Path]:
     ]
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Return the files of weights in a folder that are read: those of the first format where it has two."""
-    kinds = (sorted(folder.glob(f"*{suffix}")) for suffix in (".safetensors", ".bin", ".pt"))
+def weight_files(source: Path) -> list[Path]:
+    """Return the files of weights that are read of a folder, those of the first format where it has two, or of a GGUF file."""
+    if source.suffix == ".gguf" and source.is_file():
+        return [source]
+    kinds = (sorted(source.glob(f"*{suffix}")) for suffix in (".safetensors", ".bin", ".pt", ".gguf"))
     return next((files for files in kinds if files), [])
 
 

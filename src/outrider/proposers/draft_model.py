@@ -17,6 +17,7 @@ from outrider.proposers.method import MethodSpec, NoOptions, Setting
 from outrider.proposers.portable import Portable, SmallModel
 from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.runner import ModelRunner
+from outrider.runner.gguf import tokenizer_arguments
 from outrider.runner.loading import load_config, text_config
 from outrider.runner.self_draft import SelfDraft
 from outrider.runner.tokenizers import check_same_files, check_same_vocabulary
@@ -211,7 +212,9 @@ def _tokenizer_of(draft: object, trust_remote_code: bool) -> PreTrainedTokenizer
     """Return the tokenizer in the draft's folder or hub repository, if any."""
     source = str(getattr(draft, "name_or_path", draft))
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            **tokenizer_arguments(source), trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, KeyError):
         return None
     return tokenizer

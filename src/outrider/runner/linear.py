@@ -48,10 +48,13 @@ class PackedLinear(nn.Module):
     bias: Tensor | None
     order: Tensor | None
 
-    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, bits: int | None = None) -> None:
-        """``bits``: 8 or 4 to round the weight to, or None to keep its values. Codes go into blocks with exactly their values.
+    def __init__(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, bits: int | None = None, packed: Tensor | None = None
+    ) -> None:
+        """``bits``: 8 or 4, or None for the weight's own dtype. ``packed``: the weight, whose shape alone is then read.
 
-        ``order`` int64 [inputs] is the input of each column, None where they are in order.
+        Integer codes go into blocks with exactly their values. ``order`` int64 [inputs] is the input of each column, None where
+        they are in order.
         """
         super().__init__()
         order = None
@@ -60,8 +63,7 @@ class PackedLinear(nn.Module):
             packed, order = _pack_codes(weight), weight.order
         else:
             self.out_features, self.in_features = weight.shape
-            weight = weight.detach()
-            packed = blocks.pack(weight, bits) if bits else kernels.pack_weight(weight, kernels.suits_pairs(weight))
+            packed = _pack(weight.detach(), bits) if packed is None else packed
         self.register_buffer("order", order, persistent=False)
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scales", None, persistent=False)
@@ -74,6 +76,10 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return apply(in_order(x, self.order), self.packed, self.scales, self.bias, self.out_features)
+
+
+def _pack(weight: Tensor, bits: int | None) -> Tensor:
+    return blocks.pack(weight, bits) if bits else kernels.pack_weight(weight, kernels.suits_pairs(weight))
 
 
 def _pack_codes(weight: QuantizedWeight) -> Tensor:
@@ -272,12 +278,8 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
     embeddings = {id(module.weight): (name, module) for name, module in model.named_modules() if _is_plain_embedding(module)}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, StoredLinear):
-            weight = module.read()
-            rounded = bits and not isinstance(weight, QuantizedWeight)
-            _replace(
-                model, name, PackedLinear(weight, module.bias, layer_bits(weight, bits, module is head) if rounded else None)
-            )
-            del module, weight
+            _replace(model, name, _stored(module, bits, module is head))
+            del module
             _return_freed_memory()
             continue
         if type(module) not in (nn.Linear, Conv1D) or id(module) in kept:

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from outrider import native
+from outrider.runner import gguf
 from outrider.runner.checkpoints.formats import choose, method_of, quantization_of
 from outrider.runner.checkpoints.weight import Format
 from outrider.runner.linear import share_of_linear
@@ -48,7 +49,7 @@ def choose_reader(source: str, config: PreTrainedConfig, model_class: Any, devic
     Raises ``OutriderError``, in one line, for what cannot be run on this device.
     """
     quantized = quantization_of(config)
-    if quantized is None:
+    if quantized is None or gguf.find(source) is not None:
         return None
     reader = choose(source, quantized, device)
     if reader is not None and model_class is not None:
