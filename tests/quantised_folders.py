@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from tiny_folder import make_tokenizer
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, PreTrainedModel, Qwen3Config
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -68,14 +68,7 @@ def write(
             module.weight.data = values[name].clone()
     rest = {name: tensor for name, tensor in model.state_dict().items() if name.removesuffix(".weight") not in values}
     tensors |= {name: tensor.half().clone() for name, tensor in rest.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(
-        json.dumps(
-            own.to_dict() | {"quantization_config": quantization, "dtype": "float16", "architectures": [type(model).__name__]}
-        )
-    )
-    make_tokenizer().save_pretrained(folder)
+    _save(folder, tensors, own, model, quantization, "float16")
     return Written(folder, model, values)
 
 
@@ -299,3 +292,52 @@ FORMATS = {
     "fp8-powers": floats("block", torch.float32, "fp8", power=True),
     "mxfp4": mxfp4(),
 }
+
+
+def write_experts(folder: Path) -> Written:
+    """A tiny gpt-oss whose experts are stored in MXFP4, as the published checkpoints store them."""
+    numbers = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+    sizes = SIZES | {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    config = GptOssConfig(**sizes, sliding_window=16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    tensors, values = {}, {}
+    for name, parameter in model.named_parameters():
+        nn.init.normal_(parameter, std=0.7 / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 0.2)
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = parameter.detach().bfloat16()
+            parameter.data = tensors[name].float()
+            continue
+        experts, inputs, outputs = parameter.shape
+        codes = rng.integers(0, 16, size=(experts, outputs, inputs))
+        exponents = rng.integers(-5, -3, size=(experts, outputs, inputs // 32))
+        tensors[f"{name}_blocks"] = torch.from_numpy((codes[..., 0::2] | codes[..., 1::2] << 4).astype(np.uint8)).unflatten(
+            2, (-1, 16)
+        )
+        tensors[f"{name}_scales"] = torch.from_numpy((exponents + 127).astype(np.uint8))
+        meant = numbers[codes] * np.exp2(exponents.astype(float)).repeat(32, 2)
+        values[name] = torch.from_numpy(meant.astype(np.float32)).transpose(1, 2).contiguous()
+        parameter.data = values[name].clone()
+    quantization = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+    }
+    _save(folder, tensors, config, model, quantization, "bfloat16")
+    return Written(folder, model, values)
+
+
+def _save(
+    folder: Path, tensors: dict[str, Tensor], config: Any, model: PreTrainedModel, quantization: dict[str, Any], dtype: str
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    said = {"quantization_config": quantization, "dtype": dtype, "architectures": [type(model).__name__]}
+    (folder / "config.json").write_text(json.dumps(config.to_dict() | said))
+    make_tokenizer().save_pretrained(folder)

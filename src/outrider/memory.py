@@ -67,9 +67,12 @@ def weight_files(source: Path) -> list[Path]:
     return next((files for files in kinds if files), [])
 
 
-def refuse_too_large(source: str | Path) -> None:
-    """Raise ``OutriderError`` if the weights in a local folder exceed this process's memory."""
-    needed, total = sum(file.stat().st_size for file in weight_files(Path(source))), total_memory()
+def refuse_too_large(source: str | Path, growth: int = 1) -> None:
+    """Raise ``OutriderError`` if the weights in a local folder exceed this process's memory.
+
+    ``growth``: bytes in memory per byte of the files.
+    """
+    needed, total = growth * sum(file.stat().st_size for file in weight_files(Path(source))), total_memory()
     if total is not None and needed > total:
         raise OutriderError(
             f"the weights in {source} take {size(needed)}, but this process has {size(total)} of memory: choose a smaller or a"

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from quantised_folders import FORMATS, Written, write
+from quantised_folders import FORMATS, Written, gptq, write, write_experts
 from safetensors.torch import load_file, save_file
 from toy import outputs_of
 
@@ -262,3 +262,105 @@ def test_integers_are_not_rounded_again(tmp_path):
     made = written(tmp_path, "gptq")
     with pytest.raises(OutriderError, match="needs a checkpoint in 16 or 32 bits or FP8, got one quantised by gptq"):
         ModelRunner.load(made.folder, RunnerConfig(weights="int8", compile="never"))
+
+
+def test_experts_in_mxfp4_have_their_values(tmp_path):
+    """gpt-oss: blocks uint8 [experts, outputs, groups, 16] of two inputs a byte, scales uint8 [experts, outputs, groups]."""
+    made = write_experts(tmp_path / "experts")
+    runner = ModelRunner.load(made.folder, EAGER)
+    for name, values in made.values.items():
+        assert torch.equal(runner.model.get_parameter(name).float(), values)
+    assert linear.is_packed(runner.model)
+    text = make_text(30, 1)
+    expected, got = plain_logits(made.model, text)[-1], runner.extend(["a"], [text])[0]
+    assert (got - expected).norm() < 0.04 * expected.norm()
+
+
+def logits(folder, text=None):
+    runner = ModelRunner.load(folder, EAGER)
+    return runner.extend(["a"], [text or make_text(30, 1)])[0]
+
+
+def test_layers_may_be_spread_over_files(tmp_path):
+    made = written(tmp_path, "gptq-by-activation")
+    expected = logits(made.folder)
+    tensors = load_file(made.folder / "model.safetensors")
+    (made.folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    index = {"metadata": {}, "weight_map": {}}
+    for number in range(3):  # the parts of a layer in different files
+        part = {name: tensors[name] for name in names[number::3]}
+        file = f"model-{number + 1:05}-of-00003.safetensors"
+        save_file(part, made.folder / file, metadata={"format": "pt"})
+        index["weight_map"] |= dict.fromkeys(part, file)
+    (made.folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(logits(made.folder), expected)
+
+
+def test_names_may_lack_the_models_prefix(tmp_path):
+    made = written(tmp_path, "awq")
+    expected = logits(made.folder)
+    broken(made, lambda tensors: [tensors.update({name.removeprefix("model."): tensors.pop(name)}) for name in list(tensors)])
+    assert torch.equal(logits(made.folder), expected)
+
+
+def test_a_quantised_head(tmp_path):
+    made = written(tmp_path, "gptq", keep=())
+    expected = plain_logits(made.model, make_text(30, 1))[-1]
+    assert (logits(made.folder) - expected).norm() < 0.04 * expected.norm()
+    tied = written(tmp_path / "tied", "gptq", keep=(), tie_word_embeddings=True)
+    with pytest.raises(OutriderError, match="lm_head is quantised, and the config ties it to the embedding"):
+        ModelRunner.load(tied.folder, EAGER)
+
+
+def test_a_bias_in_the_files_counts(tmp_path):
+    made = written(tmp_path, "gptq")
+    expected = logits(made.folder)
+    broken(made, lambda tensors: tensors.update({f"{LAYER}.bias": torch.zeros(128, dtype=torch.float16)}))
+    assert torch.equal(logits(made.folder), expected)
+    broken(made, lambda tensors: tensors.update({f"{LAYER}.bias": torch.ones(128, dtype=torch.float16)}))
+    assert not torch.equal(logits(made.folder), expected)
+    broken(made, lambda tensors: tensors.update({f"{LAYER}.bias": torch.ones(127, dtype=torch.float16)}))
+    with pytest.raises(OutriderError, match=rf"{LAYER}.bias is \[127\], expected \[128\]"):
+        ModelRunner.load(made.folder, EAGER)
+
+
+def test_layers_that_are_not_quantised_stay_so(tmp_path):
+    made = written(tmp_path, "w4a16", keep=("lm_head", "layers.0.mlp"))
+    model = loaded(made.folder)
+    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    assert type(model.model.layers[1].mlp.up_proj) is StoredLinear
+    expected = plain_logits(made.model, make_text(30, 1))[-1]
+    assert (logits(made.folder) - expected).norm() < 0.04 * expected.norm()
+
+
+def test_inputs_marked_as_in_order_are(tmp_path):
+    made = written(tmp_path, "w4a16")
+    expected = logits(made.folder)
+    broken(made, lambda tensors: tensors.update({f"{LAYER}.weight_g_idx": torch.full((256,), -1, dtype=torch.int32)}))
+    assert torch.equal(logits(made.folder), expected)
+
+
+def test_groups_that_blocks_cannot_hold_are_refused(tmp_path):
+    quantization, write_layer = gptq(group=40)
+    made = write(tmp_path / "model", quantization, write_layer, hidden_size=160)
+    with pytest.raises(OutriderError, match=r"model\.layers\.\S+: unsupported group of 40 inputs"):
+        ModelRunner.load(made.folder, EAGER)
+
+
+def test_low_bit_drafts_need_fewer_bits_than_the_checkpoint(tmp_path):
+    with pytest.raises(OutriderError, match="invalid bits 4: expected fewer than the target's, whose checkpoint is quantised"):
+        LLM(written(tmp_path, "gptq").folder, method="low-bit:bits=4", compile="never")
+    folder = written(tmp_path, "gptq-8-asym").folder
+    llm = LLM(folder, method="low-bit:bits=4", num_draft_tokens=4, compile="never")
+    assert tokens_of(llm) == tokens_of(LLM(folder, method="plain", compile="never"))
+    assert llm.stats.num_drafts > 0 and llm.stats.faults == 0
+
+
+@pytest.mark.parametrize("name", ["gptq-by-activation", "w4a16-asym"])
+def test_sampled_text_is_plains_with_same_text(name, tmp_path):
+    folder = written(tmp_path, name).folder
+    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.9, top_p=0.95, repetition_penalty=1.1, seed=3)
+    plain = LLM(folder, method="plain", compile="never", same_text=True)
+    llm = LLM(folder, method="ngram", num_draft_tokens=4, compile="never", same_text=True)
+    assert tokens_of(llm, params) == tokens_of(plain, params)

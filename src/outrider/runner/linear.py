@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from outrider.runner import blocks, huge_pages, kernels
 from outrider.runner.checkpoints.stored import StoredLinear
 from outrider.runner.checkpoints.weight import QuantizedWeight
+from outrider.types import OutriderError
 
 SMALL = 64  # layers with fewer inputs or outputs, such as routers and gates, keep 8 bits where others have 4
 
@@ -306,7 +307,10 @@ def _stored(module: StoredLinear, bits: int | None, is_head: bool) -> PackedLine
     """Pack a layer of a quantised checkpoint, see ``pack_model``."""
     weight = module.read()
     if bits is None or isinstance(weight, QuantizedWeight):
-        return PackedLinear(weight, module.bias)
+        try:
+            return PackedLinear(weight, module.bias)
+        except OutriderError as error:  # what blocks cannot hold
+            raise OutriderError(f"{module.name}: {error}") from error
     return PackedLinear(weight, module.bias, layer_bits(weight, bits, is_head))
 
 

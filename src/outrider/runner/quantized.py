@@ -57,6 +57,12 @@ def quantized_copy(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     return own
 
 
+def gets_fewer_bits(model: PreTrainedModel, bits: int) -> bool:
+    """Return whether most of the bytes of the packed model are in layers that have more than ``bits`` bits."""
+    larger = sum(layer.packed.nbytes for layer, _ in _layers(model, bits))
+    return 2 * larger > sum(layer.packed.nbytes for layer in packed_layers(model))
+
+
 def _layers(model: PreTrainedModel, bits: int) -> list[tuple[PackedLinear | FusedLinears, int]]:
     """Return the layers that get fewer bits, and how many."""
     head = model.get_output_embeddings()

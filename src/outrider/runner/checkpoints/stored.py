@@ -43,7 +43,10 @@ DTYPES = {
 
 
 class StoredLinear(nn.Module):
-    """Linear layer that holds its weight as the checkpoint stores it. Computing with it decodes the weight each time."""
+    """Linear layer that holds its weight as the checkpoint stores it. Computing with it decodes the weight each time.
+
+    ``name``: the layer's in the checkpoint.
+    """
 
     bias: nn.Parameter | None
 
@@ -51,14 +54,14 @@ class StoredLinear(nn.Module):
         """``layer``: its tensors, on the meta device. ``bias``: an empty one of the checkpoint's dtype."""
         super().__init__()
         self.out_features, self.in_features = layer.outputs, layer.inputs
-        self._reader, self._name = reader, layer.name
+        self.name, self._reader = layer.name, reader
         for key, tensor in layer.tensors.items():
             self.register_buffer(key, tensor)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def read(self) -> QuantizedWeight | Tensor:
         """Return the weight. Raises ``OutriderError``, naming the tensor, for values that no weight has."""
-        return self._reader.read(LayerTensors(self._name, self.out_features, self.in_features, dict(self.named_buffers())))
+        return self._reader.read(LayerTensors(self.name, self.out_features, self.in_features, dict(self.named_buffers())))
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.read()
@@ -121,9 +124,8 @@ def headers(files: Sequence[str]) -> dict[str, Tensor]:
 
 
 def place(model: PreTrainedModel, reader: Format, files: Sequence[str]) -> None:
-    """Replace each linear layer that the files store quantised by a ``StoredLinear``, in place.
+    """Replace each linear layer that the files store quantised by a ``StoredLinear``, in place; ``model`` is on the meta device.
 
-    ``model``: on the meta device.
     Raises ``OutriderError``, naming the tensor, for one that is missing or of another dtype or shape than the format's, and for
     quantised tensors that belong to no linear layer of the model.
     """
@@ -140,11 +142,15 @@ def place(model: PreTrainedModel, reader: Format, files: Sequence[str]) -> None:
                 f"{stem} is quantised, and {type(model).__name__} has no linear layer of its own for it:"
                 " only linear layers may be quantised"
             )
+        if module is model.get_output_embeddings() and model.config.get_text_config(decoder=True).tie_word_embeddings:
+            raise OutriderError(
+                f"{stem} is quantised, and the config ties it to the embedding: set tie_word_embeddings to false"
+            )
         weight: Tensor = module.weight  # type: ignore[union-attr]
         outputs, inputs = weight.shape if isinstance(module, nn.Linear) else reversed(weight.shape)
         tensors = {key: found[f"{stem}.{key}"] for key in reader.keys if f"{stem}.{key}" in found}
         layer = LayerTensors(stem, outputs, inputs, tensors)
-        if not stems & {stem}:
+        if stem not in stems:
             raise OutriderError(
                 f"{stem}.weight is {dtype_name(found[f'{stem}.weight'].dtype)}, and the checkpoint lacks its {reader.marks[0]}"
             )

@@ -112,7 +112,7 @@ class LayerTensors:
         if key not in self.tensors:
             return None
         index = self.get(key, (torch.int32, torch.int64), [self.inputs])
-        if index.is_meta:
+        if index.is_meta or bool((index == -1).all()):  # compressed-tensors' sign for inputs in order
             return None
         ascending = torch.arange(self.inputs) // group
         if torch.equal(index.long(), ascending):
