@@ -65,7 +65,7 @@ def write(
         if isinstance(module, nn.Linear) and not any(part in name for part in keep):
             stored, values[name] = write_layer(module.weight.detach(), rng)
             tensors |= {f"{name}.{key}": tensor.contiguous() for key, tensor in stored.items()}
-            module.weight.data = values[name].clone()
+            module.weight.data = values[name].clone(memory_format=torch.contiguous_format)
     rest = {name: tensor for name, tensor in model.state_dict().items() if name.removesuffix(".weight") not in values}
     tensors |= {name: tensor.half().clone() for name, tensor in rest.items()}
     _save(folder, tensors, own, model, quantization, "float16")

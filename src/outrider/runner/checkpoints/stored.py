@@ -124,7 +124,7 @@ def headers(files: Sequence[str]) -> dict[str, Tensor]:
 
 
 def place(model: PreTrainedModel, reader: Format, files: Sequence[str]) -> None:
-    """Replace each linear layer that the files store quantised by a ``StoredLinear``, in place; ``model`` is on the meta device.
+    """Replace linear layers that the files store quantised by ``StoredLinear`` ones, in place; the model is on the meta device.
 
     Raises ``OutriderError``, naming the tensor, for one that is missing or of another dtype or shape than the format's, and for
     quantised tensors that belong to no linear layer of the model.
