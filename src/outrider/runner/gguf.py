@@ -100,16 +100,16 @@ class GgufFile:
     def open(cls, path: Path) -> GgufFile:
         """Raise ``OutriderError`` if the package is missing, and for a file that is cut, damaged or no GGUF file."""
         try:
-            reader_of = import_module("gguf").GGUFReader
-        except ImportError as error:
-            raise OutriderError(f"{path} needs the package gguf: pip install 'outrider[gguf]'") from error
-        try:
             with path.open("rb") as opened:
                 is_gguf = opened.read(4) == b"GGUF"
         except OSError as error:
             raise OutriderError(f"cannot read {path}: {first_line(error)}") from error
         if not is_gguf:
             raise OutriderError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
+        try:
+            reader_of = import_module("gguf").GGUFReader
+        except ImportError as error:
+            raise OutriderError(f"{path} needs the package gguf: pip install 'outrider[gguf]'") from error
         try:
             reader = reader_of(path)
             fields = {name: field for name, field in reader.fields.items()}
