@@ -215,6 +215,6 @@ def _tokenizer_of(draft: object, trust_remote_code: bool) -> PreTrainedTokenizer
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             **tokenizer_arguments(source), trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError):
+    except Exception:  # of a file that is broken: where the model is loaded, the reason is given
         return None
     return tokenizer

@@ -100,10 +100,6 @@ class GgufFile:
     def open(cls, path: Path) -> GgufFile:
         """Raise ``OutriderError`` if the package is missing, and for a file that is cut, damaged or no GGUF file."""
         try:
-            reader_of = import_module("gguf").GGUFReader
-        except ImportError as error:
-            raise OutriderError(f"{path} needs the package gguf: pip install 'outrider[gguf]'") from error
-        try:
             with path.open("rb") as opened:
                 is_gguf = opened.read(4) == b"GGUF"
         except OSError as error:
@@ -111,8 +107,12 @@ class GgufFile:
         if not is_gguf:
             raise OutriderError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
         try:
+            reader_of = import_module("gguf").GGUFReader
+        except ImportError as error:
+            raise OutriderError(f"{path} needs the package gguf: pip install 'outrider[gguf]'") from error
+        try:
             reader = reader_of(path)
-            fields = {name: field for name, field in reader.fields.items()}
+            fields = dict(reader.fields)
         except Exception as error:  # broken files fail in more ways than can be listed
             raise OutriderError(f"cannot read {path}: the file is cut or damaged ({first_line(error)})") from error
         if reader.byte_order != "I":
@@ -216,8 +216,7 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     else:
         to = file.plain_dtype if dtype == "auto" else _dtype(dtype)
     _fill_buffers(model, file)
-    read = _Tensors(file, model, None if keeps else to)
-    aliases = _aliases(model)
+    read, places = _Tensors(file, model, None if keeps else to), _places(model, set(names.values()))
     packed: dict[str, Tensor] = {}
     for name, own in names.items():
         module = model.get_submodule(own.rpartition(".")[0])
@@ -225,14 +224,25 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
             packed[own] = read.blocks(name)
             continue
         parameter = nn.Parameter(read.values(name), requires_grad=False)
-        for alias in [own, *(other for other in aliases[own] if other not in names.values())]:
-            _set(model, alias, parameter)
+        for place in places[own]:
+            _set(model, place, parameter)
     for own, weight in packed.items():  # after the biases, which the layers take with them
-        for alias in [own, *(other for other in aliases[own] if other not in names.values())]:
-            place, module = alias.rpartition(".")[0], model.get_submodule(alias.rpartition(".")[0])
-            is_linear = isinstance(module, nn.Linear)
-            layer = PackedLinear(module.weight, module.bias, packed=weight) if is_linear else PackedEmbedding(weight, module)  # type: ignore[arg-type]
-            _set(model, place, layer)
+        for place in places[own]:
+            layer = place.removesuffix(".weight")
+            module = model.get_submodule(layer)
+            if isinstance(module, nn.Embedding):
+                _set(model, layer, PackedEmbedding(weight, module))
+            elif isinstance(module, nn.Linear):
+                _set(model, layer, PackedLinear(module.weight, module.bias, packed=weight))
+
+
+def _places(model: PreTrainedModel, given: set[str]) -> dict[str, list[str]]:
+    """Return which of a model's parameters each given one is: itself, and those tied to it that are not given."""
+    parameters = model.state_dict(keep_vars=True)
+    return {
+        own: [name for name, same in parameters.items() if name == own or (same is parameters[own] and name not in given)]
+        for own in given
+    }
 
 
 class _Tensors:
@@ -242,7 +252,8 @@ class _Tensors:
         """``dtype``: of values; None for that of each tensor."""
         config = {name: getattr(model.config, name) for name in ("num_attention_heads", "num_key_value_heads")}
         self._file, self._dtype = file, dtype
-        self._processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config)
+        processor: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
+        self._processor = processor(config=config)
 
     def is_quantized(self, name: str) -> bool:
         return self._file.tensors[name].tensor_type.name in gguf_codes.FORMATS
@@ -277,15 +288,6 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype:
     return found
 
 
-def _aliases(model: PreTrainedModel) -> dict[str, list[str]]:
-    """The other names of each parameter: of tied ones."""
-    parameters = model.state_dict(keep_vars=True)
-    return {
-        name: [other for other, same in parameters.items() if same is parameter and other != name]
-        for name, parameter in parameters.items()
-    }
-
-
 def _set(model: PreTrainedModel, name: str, value: nn.Module | nn.Parameter) -> None:
     parent, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(parent), attribute, value)
@@ -303,6 +305,6 @@ def _fill_buffers(model: PreTrainedModel, file: GgufFile) -> None:
                 raise OutriderError(
                     f"{file.path}: tensor {FACTORS} is {list(factors.shape)}, expected {list(rotary.inv_freq.shape)}"
                 )
-            rotary.inv_freq.div_(factors)
+            rotary.inv_freq = rotary.inv_freq / factors
             rotary.original_inv_freq = rotary.inv_freq.clone()
         _set(model, name, rotary)

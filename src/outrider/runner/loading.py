@@ -97,7 +97,7 @@ def _load_gguf(file: Path, config: PreTrainedConfig, dtype: torch.dtype | str, d
     with quiet(), torch.device("meta"):
         model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32)
     gguf.fill(model, file, dtype, device)
-    moved: PreTrainedModel = model.eval().to(device)  # type: ignore[arg-type]
+    moved: PreTrainedModel = model.eval().to(device)
     return moved
 
 
