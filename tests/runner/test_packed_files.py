@@ -79,6 +79,7 @@ def test_logits_are_those_of_the_first_load(kind, dtype, tmp_path, read):
     assert len(read) == 1
     assert torch.equal(logits(again), logits(first))
     assert linear.is_in_blocks(again.model)
+    assert again.model.config.to_dict() == first.model.config.to_dict()  # the key of compiled passes
 
 
 def test_each_number_of_bits_and_each_state_of_the_files_has_its_own(folder, cache, read):
