@@ -164,7 +164,7 @@ def test_what_cannot_be_rounded_is_refused_in_one_line_before_weights_are_read(u
     folder = make_folder(tmp_path / "plain")
     assert "needs device cpu, got cuda" in refusal(folder, monkeypatch, cuda=True, device="cuda")
     quantized = make_folder(tmp_path / "quantized", quantization_config={"quant_method": "gptq", "bits": 4})
-    assert "needs a checkpoint in 16 or 32 bits, got one quantised by gptq" in refusal(quantized, monkeypatch)
+    assert "needs a checkpoint in 16 or 32 bits or FP8, got one quantised by gptq" in refusal(quantized, monkeypatch)
     experts = tmp_path / "experts"
     make_model(small_config("mixtral")).save_pretrained(experts)
     assert "of the weights of this mixtral model" in refusal(experts, monkeypatch)
@@ -181,7 +181,8 @@ def refusal(folder, monkeypatch, cuda=False, **config):
 
 
 @needs_kernels
-def test_doctor_and_provenance_name_the_precision(tmp_path):
+def test_doctor_and_provenance_name_the_precision(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     folder = make_folder(tmp_path / "target", hidden_size=64, intermediate_size=96)
     checkup = check_up(Patient(folder, "ngram", {"weights": "int4", "compile": "never", "self_check": False}))
     said = next(finding.text for finding in checkup.findings if finding.topic == "weights")

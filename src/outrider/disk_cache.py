@@ -1,4 +1,4 @@
-"""The cache folder: compiled kernels and passes, exports and inflated models, kept between runs.
+"""The cache folder: compiled kernels and passes, packed weights, exports and inflated models, kept between runs.
 
 What is found here is loaded as code. So, as ssh does with its keys, a folder or file that somebody else could have written is
 refused, and every compiled file carries the hash of its content in its name, which is checked before the file is loaded.
@@ -13,10 +13,11 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import BinaryIO
 
 from outrider.errors import OutriderError
 
@@ -76,13 +77,34 @@ def store(built: Path, kind: str, key: str, suffix: str) -> Path:
     What another process has stored under the key since is kept and returned. Where the cache cannot be written, the copy is
     kept for this process alone. Raises ``OSError`` where not even that is possible.
     """
+
+    def copy(to: BinaryIO) -> None:
+        with built.open("rb") as file:
+            shutil.copyfileobj(file, to)
+
     try:
-        return _stored(built, lasting_dir(kind), key, suffix)
+        return write(kind, key, suffix, copy)
     except OutriderError as error:
-        problem = str(error)
+        return _stored(copy, _instead(str(error), kind), key, suffix)
+
+
+def write(kind: str, key: str, suffix: str, fill: Callable[[BinaryIO], None]) -> Path:
+    """Stores what ``fill`` writes into a file, as ``store`` does, but only where it lasts.
+
+    Raises ``OutriderError`` where the cache cannot be written.
+    """
+    try:
+        return _stored(fill, lasting_dir(kind), key, suffix)
     except OSError as error:  # a full disk
-        problem = f"the cache folder cannot be used: {_in_words(error)}"
-    return _stored(built, _instead(problem, kind), key, suffix)
+        raise OutriderError(f"the cache folder cannot be used: {_in_words(error)}") from error
+
+
+def discard(kind: str, key: str, suffix: str, keep: Path | None = None) -> None:
+    """Removes the files of the folder ``kind`` whose key begins like this, except one; what cannot be removed stays."""
+    with suppress(RuntimeError, OSError):
+        for path in (_root() / kind).glob(f"{key}-*{suffix}"):
+            if path != keep:
+                path.unlink()
 
 
 def _root() -> Path:
@@ -151,27 +173,27 @@ def _damage(path: Path, suffix: str) -> str | None:
         return "is not a file"
     if hasattr(os, "getuid") and (status.st_uid not in (os.getuid(), 0) or status.st_mode & OTHERS_MAY_WRITE):
         return "could have been written by others"
-    if not path.name.endswith(f"-{_content_hash(path.read_bytes())}{suffix}"):
+    if not path.name.endswith(f"-{_content_hash(path)}{suffix}"):
         return "is damaged"
     return None
 
 
-def _content_hash(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:32]
+def _content_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:32]
 
 
-def _stored(built: Path, folder: Path, key: str, suffix: str) -> Path:
-    data = built.read_bytes()
+def _stored(fill: Callable[[BinaryIO], None], folder: Path, key: str, suffix: str) -> Path:
     handle, part = tempfile.mkstemp(dir=folder, prefix=f".{key}-", suffix=".part")  # mode 0600
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            fill(file)
             file.flush()
             os.fsync(file.fileno())
         earlier = _intact(folder, key, suffix)
         if earlier is not None:
             return earlier
-        path = folder / f"{key}-{_content_hash(data)}{suffix}"
+        path = folder / f"{key}-{_content_hash(Path(part))}{suffix}"
         os.replace(part, path)
         _flush_folder(folder)
         return path

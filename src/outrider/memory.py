@@ -59,15 +59,20 @@ def _group_files(controller: str, name: str) -> list[Path]:
     ]
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Return the files of weights in a folder that are read: those of the first format where it has two."""
-    kinds = (sorted(folder.glob(f"*{suffix}")) for suffix in (".safetensors", ".bin", ".pt"))
+def weight_files(source: Path) -> list[Path]:
+    """Return the files of weights that are read of a folder, those of the first format where it has two, or of a GGUF file."""
+    if source.suffix == ".gguf" and source.is_file():
+        return [source]
+    kinds = (sorted(source.glob(f"*{suffix}")) for suffix in (".safetensors", ".bin", ".pt", ".gguf"))
     return next((files for files in kinds if files), [])
 
 
-def refuse_too_large(source: str | Path) -> None:
-    """Raise ``OutriderError`` if the weights in a local folder exceed this process's memory."""
-    needed, total = sum(file.stat().st_size for file in weight_files(Path(source))), total_memory()
+def refuse_too_large(source: str | Path, growth: int = 1) -> None:
+    """Raise ``OutriderError`` if the weights in a local folder exceed this process's memory.
+
+    ``growth``: bytes in memory per byte of the files.
+    """
+    needed, total = growth * sum(file.stat().st_size for file in weight_files(Path(source))), total_memory()
     if total is not None and needed > total:
         raise OutriderError(
             f"the weights in {source} take {size(needed)}, but this process has {size(total)} of memory: choose a smaller or a"

@@ -42,8 +42,14 @@ def test_a_folder_that_is_no_model(outrider: Run, tmp_path: Path) -> None:
 
 
 def test_a_file_instead_of_a_folder(outrider: Run, tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_text("x")
+    assert_one_line(outrider("generate", "--target", tmp_path / "model.bin", "hi"), "is a file", "or a .gguf file")
+
+
+def test_a_file_that_is_no_gguf_file(outrider: Run, tmp_path: Path, target: Path) -> None:
     (tmp_path / "model.gguf").write_text("x")
-    assert_one_line(outrider("generate", "--target", tmp_path / "model.gguf", "hi"), "is a file")
+    for options in (("--target", tmp_path / "model.gguf"), ("--target", target, "--draft", tmp_path / "model.gguf")):
+        assert_one_line(outrider("generate", *options, "hi"), "model.gguf is not a GGUF file")
 
 
 def test_a_hub_id_that_cannot_be_reached(outrider: Run, monkeypatch: pytest.MonkeyPatch) -> None:

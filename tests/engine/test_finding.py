@@ -357,7 +357,8 @@ def test_a_verifier_of_chains_gets_no_trees(made, target, said):
     assert any("it drafts trees, and Chains supports chains only" in line for line in said())
 
 
-def test_a_hybrid_and_a_rounded_target_take_what_they_run(made, target, tmp_path):
+def test_a_hybrid_and_a_rounded_target_take_what_they_run(made, target, tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     hybrid = tmp_path / "hybrid"
     write_checkpoint("qwen3_5_text", hybrid, tiny_target("qwen3_5_text", vocab_size=VOCAB))
     make_tokenizer().save_pretrained(hybrid)

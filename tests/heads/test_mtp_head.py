@@ -239,7 +239,8 @@ def test_the_head_in_the_targets_folder_drafts_and_the_text_is_plain_decodings(f
     assert llm.stats.num_drafts > 0
 
 
-def test_a_head_keeps_16_bits_beside_a_target_in_4(tmp_path):
+def test_a_head_keeps_16_bits_beside_a_target_in_4(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     write_checkpoint("qwen2", tmp_path, tiny_target("qwen2", hidden_size=128, intermediate_size=128, head_dim=32))
     target = ModelRunner.load(str(tmp_path), RunnerConfig(compile="never", max_batch=1, weights="int4"))
     head = mtp_formats.load(tmp_path, target)

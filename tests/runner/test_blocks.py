@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from outrider import native
 from outrider.runner import blocks, kernels
+from outrider.types import OutriderError
 
 pytestmark = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 SHAPES = [(1, 1), (31, 7), (32, 128), (97, 513), (200, 1030), (416, 64)]
@@ -120,8 +121,120 @@ def test_weights_of_another_form_and_inputs_of_another_size_are_refused():
     packed = blocks.pack(torch.randn(64, 100), 8)
     with pytest.raises(RuntimeError, match="input of size 200, weight for 4 blocks of 32"):
         torch.ops.outrider.linear_blocks(torch.randn(2, 200), packed, None, 64, 32)
-    with pytest.raises(RuntimeError, match="are not blocks of 8 or 4 bits"):
+    with pytest.raises(RuntimeError, match="are not in blocks of 1088 bytes"):
         torch.ops.outrider.linear_blocks(torch.randn(2, 100), packed[..., :500].contiguous(), None, 64, 32)
+    packed[:, 0] = 9
+    with pytest.raises(RuntimeError, match="are in blocks of an unknown form"):
+        torch.ops.outrider.linear_blocks(torch.randn(2, 100), packed, None, 64, 32)
+
+
+# Codes of a checkpoint: bits, inputs that share a scale, what is added to a code, and what scales are as float32.
+EXACT = [
+    (4, 32, "none", torch.bfloat16),
+    (4, 32, "middle", torch.float16),  # Q4_0 of GGUF, symmetric GPTQ
+    (4, 32, "offsets", torch.float32),  # Q4_K
+    (4, 16, "offsets", torch.float16),  # Q2_K has fewer bits
+    (3, 16, "middle", torch.float32),  # Q3_K
+    (4, 128, "zeros", torch.float16),  # GPTQ, AWQ
+    (4, 64, "zeros", torch.float32),
+    (8, 32, "middle", torch.float16),  # Q8_0
+    (8, 128, "zeros", torch.bfloat16),
+    (8, 32, "none", torch.float32),
+    (8, 10_000, "zeros", torch.float32),  # one scale per output
+    (6, 16, "middle", torch.float32),  # Q6_K
+    (5, 32, "offsets", torch.float32),  # Q5_K
+    (5, 16, "zeros", torch.float16),
+]
+
+
+def coded(outputs, inputs, bits, group, added, dtype, seed=0):
+    """A weight in blocks, and its values as a reference computes them in float32."""
+    torch.manual_seed(seed)
+    groups = max(1, -(-inputs // group)) if group < inputs else 1
+    codes = torch.randint(0, 1 << bits, (outputs, inputs), dtype=torch.uint8)
+    scales, offsets = torch.randn(outputs, groups).to(dtype).float(), 4 * torch.randn(outputs, groups)
+    zeros = (
+        torch.randint(0, 1 << bits, (outputs, groups)) if added == "zeros" else torch.full((outputs, groups), 1 << (bits - 1))
+    )
+
+    def each(numbers):
+        return numbers.repeat_interleave(group, 1)[:, :inputs] if groups > 1 else numbers.expand(-1, inputs)
+
+    given = {"none": {}, "offsets": {"offsets": offsets}}.get(added, {"zeros": zeros})
+    packed = blocks.pack_codes(codes, bits, scales, group=group, **given)
+    if "zeros" in given:
+        return packed, each(scales) * (codes.float() - each(zeros))
+    return packed, each(scales) * codes.float() + (each(offsets) if given else 0)
+
+
+@pytest.mark.parametrize("bits, group, added, dtype", EXACT)
+@pytest.mark.parametrize("outputs, inputs", [(1, 1), (31, 7), (97, 513), (70, 1024)])
+def test_codes_of_a_checkpoint_keep_their_values_bit_for_bit(outputs, inputs, bits, group, added, dtype):
+    packed, values = coded(outputs, inputs, bits, group, added, dtype)
+    assert torch.equal(blocks.unpack(packed, outputs, inputs), values)
+    ids = torch.arange(outputs)
+    assert torch.equal(torch.ops.outrider.embed_blocks(ids, packed, inputs), values)
+    assert torch.equal(blocks.reference_embed_blocks(ids, packed, inputs), values)
+    identity = torch.ops.outrider.linear_blocks(torch.eye(inputs), packed, None, outputs, 32)
+    assert torch.equal(identity, values.T)  # one product and zeros: float32 changes nothing
+    assert blocks.bits_of(packed) == (4 if bits <= 4 else 8)
+    assert blocks.shape_of(packed) == (-(-outputs // 32) * 32, -(-inputs // 32) * 32)
+
+
+def test_scales_take_no_more_bytes_than_their_numbers_need():
+    sizes = {
+        (8, "middle", torch.float16): 34,
+        (4, "middle", torch.float16): 18,
+        (4, "middle", torch.bfloat16): 18,
+        (4, "zeros", torch.float16): 19,
+        (4, "offsets", torch.float32): 24,
+    }
+    for (bits, added, dtype), expected in sizes.items():
+        packed, _ = coded(32, 64, bits, 32, added, dtype)
+        assert packed.nbytes == blocks.HEADER + 2 * 32 * expected, (bits, added, dtype)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("bits, group, added, dtype", EXACT)
+def test_the_operator_computes_what_the_codes_of_a_checkpoint_say(bits, group, added, dtype, precision):
+    packed, values = coded(97, 513, bits, group, added, dtype)
+    x, bias = torch.randn(2, 20, 513), torch.randn(97)
+    x[0, 3], x[1, 2] = 0, 1000 * x[1, 2]
+    got = torch.ops.outrider.linear_blocks(x, packed, bias, 97, precision)
+    exact = blocks.round_activations(x, precision).double() @ values.double().T + bias.double()
+    # Numbers and offsets are summed each on their own, so an error is relative to both.
+    largest = values.abs() + (values.abs().amax(1, keepdim=True) if added in ("offsets", "zeros") else 0)
+    assert ((got.double() - exact).abs() <= 1e-5 * (x.double().abs() @ largest.double().T).clamp_min(1)).all()
+    reference = blocks.reference_linear_blocks(x, packed, bias, 97, precision)
+    assert ((reference.double() - exact).abs() <= 1e-5 * (x.double().abs() @ largest.double().T).clamp_min(1)).all()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("bits, group, added, dtype", EXACT)
+def test_a_row_has_the_same_bits_among_any_number_of_rows_of_exact_codes(bits, group, added, dtype, precision):
+    packed, _ = coded(97, 1100, bits, group, added, dtype)
+    x, multiply = torch.randn(40, 1100), torch.ops.outrider.linear_blocks
+    alone = torch.cat([multiply(row[None], packed, None, 97, precision) for row in x])
+    for rows in (*range(1, 27), 40):
+        assert torch.equal(multiply(x[:rows], packed, None, 97, precision), alone[:rows]), rows
+        assert torch.equal(multiply(x[40 - rows :], packed, None, 97, precision), alone[40 - rows :]), rows
+
+
+def test_codes_that_no_form_holds_exactly_are_refused():
+    codes, scales = torch.full((32, 64), 200, dtype=torch.uint8), torch.ones(32, 2)
+    for match, given in (
+        ("unsupported group of 24 inputs", {"group": 24}),
+        ("codes above 127 with offsets", {"group": 32, "offsets": scales}),
+        ("expected integers up to 255", {"group": 32, "zeros": scales * 256}),
+        ("expected integers up to 255", {"group": 32, "zeros": scales * 7.5}),
+    ):
+        with pytest.raises(OutriderError, match=match):
+            blocks.pack_codes(codes, 8, scales, **given)
+    for number in (torch.nan, torch.inf):
+        with pytest.raises(OutriderError, match="scales are NaN or infinite"):
+            blocks.pack_codes(codes, 8, scales * number, group=32)
+        with pytest.raises(OutriderError, match="offsets are NaN or infinite"):
+            blocks.pack_codes(codes // 2, 8, scales, scales * number, group=32)
 
 
 @pytest.mark.parametrize("activation", kernels.GATES)

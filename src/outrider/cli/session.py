@@ -111,11 +111,13 @@ def check_source(model: str | None) -> None:
         return
     path = Path(model).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not (path / "config.json").is_file() and not list(path.glob("*.gguf")):
             raise OutriderError(f"{model} is not a model folder: config.json is missing")
         return
+    if path.is_file() and path.suffix == ".gguf":
+        return
     if path.exists():
-        raise OutriderError(f"{model} is a file: give the folder with config.json and the weights")
+        raise OutriderError(f"{model} is a file: give the folder with config.json and the weights, or a .gguf file")
     if not model or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise OutriderError(f"no model folder {model!r}: expected a folder, or a Hugging Face id owner/name")
     if not _hub_reachable():

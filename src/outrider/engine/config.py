@@ -25,6 +25,7 @@ from outrider.registry import (
     VERIFIERS,
 )
 from outrider.runner import ModelRunner, RunnerConfig
+from outrider.runner.gguf import find, tokenizer_arguments
 from outrider.runner.loading import load_config, text_config
 from outrider.runner.tokenizers import DifferentVocabulary
 from outrider.types import OutriderError, first_line
@@ -62,9 +63,11 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            **tokenizer_arguments(source), trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # broken files fail in more ways than can be listed
-        if not isinstance(error, (OSError, ValueError, KeyError)):
+        if find(source) is not None or not isinstance(error, (OSError, ValueError, KeyError)):
             load_config(source, trust_remote_code)  # AutoTokenizer reads the config too: its fault is the better reason
         raise OutriderError(f"cannot load a tokenizer from {str(source)!r}: {first_line(error)}") from error
     return tokenizer

@@ -142,7 +142,7 @@ def target_files(source: object) -> TargetFiles | None:
 
     Configs of a hub id that was not downloaded yet are fetched: the target's weights will be.
     """
-    if not isinstance(source, (str, Path)):
+    if not isinstance(source, (str, Path)) or Path(source).expanduser().is_file():
         return None
     try:
         folder = on_this_machine(source) or Path(snapshot_download(str(source), allow_patterns=["*.json"]))

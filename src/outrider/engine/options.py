@@ -65,7 +65,7 @@ class Speculation:
     target: ModelSource | None = option(
         Source(),
         None,
-        "Folder or hub id of the target (default: the embedded model).",
+        "Folder, hub id or GGUF file of the target (default: the embedded model).",
         panel=MODELS,
         in_plan=True,
     )
@@ -73,7 +73,7 @@ class Speculation:
         TokenizerLike(), None, "Tokenizer of the target (default: the one in its folder; a loaded model has none)."
     )
     draft: ModelSource | None = option(
-        Source(heads=True), None, "Folder or hub id of a draft model or of heads.", panel=MODELS, in_plan=True
+        Source(heads=True), None, "Folder, hub id or GGUF file of a draft model, or of heads.", panel=MODELS, in_plan=True
     )
     download_draft: bool = option(
         Flag(),

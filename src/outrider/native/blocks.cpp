@@ -1,4 +1,5 @@
-// Linear layers whose weights are codes of 8 or 4 bits, in blocks of 32 inputs x 32 outputs. Each output of a block has a scale.
+// Linear layers whose weights are codes of 8 or 4 bits, in blocks of 32 inputs x 32 outputs. A weight is scale * number + offset:
+// the number that its code stands for, a scale and, in some forms, an offset of its output and of 32 or 16 of its inputs.
 //
 // A pass over one row takes as long as reading the codes from memory. Codes are decoded in registers, once for all rows of a tile,
 // and multiplied with activations in one of three precisions:
@@ -7,6 +8,7 @@
 // - 16 bits: bfloat16 products, two per lane and instruction, float32 sums (AVX-512 BF16);
 // - 32 bits: float32, on any CPU.
 //
+// The first two multiply numbers, and scale the sums of a block; an offset is multiplied with the sum of the row's activations.
 // Batch-invariant like the other layers: a row's sums are added block by block, and within a block in a fixed order, whatever the
 // number of rows in the pass.
 
@@ -28,41 +30,100 @@
 namespace outrider {
 namespace {
 
-constexpr int64_t kInputs = 32;          // inputs of a block; its outputs are kPanel
-constexpr int64_t kScales = kPanel * 2;  // bytes of a block's scales, in bfloat16
-constexpr int kMaxRows = 12;             // of a tile: 12 rows x 2 vectors of sums leave 8 registers for weights
-constexpr int64_t kStretch = 16;         // blocks whose weights stay in the L1 cache while all rows of a pass are multiplied
-constexpr int64_t kAhead = 6144;         // bytes to prefetch ahead: the hardware prefetcher stops at page ends
+constexpr int64_t kInputs = 32;   // inputs of a block; its outputs are kPanel
+constexpr int64_t kHeader = 64;   // bytes before the blocks of a panel
+constexpr int kMaxRows = 12;      // of a tile: 12 rows x 2 vectors of sums leave 8 registers for weights
+constexpr int64_t kStretch = 16;  // blocks whose weights stay in the L1 cache while all rows of a pass are multiplied
+constexpr int64_t kAhead = 6144;  // bytes to prefetch ahead: the hardware prefetcher stops at page ends
 
-// Values of the 4-bit codes, before the scale.
-constexpr int8_t kNumbers[16] = {
+// What codes stand for, and what scales and offsets are stored as. Python's names for them are in runner/blocks.py.
+enum Codes : uint8_t { kInt8, kTable4, kInt4, kUint4, kNumCodes };
+enum Numbers : uint8_t { kNone, kBfloat16, kFloat16, kFloat32, kZeros, kNumNumbers };
+constexpr int64_t kWidths[kNumNumbers] = {0, 2, 2, 4, 1};  // bytes
+
+// Numbers of the 4-bit codes.
+constexpr int8_t kTables[kNumCodes][16] = {
+    {},
+    {
 #include "codes4.inc"
+    },
+    {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
 };
+constexpr const int8_t* kNumbers = kTables[kTable4];
 
-// A block: 32 scales, then groups of `together` inputs; a group has a 32-bit word per output. 8 bits: one input per byte. 4 bits:
+// Codes of a block stand in groups of `together` inputs; a group has a 32-bit word per output. 8 bits: one input per byte. 4 bits:
 // inputs 0 to 3 in the low halves of the bytes, inputs 4 to 7 in the high halves.
 struct Bits8 {
-  static constexpr int64_t together = 4, bytes = kScales + kInputs * kPanel;
+  static constexpr int64_t together = 4, bytes = kInputs * kPanel;
 };
 struct Bits4 {
-  static constexpr int64_t together = 8, bytes = kScales + kInputs * kPanel / 2;
+  static constexpr int64_t together = 8, bytes = kInputs * kPanel / 2;
 };
 
-inline float scale_at(const uint8_t* block, int64_t output) {
-  uint32_t bits = 0;
-  std::memcpy(reinterpret_cast<char*>(&bits) + 2, block + 2 * output, 2);
-  float scale;
-  std::memcpy(&scale, &bits, sizeof scale);
-  return scale;
+// What the blocks of a weight consist of: codes, then 32 scales for each group of inputs, then as many offsets. Zeros are integers
+// that are subtracted from numbers before these are scaled.
+struct Form {
+  Codes codes;
+  Numbers scales, offsets;
+  uint8_t groups;
+  int64_t scales_at, offsets_at, bytes;
+
+  Form(uint8_t codes_, uint8_t scales_, uint8_t offsets_, uint8_t groups_)
+      : codes(static_cast<Codes>(codes_)),
+        scales(static_cast<Numbers>(scales_)),
+        offsets(static_cast<Numbers>(offsets_)),
+        groups(groups_),
+        scales_at(codes == kInt8 ? Bits8::bytes : Bits4::bytes),
+        offsets_at(scales_at + groups * kPanel * kWidths[scales]),
+        bytes(offsets_at + groups * kPanel * kWidths[offsets]) {}
+
+  const uint8_t* scales_of(const uint8_t* block, int64_t group) const { return block + scales_at + group * kPanel * kWidths[scales]; }
+  const uint8_t* offsets_of(const uint8_t* block, int64_t group) const {
+    return block + offsets_at + group * kPanel * kWidths[offsets];
+  }
+};
+
+inline float from_bfloat16(uint16_t half) {
+  const uint32_t bits = static_cast<uint32_t>(half) << 16;
+  float number;
+  std::memcpy(&number, &bits, sizeof number);
+  return number;
 }
 
-// Decode one code of a block, without its scale.
-template <typename Form>
-inline float number_at(const uint8_t* block, int64_t input, int64_t output) {
-  const uint8_t* word = block + kScales + (input / Form::together * kPanel + output) * 4;
-  const int64_t place = input % Form::together;
-  if constexpr (Form::together == 4) return static_cast<int8_t>(word[place]);
-  return kNumbers[place < 4 ? word[place] & 15 : word[place - 4] >> 4];
+template <typename T>
+inline T read_at(const uint8_t* from, int64_t index) {
+  T found;
+  std::memcpy(&found, from + index * sizeof(T), sizeof(T));
+  return found;
+}
+
+// One of the 32 scales or offsets.
+inline float stored_at(const uint8_t* from, Numbers kind, int64_t output) {
+  switch (kind) {
+    case kBfloat16: return from_bfloat16(read_at<uint16_t>(from, output));
+    case kFloat16: return static_cast<float>(read_at<at::Half>(from, output));
+    case kFloat32: return read_at<float>(from, output);
+    case kZeros: return static_cast<float>(read_at<int8_t>(from, output));
+    default: return 0.0f;
+  }
+}
+
+inline float number_at(const uint8_t* block, Codes codes, int64_t input, int64_t output) {
+  const int64_t together = codes == kInt8 ? Bits8::together : Bits4::together, place = input % together;
+  const uint8_t* word = block + (input / together * kPanel + output) * 4;
+  if (codes == kInt8) return static_cast<int8_t>(word[place]);
+  return kTables[codes][place < 4 ? word[place] & 15 : word[place - 4] >> 4];
+}
+
+// Decode one weight, in the order in which a checkpoint's reference does.
+inline float value_at(const Form& form, const uint8_t* block, int64_t input, int64_t output) {
+  const int64_t group = input * form.groups / kInputs;
+  const float number = number_at(block, form.codes, input, output);
+  const float scale = stored_at(form.scales_of(block, group), form.scales, output);
+  if (form.offsets == kNone) return scale * number;
+  const float offset = stored_at(form.offsets_of(block, group), form.offsets, output);
+  return form.offsets == kZeros ? scale * (number - offset) : scale * number + offset;
 }
 
 // Rows of activations in the precision that they are multiplied in, in tiles of `at_once` rows.
@@ -71,6 +132,15 @@ struct Rows {
   std::unique_ptr<int32_t[]> words;   // per tile of n rows: [words of a row][n]
   std::unique_ptr<float[]> scales;    // 8 bits only; per tile of n rows: [blocks][n]
   std::unique_ptr<int32_t[]> starts;  // 8 bits only: initial sums, -128 * (sum of a row's codes), because weights enter as code + 128
+  std::unique_ptr<float[]> sums;      // of a row's activations; starts and sums per tile of n rows: [blocks][groups][n]
+};
+
+// What a tile reads of its rows.
+struct Part {
+  const int32_t* words;
+  const float* scales;
+  const int32_t* starts;
+  const float* sums;
 };
 
 #if defined(__AVX512F__)
@@ -81,9 +151,22 @@ inline void load_32(const float* from, int64_t left, __m512& low, __m512& high) 
   high = _mm512_maskz_loadu_ps(mask(left - 16), from + 16);
 }
 
-inline __m512 scales_of(const uint8_t* block, int half) {
-  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(block + half * 32));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+// 16 of the 32 scales or offsets.
+inline __m512 stored(const uint8_t* from, Numbers kind, int half) {
+  from += half * 16 * kWidths[kind];
+  const auto words = [&] { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); };
+  switch (kind) {
+    case kBfloat16: return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words()), 16));
+    case kFloat16: return _mm512_cvtph_ps(words());
+    case kFloat32: return _mm512_loadu_ps(from);
+    default: return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+  }
+}
+
+// What an offset, or a zero, adds to a weight.
+inline __m512 added(const Form& form, const uint8_t* block, int64_t group, int half, __m512 scale) {
+  const __m512 offset = stored(form.offsets_of(block, group), form.offsets, half);
+  return form.offsets == kZeros ? _mm512_fnmadd_ps(offset, scale, _mm512_setzero_ps()) : offset;
 }
 #endif
 
@@ -93,9 +176,9 @@ inline __m512 scales_of(const uint8_t* block, int half) {
 struct Bytes {
   using Sum = __m512i;
   static constexpr int64_t words = kInputs / 4;  // 32 bits each, of a row's block
-  static constexpr bool scaled = true;
 
-  static void prepare(const float* x, int64_t left, int32_t* to, int64_t stride, float* scale, int32_t* start) {
+  template <int groups>
+  static void prepare(const float* x, int64_t left, int32_t* to, int64_t stride, float* scale, int32_t* starts, float* sums) {
     __m512 low, high;
     load_32(x, left, low, high);
     const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
@@ -107,18 +190,25 @@ struct Bytes {
     _mm_store_si128(reinterpret_cast<__m128i*>(codes + 4), _mm512_cvtsepi32_epi8(second));
     for (int64_t i = 0; i < words; ++i) to[i * stride] = codes[i];
     *scale = most > 1e-30f ? most / 127.0f : 0.0f;
-    *start = -128 * _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+    const int32_t totals[2] = {_mm512_reduce_add_epi32(first), _mm512_reduce_add_epi32(second)};
+    for (int64_t g = 0; g < groups; ++g) {
+      const int32_t total = groups == 1 ? totals[0] + totals[1] : totals[g];
+      starts[g * stride] = -128 * total;
+      sums[g * stride] = static_cast<float>(total) * *scale;
+    }
   }
-  // Weights as codes + 128: the instruction takes one unsigned factor.
-  static void decode(const uint8_t* words_of, Bits8, __m512i* weights) {
+  // Weights as numbers + 128: the instruction takes one unsigned factor.
+  static __m512i table(Codes codes) {
+    return _mm512_xor_si512(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kTables[codes]))),
+                            _mm512_set1_epi8(-128));
+  }
+  static void decode(const uint8_t* words_of, Bits8, __m512i, __m512i* weights) {
     weights[0] = _mm512_xor_si512(_mm512_loadu_si512(words_of), _mm512_set1_epi8(-128));
   }
-  static void decode(const uint8_t* words_of, Bits4, __m512i* weights) {
+  static void decode(const uint8_t* words_of, Bits4, __m512i table, __m512i* weights) {
     const __m512i codes = _mm512_loadu_si512(words_of), mask = _mm512_set1_epi8(15);
-    const __m512i numbers = _mm512_xor_si512(
-        _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kNumbers))), _mm512_set1_epi8(-128));
-    weights[0] = _mm512_shuffle_epi8(numbers, _mm512_and_si512(codes, mask));
-    weights[1] = _mm512_shuffle_epi8(numbers, _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask));
+    weights[0] = _mm512_shuffle_epi8(table, _mm512_and_si512(codes, mask));
+    weights[1] = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask));
   }
   static Sum start(const int32_t* from) { return _mm512_set1_epi32(*from); }
   static Sum add(Sum sum, __m512i weights, const int32_t* x) {
@@ -135,9 +225,9 @@ struct Bytes {
 struct Halves {
   using Sum = __m512;
   static constexpr int64_t words = kInputs / 2;
-  static constexpr bool scaled = false;
 
-  static void prepare(const float* x, int64_t left, int32_t* to, int64_t stride, float*, int32_t*) {
+  template <int groups>
+  static void prepare(const float* x, int64_t left, int32_t* to, int64_t stride, float*, int32_t*, float* sums) {
     __m512 low, high;
     load_32(x, left, low, high);
     alignas(64) uint16_t rounded[kInputs];
@@ -146,19 +236,23 @@ struct Halves {
       const int64_t first = i / 2 * 4 + i % 2;
       to[i * stride] = static_cast<int32_t>(rounded[first] | static_cast<uint32_t>(rounded[first + 2]) << 16);
     }
+    const auto* numbers = reinterpret_cast<const uint8_t*>(rounded);
+    const float totals[2] = {_mm512_reduce_add_ps(stored(numbers, kBfloat16, 0)), _mm512_reduce_add_ps(stored(numbers, kBfloat16, 1))};
+    for (int64_t g = 0; g < groups; ++g) sums[g * stride] = groups == 1 ? totals[0] + totals[1] : totals[g];
   }
-  static void decode(const uint8_t* words_of, Bits8, __m512i* weights) {
+  static __m512i table(Codes codes) { return _mm512_load_si512(kEntries[codes].entries); }
+  static void decode(const uint8_t* words_of, Bits8, __m512i, __m512i* weights) {
     const __m512i codes = _mm512_loadu_si512(words_of);
     const auto number = [](__m512i code) { return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_srai_epi32(code, 24))); };
     weights[0] = _mm512_or_si512(_mm512_srli_epi32(number(_mm512_slli_epi32(codes, 24)), 16), number(_mm512_slli_epi32(codes, 8)));
     weights[1] = _mm512_or_si512(_mm512_srli_epi32(number(_mm512_slli_epi32(codes, 16)), 16), number(codes));
   }
-  static void decode(const uint8_t* words_of, Bits4, __m512i* weights) {
-    const __m512i codes = _mm512_loadu_si512(words_of), numbers = _mm512_load_si512(kTable);
-    weights[0] = _mm512_permutexvar_epi16(codes, numbers);  // uses the low five bits: the table repeats the 16 values
-    weights[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), numbers);
-    weights[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), numbers);
-    weights[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), numbers);
+  static void decode(const uint8_t* words_of, Bits4, __m512i table, __m512i* weights) {
+    const __m512i codes = _mm512_loadu_si512(words_of);
+    weights[0] = _mm512_permutexvar_epi16(codes, table);  // uses the low five bits: the table repeats the 16 values
+    weights[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table);
+    weights[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
+    weights[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table);
   }
   static Sum start(const int32_t*) { return _mm512_setzero_ps(); }
   static Sum add(Sum sum, __m512i weights, const int32_t* x) {
@@ -169,161 +263,182 @@ struct Halves {
 
   struct Table {
     alignas(64) uint16_t entries[32];
-    Table() {
-      for (int i = 0; i < 32; ++i) {
-        const float number = kNumbers[i % 16];
-        uint32_t bits;
-        std::memcpy(&bits, &number, sizeof bits);
-        entries[i] = static_cast<uint16_t>(bits >> 16);  // exact: seven bits of magnitude
-      }
-    }
-    operator const void*() const { return entries; }
   };
-  static const Table kTable;
+  static const std::array<Table, kNumCodes> kEntries;
 };
-const Halves::Table Halves::kTable;
+const std::array<Halves::Table, kNumCodes> Halves::kEntries = [] {
+  std::array<Table, kNumCodes> tables;
+  for (int codes = 0; codes < kNumCodes; ++codes)
+    for (int i = 0; i < 32; ++i) {
+      const float number = kTables[codes][i % 16];
+      uint32_t bits;
+      std::memcpy(&bits, &number, sizeof bits);
+      tables[codes].entries[i] = static_cast<uint16_t>(bits >> 16);  // exact: seven bits of magnitude
+    }
+  return tables;
+}();
 #endif
 
 #if defined(__AVX512F__)
 // out[r][32] (+)= blocks [from, to) of one panel times `rows` rows.
-template <typename Arithmetic, typename Form, int rows>
-void tile(const uint8_t* panel, int64_t from, int64_t to, const int32_t* x, const float* scales, const int32_t* starts, float* out,
-          int64_t out_stride, int64_t ahead) {
-  constexpr int64_t steps = kInputs / Form::together, words = Arithmetic::words / steps;  // steps of a block; words of x in one
+template <typename Arithmetic, typename Bits, int groups, int rows>
+void tile(const Form& form, const uint8_t* blocks, int64_t from, int64_t to, const Part& x, float* out, int64_t out_stride, int64_t ahead) {
+  // Steps of a group; words of x in one.
+  constexpr int64_t steps = kInputs / Bits::together / groups, words = Arithmetic::words / steps / groups;
+  const __m512i table = Arithmetic::table(form.codes);
+  const int64_t bytes = form.bytes;
   for (int64_t b = from; b < to; ++b) {
-    const uint8_t* block = panel + b * Form::bytes;
-    const int32_t* x_of = x + b * Arithmetic::words * rows;
+    const uint8_t* block = blocks + b * bytes;
     if (ahead)
-      for (int64_t i = 0; i < Form::bytes; i += 64) __builtin_prefetch(block + ahead + i);
-    typename Arithmetic::Sum sums[rows][2];
+      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(block + ahead + i);
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t place = (b * groups + group) * rows;
+      const int32_t* x_of = x.words + place * steps * words;
+      typename Arithmetic::Sum sums[rows][2];
 #pragma GCC unroll 12
-    for (int r = 0; r < rows; ++r) sums[r][0] = sums[r][1] = Arithmetic::start(starts + (Arithmetic::scaled ? b * rows + r : 0));
+      for (int r = 0; r < rows; ++r) sums[r][0] = sums[r][1] = Arithmetic::start(x.starts + place + r);
 #pragma GCC unroll 8
-    for (int64_t step = 0; step < steps; ++step) {
+      for (int64_t step = 0; step < steps; ++step) {
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+          __m512i weights[words];
+          Arithmetic::decode(block + ((group * steps + step) * 2 + half) * 64, Bits{}, table, weights);
+#pragma GCC unroll 4
+          for (int64_t i = 0; i < words; ++i)
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; ++r)
+              sums[r][half] = Arithmetic::add(sums[r][half], weights[i], x_of + (step * words + i) * rows + r);
+        }
+      }
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
-        __m512i weights[words];
-        Arithmetic::decode(block + kScales + (step * 2 + half) * 64, Form{}, weights);
-#pragma GCC unroll 4
-        for (int64_t i = 0; i < words; ++i)
+        const __m512 scale = stored(form.scales_of(block, group), form.scales, half);
+        const bool shifted = form.offsets != kNone;
+        const __m512 offset = shifted ? added(form, block, group, half, scale) : _mm512_setzero_ps();
 #pragma GCC unroll 12
-          for (int r = 0; r < rows; ++r)
-            sums[r][half] = Arithmetic::add(sums[r][half], weights[i], x_of + (step * words + i) * rows + r);
-      }
-    }
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      const __m512 scale = scales_of(block, half);
-#pragma GCC unroll 12
-      for (int r = 0; r < rows; ++r) {
-        float* sum = out + r * out_stride + half * 16;
-        const __m512 before = b == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(sum);
-        const __m512 result = Arithmetic::result(sums[r][half], scales + (Arithmetic::scaled ? b * rows + r : 0));
-        _mm512_storeu_ps(sum, _mm512_fmadd_ps(result, scale, before));
+        for (int r = 0; r < rows; ++r) {
+          float* sum = out + r * out_stride + half * 16;
+          __m512 before = b + group == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(sum);
+          if (shifted) before = _mm512_fmadd_ps(offset, _mm512_set1_ps(x.sums[place + r]), before);
+          const __m512 result = Arithmetic::result(sums[r][half], x.scales + b * rows + r);
+          _mm512_storeu_ps(sum, _mm512_fmadd_ps(result, scale, before));
+        }
       }
     }
   }
 }
 
-using Tile = void (*)(const uint8_t*, int64_t, int64_t, const int32_t*, const float*, const int32_t*, float*, int64_t, int64_t);
-template <typename Arithmetic, typename Form, size_t... index>
+using Tile = void (*)(const Form&, const uint8_t*, int64_t, int64_t, const Part&, float*, int64_t, int64_t);
+template <typename Arithmetic, typename Bits, int groups, size_t... index>
 constexpr std::array<Tile, sizeof...(index)> make_tiles(std::index_sequence<index...>) {
-  return {tile<Arithmetic, Form, static_cast<int>(index) + 1>...};
+  return {tile<Arithmetic, Bits, groups, static_cast<int>(index) + 1>...};
 }
-template <typename Arithmetic, typename Form>
-constexpr auto kTiles = make_tiles<Arithmetic, Form>(std::make_index_sequence<kMaxRows>{});  // [rows - 1]
+template <typename Arithmetic, typename Bits, int groups>
+constexpr auto kTiles = make_tiles<Arithmetic, Bits, groups>(std::make_index_sequence<kMaxRows>{});  // [rows - 1]
 
-template <typename Arithmetic>
+template <typename Arithmetic, int groups>
 Rows prepare(const float* x, int64_t count, int64_t inputs) {
   const int64_t blocks = (inputs + kInputs - 1) / kInputs, tiles = (count + kMaxRows - 1) / kMaxRows;
-  Rows rows{count, blocks, (count + tiles - 1) / tiles, {}, {}, {}};
+  Rows rows{count, blocks, (count + tiles - 1) / tiles, {}, {}, {}, {}};
   rows.words.reset(new int32_t[count * blocks * Arithmetic::words]);
-  rows.scales.reset(new float[Arithmetic::scaled ? count * blocks : 1]);
-  rows.starts.reset(new int32_t[Arithmetic::scaled ? count * blocks : 1]);
+  rows.scales.reset(new float[count * blocks]);
+  rows.starts.reset(new int32_t[count * blocks * groups]);
+  rows.sums.reset(new float[count * blocks * groups]);
   parallel_for(0, count * blocks, 512, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t r = i / blocks, b = i % blocks, first = r / rows.at_once * rows.at_once, n = std::min(rows.at_once, count - first);
-      const int64_t place = first * blocks + b * n + r - first;
-      int32_t* to = rows.words.get() + first * blocks * Arithmetic::words + b * Arithmetic::words * n + r - first;
-      const int64_t at = Arithmetic::scaled ? place : 0;
-      Arithmetic::prepare(x + r * inputs + b * kInputs, inputs - b * kInputs, to, n, rows.scales.get() + at, rows.starts.get() + at);
+      const auto place = [&](int64_t size) { return (first * blocks + b * n) * size + r - first; };
+      Arithmetic::template prepare<groups>(x + r * inputs + b * kInputs, inputs - b * kInputs, rows.words.get() + place(Arithmetic::words), n,
+                                           rows.scales.get() + place(1), rows.starts.get() + place(groups),
+                                           rows.sums.get() + place(groups));
     }
   });
   return rows;
 }
 
-template <typename Arithmetic, typename Form>
-void multiply(const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out) {
-  const Rows rows = prepare<Arithmetic>(x, count, inputs);
-  const int64_t blocks = rows.blocks, stride = panels * kPanel;
+template <typename Arithmetic, typename Bits, int groups>
+void multiply(const Form& form, const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out) {
+  const Rows rows = prepare<Arithmetic, groups>(x, count, inputs);
+  const int64_t blocks = rows.blocks, stride = panels * kPanel, panel_bytes = kHeader + blocks * form.bytes;
   const int64_t stretch = count == rows.at_once ? blocks : kStretch;
   const int64_t grain = std::max<int64_t>(1, 200'000 / (inputs * kPanel * (count + 4)));  // about 10 microseconds of work per thread
   parallel_for(0, panels, grain, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p)
       for (int64_t b = 0; b < blocks; b += stretch)
         for (int64_t r = 0; r < count; r += rows.at_once) {
-          const int64_t n = std::min(rows.at_once, count - r), at = Arithmetic::scaled ? r * blocks : 0;
-          kTiles<Arithmetic, Form>[n - 1](packed + p * blocks * Form::bytes, b, std::min(blocks, b + stretch),
-                                          rows.words.get() + r * blocks * Arithmetic::words, rows.scales.get() + at,
-                                          rows.starts.get() + at, out + r * stride + p * kPanel, stride, r == 0 ? kAhead : 0);
+          const int64_t n = std::min(rows.at_once, count - r), at = r * blocks;
+          const Part part{rows.words.get() + at * Arithmetic::words, rows.scales.get() + at, rows.starts.get() + at * groups,
+                          rows.sums.get() + at * groups};
+          kTiles<Arithmetic, Bits, groups>[n - 1](form, packed + p * panel_bytes + kHeader, b, std::min(blocks, b + stretch), part,
+                                                  out + r * stride + p * kPanel, stride, r == 0 ? kAhead : 0);
         }
   });
+}
+
+template <typename Arithmetic>
+void multiply(const Form& form, const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out) {
+  const auto run = form.codes == kInt8 ? (form.groups == 1 ? multiply<Arithmetic, Bits8, 1> : multiply<Arithmetic, Bits8, 2>)
+                                       : (form.groups == 1 ? multiply<Arithmetic, Bits4, 1> : multiply<Arithmetic, Bits4, 2>);
+  run(form, x, count, inputs, packed, panels, out);
 }
 #endif
 
 // float32, on any CPU. Each block is decoded once for all rows.
-template <typename Form>
-void multiply_floats(const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out) {
+void multiply_floats(const Form& form, const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out) {
   typedef float wide __attribute__((vector_size(kPanel * sizeof(float))));
-  const int64_t blocks = (inputs + kInputs - 1) / kInputs, stride = panels * kPanel;
+  const int64_t blocks = (inputs + kInputs - 1) / kInputs, stride = panels * kPanel, panel_bytes = kHeader + blocks * form.bytes;
   parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-    wide numbers[kInputs], scale;
+    wide values[kInputs];
     for (int64_t p = begin; p < end; ++p)
       for (int64_t b = 0; b < blocks; ++b) {
-        const uint8_t* block = packed + (p * blocks + b) * Form::bytes;
+        const uint8_t* block = packed + p * panel_bytes + kHeader + b * form.bytes;
         const int64_t depth = std::min(kInputs, inputs - b * kInputs);
-        for (int64_t j = 0; j < kPanel; ++j) scale[j] = scale_at(block, j);
         for (int64_t k = 0; k < depth; ++k)
-          for (int64_t j = 0; j < kPanel; ++j) numbers[k][j] = number_at<Form>(block, k, j);
+          for (int64_t j = 0; j < kPanel; ++j) values[k][j] = value_at(form, block, k, j);
         for (int64_t r = 0; r < count; ++r) {
           const float* row = x + r * inputs + b * kInputs;
           wide sum = wide{}, before = wide{};
-          for (int64_t k = 0; k < depth; ++k) sum += numbers[k] * row[k];
+          for (int64_t k = 0; k < depth; ++k) sum += values[k] * row[k];
           float* to = out + r * stride + p * kPanel;
           if (b) std::memcpy(&before, to, sizeof before);
-          before += sum * scale;
+          before += sum;
           std::memcpy(to, &before, sizeof before);
         }
       }
   });
 }
 
-template <typename Form>
-void multiply_any(const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out, int64_t bits) {
+void multiply_any(const Form& form, const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out,
+                  int64_t bits) {
 #if defined(OUTRIDER_BYTES)
-  if (bits == 8) return multiply<Bytes, Form>(x, count, inputs, packed, panels, out);
+  if (bits == 8) return multiply<Bytes>(form, x, count, inputs, packed, panels, out);
 #endif
 #if defined(OUTRIDER_HALVES)
-  if (bits == 16) return multiply<Halves, Form>(x, count, inputs, packed, panels, out);
+  if (bits == 16) return multiply<Halves>(form, x, count, inputs, packed, panels, out);
 #endif
   TORCH_CHECK(bits == 32, "linear_blocks: this CPU does not multiply activations of ", bits, " bits");
-  multiply_floats<Form>(x, count, inputs, packed, panels, out);
+  multiply_floats(form, x, count, inputs, packed, panels, out);
 }
 
-void check_blocks(const at::Tensor& packed, int64_t inputs) {
-  TORCH_CHECK(packed.scalar_type() == at::kByte && packed.dim() == 3 && packed.is_contiguous() &&
-                  (packed.size(2) == Bits8::bytes || packed.size(2) == Bits4::bytes),
-              "linear_blocks: weights ", packed.sizes(), " are not blocks of 8 or 4 bits");
-  TORCH_CHECK(packed.size(1) == (inputs + kInputs - 1) / kInputs, "linear_blocks: input of size ", inputs, ", weight for ", packed.size(1),
-              " blocks of ", kInputs);
+// Read the form of a weight from the header of its first panel.
+Form form_of(const at::Tensor& packed, int64_t inputs) {
+  TORCH_CHECK(packed.scalar_type() == at::kByte && packed.dim() == 2 && packed.is_contiguous() && packed.size(0) > 0 &&
+                  packed.size(1) > kHeader,
+              "linear_blocks: weights ", packed.sizes(), " are not in blocks");
+  const uint8_t* said = packed.const_data_ptr<uint8_t>();
+  TORCH_CHECK(said[0] < kNumCodes && said[1] > kNone && said[1] < kZeros && said[2] < kNumNumbers && (said[3] == 1 || said[3] == 2),
+              "linear_blocks: weights ", packed.sizes(), " are in blocks of an unknown form");
+  const Form form(said[0], said[1], said[2], said[3]);
+  const int64_t blocks = (packed.size(1) - kHeader) / form.bytes;
+  TORCH_CHECK(packed.size(1) == kHeader + blocks * form.bytes, "linear_blocks: weights ", packed.sizes(), " are not in blocks of ",
+              form.bytes, " bytes");
+  TORCH_CHECK(blocks == (inputs + kInputs - 1) / kInputs, "linear_blocks: input of size ", inputs, ", weight for ", blocks, " blocks of ",
+              kInputs);
+  return form;
 }
 
-template <typename Form>
-void decode_row(const uint8_t* panel, int64_t output, int64_t inputs, float* out) {
-  for (int64_t k = 0; k < inputs; ++k) {
-    const uint8_t* block = panel + k / kInputs * Form::bytes;
-    out[k] = number_at<Form>(block, k % kInputs, output) * scale_at(block, output);
-  }
+void decode_row(const Form& form, const uint8_t* panel, int64_t output, int64_t inputs, float* out) {
+  for (int64_t k = 0; k < inputs; ++k) out[k] = value_at(form, panel + kHeader + k / kInputs * form.bytes, k % kInputs, output);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
@@ -347,12 +462,6 @@ inline uint16_t to_bfloat16(float number) {
   uint32_t bits;
   std::memcpy(&bits, &number, sizeof bits);
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-inline float from_bfloat16(uint16_t half) {
-  const uint32_t bits = static_cast<uint32_t>(half) << 16;
-  float number;
-  std::memcpy(&number, &bits, sizeof number);
-  return number;
 }
 
 constexpr float kTiny = 1e-30f;  // weights below it become 0: their reciprocal could overflow
@@ -405,21 +514,24 @@ inline uint16_t round_to(Bits4, const float* weights, uint8_t* codes) {
   return bits;
 }
 
-template <typename Form>
-void pack_panel(const float* rows, int64_t outputs, int64_t inputs, uint8_t* panel) {
+template <typename Bits>
+void pack_panel(const Form& form, const float* rows, int64_t outputs, int64_t inputs, uint8_t* panel) {
+  const uint8_t said[] = {form.codes, form.scales, form.offsets, form.groups};
+  std::memset(panel, 0, kHeader);
+  std::memcpy(panel, said, sizeof said);
   for (int64_t b = 0; b * kInputs < inputs; ++b) {
-    uint8_t* block = panel + b * Form::bytes;
-    std::memset(block, 0, Form::bytes);
+    uint8_t* block = panel + kHeader + b * form.bytes;
+    std::memset(block, 0, form.bytes);
     for (int64_t j = 0; j < kPanel; ++j) {
       float weights[kInputs] = {};
       uint8_t codes[kInputs];
       if (j < outputs)
         std::memcpy(weights, rows + j * inputs + b * kInputs, std::min(kInputs, inputs - b * kInputs) * sizeof(float));
-      const uint16_t scale = round_to(Form{}, weights, codes);
-      std::memcpy(block + 2 * j, &scale, 2);
+      const uint16_t scale = round_to(Bits{}, weights, codes);
+      std::memcpy(block + form.scales_at + 2 * j, &scale, 2);
       for (int64_t k = 0; k < kInputs; ++k) {
-        const int64_t place = k % Form::together;
-        uint8_t* word = block + kScales + (k / Form::together * kPanel + j) * 4;
+        const int64_t place = k % Bits::together;
+        uint8_t* word = block + (k / Bits::together * kPanel + j) * 4;
         word[place % 4] |= static_cast<uint8_t>(codes[k] << (place < 4 ? 0 : 4));
       }
     }
@@ -439,21 +551,19 @@ int64_t block_activation_bits() {
 #endif
 }
 
-// x [..., inputs], packed uint8 [panels, blocks, bytes] -> [..., outputs] in x's type; outputs <= panels * 32.
+// x [..., inputs], packed uint8 [panels, bytes] -> [..., outputs] in x's type; outputs <= panels * 32.
 at::Tensor linear_blocks(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs,
                          int64_t activation_bits) {
   const int64_t inputs = x.size(-1), panels = packed.size(0);
-  check_blocks(packed, inputs);
+  const Form form = form_of(packed, inputs);
   const at::Tensor source = x.to(at::kFloat).contiguous();
   auto shape = x.sizes().vec();
   shape.back() = panels * kPanel;
   at::Tensor out = at::empty(shape, source.options());
   const int64_t count = out.numel() / std::max<int64_t>(1, panels * kPanel);
-  if (count > 0) {
-    const auto run = packed.size(2) == Bits8::bytes ? multiply_any<Bits8> : multiply_any<Bits4>;
-    run(source.const_data_ptr<float>(), count, inputs, packed.const_data_ptr<uint8_t>(), panels, out.mutable_data_ptr<float>(),
-        activation_bits);
-  }
+  if (count > 0)
+    multiply_any(form, source.const_data_ptr<float>(), count, inputs, packed.const_data_ptr<uint8_t>(), panels,
+                 out.mutable_data_ptr<float>(), activation_bits);
   if (outputs != out.size(-1)) out = out.narrow(-1, 0, outputs).contiguous();
   if (bias.has_value()) out.add_(*bias);
   return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
@@ -461,7 +571,7 @@ at::Tensor linear_blocks(const at::Tensor& x, const at::Tensor& packed, const st
 
 // token_ids [...] -> [..., inputs] float32: rows of a weight in blocks.
 at::Tensor embed_blocks(const at::Tensor& token_ids, const at::Tensor& packed, int64_t inputs) {
-  check_blocks(packed, inputs);
+  const Form form = form_of(packed, inputs);
   const at::Tensor ids = token_ids.contiguous();
   const int64_t *from = ids.const_data_ptr<int64_t>(), count = ids.numel(), rows = packed.size(0) * kPanel;
   for (int64_t i = 0; i < count; ++i) TORCH_CHECK_INDEX(from[i] >= 0 && from[i] < rows, "embed: no token ", from[i]);
@@ -469,26 +579,25 @@ at::Tensor embed_blocks(const at::Tensor& token_ids, const at::Tensor& packed, i
   shape.push_back(inputs);
   at::Tensor out = at::empty(shape, packed.options().dtype(at::kFloat));
   float* to = out.mutable_data_ptr<float>();
-  const auto decode = packed.size(2) == Bits8::bytes ? decode_row<Bits8> : decode_row<Bits4>;
-  const int64_t panel_bytes = packed.size(1) * packed.size(2);
   for (int64_t i = 0; i < count; ++i)
-    decode(packed.const_data_ptr<uint8_t>() + from[i] / kPanel * panel_bytes, from[i] % kPanel, inputs, to + i * inputs);
+    decode_row(form, packed.const_data_ptr<uint8_t>() + from[i] / kPanel * packed.size(1), from[i] % kPanel, inputs, to + i * inputs);
   return out;
 }
 
-// Round weight [outputs, inputs] into packed uint8 [panels, blocks, bytes], which the caller allocates (in huge pages).
+// Round weight [outputs, inputs] into packed uint8 [panels, bytes], which the caller allocates (in huge pages).
 void pack_blocks(const at::Tensor& weight, int64_t bits, at::Tensor packed) {
   TORCH_CHECK(weight.dim() == 2 && (bits == 4 || bits == 8), "pack_blocks: weight ", weight.sizes(), " in ", bits, " bits");
   const int64_t outputs = weight.size(0), inputs = weight.size(1), panels = (outputs + kPanel - 1) / kPanel;
-  const int64_t blocks = (inputs + kInputs - 1) / kInputs, bytes = bits == 8 ? Bits8::bytes : Bits4::bytes;
-  check_blocks(packed, inputs);
-  TORCH_CHECK(packed.size(0) == panels && packed.size(2) == bytes, "pack_blocks: weight ", weight.sizes(), " into ", packed.sizes());
+  const Form form(bits == 8 ? kInt8 : kTable4, kBfloat16, kNone, 1);
+  const int64_t panel_bytes = kHeader + (inputs + kInputs - 1) / kInputs * form.bytes;
+  TORCH_CHECK(packed.scalar_type() == at::kByte && packed.is_contiguous() && packed.sizes() == at::IntArrayRef({panels, panel_bytes}),
+              "pack_blocks: weight ", weight.sizes(), " into ", packed.sizes());
   uint8_t* to = packed.mutable_data_ptr<uint8_t>();
   parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) {
       const int64_t some = std::min(kPanel, outputs - p * kPanel);
       const at::Tensor rows = weight.narrow(0, p * kPanel, some).to(at::kFloat).contiguous();
-      (bits == 8 ? pack_panel<Bits8> : pack_panel<Bits4>)(rows.const_data_ptr<float>(), some, inputs, to + p * blocks * bytes);
+      (bits == 8 ? pack_panel<Bits8> : pack_panel<Bits4>)(form, rows.const_data_ptr<float>(), some, inputs, to + p * panel_bytes);
     }
   });
 }

@@ -21,6 +21,7 @@ from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import ParallelModel, SmallModel
 from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.runner import ModelRunner
+from outrider.runner.gguf import tokenizer_arguments
 from outrider.runner.loading import load_config, text_config
 from outrider.runner.parallel_draft import MASK_KEYS, ParallelDraft, mask_token_of
 from outrider.runner.self_draft import SelfDraft
@@ -279,7 +280,9 @@ def _tokenizer_of(draft: object, trust_remote_code: bool) -> PreTrainedTokenizer
     """Return the tokenizer in the draft's folder or hub repository, if any."""
     source = str(getattr(draft, "name_or_path", draft))
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            **tokenizer_arguments(source), trust_remote_code=trust_remote_code
+        )
+    except Exception:  # of a file that is broken: where the model is loaded, the reason is given
         return None
     return tokenizer

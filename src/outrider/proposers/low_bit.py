@@ -16,7 +16,7 @@ from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import FewerBits
 from outrider.runner.linear import is_packed
 from outrider.runner.passes import PassRunner
-from outrider.runner.quantized import quantized_bytes, quantized_copy
+from outrider.runner.quantized import gets_fewer_bits, quantized_bytes, quantized_copy
 from outrider.runner.self_draft import SelfDraft
 from outrider.types import Finding, OutriderError
 
@@ -65,6 +65,8 @@ class LowBitMethod(MethodSpec):
         if target.config.bits is not None and config.bits >= target.config.bits:
             own = target.config.weights
             raise OutriderError(f"invalid bits {config.bits}: expected fewer than the target's, which has weights={own}")
+        if not gets_fewer_bits(target.model, config.bits):
+            raise OutriderError(f"invalid bits {config.bits}: expected fewer than the target's, whose checkpoint is quantised")
         added = quantized_bytes(target.model, config.bits)
         logger.info("the %d-bit drafting weights add %.0f MB of memory", config.bits, added / 1e6)
         passes = PassRunner(quantized_copy(target.model, config.bits), target.cache, target.config.compile)

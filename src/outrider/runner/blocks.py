@@ -1,12 +1,19 @@
 """Weights in blocks of 32 inputs x 32 outputs with codes of 8 or 4 bits: the operators, and their references in torch.
 
-Each output of a block has a bfloat16 scale. 8-bit codes are integers; 4-bit codes index a table of 16 values that is denser
-around 0, where most weights are (the values of llama.cpp's IQ4_NL). Rounding needs no data: for 4 bits the scale with the least
-squared error is searched for each block. ``native/blocks.cpp`` describes the layout of a block.
+A weight is scale * number(code) + offset, or scale * (number(code) - zero), with scales of each output and of 32 or 16 of its
+inputs. ``Form`` says what the blocks of a weight consist of. There are two ways into them:
+
+- ``pack`` rounds a weight to 8 or 4 bits. Rounding needs no data: 8-bit codes are integers; 4-bit codes index a table of 16
+  values that is denser around 0, where most weights are (the values of llama.cpp's IQ4_NL), and for 4 bits the scale with the
+  least squared error is searched for each block.
+- ``pack_codes`` takes the codes, scales and offsets of a quantised checkpoint and keeps its values exactly.
+
+``native/blocks.cpp`` describes the layout of a block.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -16,14 +23,53 @@ from torch.nn import functional
 from outrider import native
 from outrider.runner import huge_pages
 from outrider.runner.kernels import PANEL
+from outrider.types import OutriderError
 
-BLOCK = 32  # inputs of an output that share a scale
-SCALES = 2 * PANEL  # bytes of a block's scales
-SIZES = {bits: SCALES + PANEL * BLOCK * bits // 8 for bits in (4, 8)}  # bytes of a block, by the bits of its codes
+BLOCK = 32  # inputs of an output in a block
+HEADER = 64  # bytes before the blocks of a panel, which begin with the form
+CODES = ("int8", "table4", "int4", "uint4")  # what codes stand for: integers, or values of a table
+NUMBERS = ("none", "bfloat16", "float16", "float32", "zeros")  # what scales and offsets are stored as
+WIDTHS = dict(zip(NUMBERS, (0, 2, 2, 4, 1), strict=True))  # their bytes
+CHUNK = 1 << 22  # weights packed at a time
 
 _library = torch.library.Library("outrider", "FRAGMENT")
 _library.define("linear_blocks(Tensor x, Tensor packed, Tensor? bias, int outputs, int activation_bits) -> Tensor")
 _library.define("embed_blocks(Tensor token_ids, Tensor packed, int inputs) -> Tensor")
+
+
+@dataclass(frozen=True)
+class Form:
+    """What blocks consist of: one of ``CODES``, one of ``NUMBERS`` for scales and for offsets, and scales per 32 inputs.
+
+    Offsets "zeros" are integers that are subtracted from codes before these are scaled.
+    """
+
+    codes: str
+    scales: str
+    offsets: str = "none"
+    groups: int = 1
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 8 if self.codes == "int8" else 4
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return PANEL * (BLOCK * self.bits // 8 + self.groups * (WIDTHS[self.scales] + WIDTHS[self.offsets]))
+
+    def panel_bytes(self, inputs: int) -> int:
+        """Bytes of a panel of 32 outputs."""
+        return HEADER + -(-inputs // BLOCK) * self.block_bytes
+
+    def header(self) -> Tensor:
+        """Return uint8 [64], which ``form_of`` and the C++ read."""
+        said = (CODES.index(self.codes), NUMBERS.index(self.scales), NUMBERS.index(self.offsets), self.groups)
+        return functional.pad(torch.tensor(said, dtype=torch.uint8), (0, HEADER - len(said)))
+
+
+ROUNDED = {8: Form("int8", "bfloat16"), 4: Form("table4", "bfloat16")}  # what ``pack`` makes, by bits
 
 
 @cache
@@ -33,42 +79,171 @@ def activation_bits() -> int:
 
 
 def num_bytes(outputs: int, inputs: int, bits: int) -> int:
-    """Return the bytes of a weight [outputs, inputs] in blocks."""
-    return -(-outputs // PANEL) * -(-inputs // BLOCK) * SIZES[bits]
+    """Return the bytes of a weight [outputs, inputs] that is rounded to ``bits`` bits."""
+    return -(-outputs // PANEL) * ROUNDED[bits].panel_bytes(inputs)
 
 
 def pack(weight: Tensor, bits: int) -> Tensor:
-    """Round [outputs, inputs] to blocks with codes of ``bits`` bits: uint8 [panels, blocks, bytes]. Needs the C++ operators."""
+    """Round [outputs, inputs] to blocks with codes of ``bits`` bits: uint8 [panels, bytes]. Needs the C++ operators."""
     outputs, inputs = weight.shape
-    packed = huge_pages.empty((-(-outputs // PANEL), -(-inputs // BLOCK), SIZES[bits]), torch.uint8)
+    shape = (-(-outputs // PANEL), ROUNDED[bits].panel_bytes(inputs))
+    if weight.is_meta:  # of a model whose packed weights come from a file
+        return weight.new_empty(shape, dtype=torch.uint8)
+    packed = huge_pages.empty(shape, torch.uint8)
     torch.ops.outrider.pack_blocks(weight, bits, packed)
     return packed
 
 
+def pack_codes(
+    codes: Tensor,
+    bits: int,
+    scales: Tensor,
+    offsets: Tensor | None = None,
+    *,
+    group: int,
+    zeros: Tensor | int | None = None,
+) -> Tensor:
+    """Pack the codes of a quantised weight into blocks that hold its values exactly: uint8 [panels, bytes].
+
+    codes: uint8 [outputs, inputs], each below 2^bits, ``bits`` at most 8. scales, offsets or zeros: [outputs, groups] of
+    ``group`` inputs each, a multiple of 16 or at least all inputs; zeros also one integer for all. A value is
+    scale * code + offset, or scale * (code - zero) with integers as zeros, computed in float32 in this order. Scales and
+    offsets are stored in the narrowest of bfloat16, float16 and float32 that holds them all.
+
+    Raises ``OutriderError`` for groups of another size, for numbers that are not finite, for codes above 127 with offsets, and
+    for zeros that do not fit 8 bits.
+    """
+    outputs, inputs = codes.shape
+    if group % 16 and group < inputs:
+        raise OutriderError(f"unsupported group of {group} inputs: expected a multiple of 16")
+    kind, codes, zeros = _signed(codes, bits, zeros, has_offsets=offsets is not None)
+    added = zeros if offsets is None else offsets.float()
+    numbers = {"scales": scales.float(), "offsets": added}
+    for name, each in numbers.items():
+        if each is not None and not bool(torch.isfinite(each.float()).all()):
+            raise OutriderError(f"{name} are NaN or infinite")
+    kept = {name: "none" if each is None else _narrowest(each) for name, each in numbers.items()}
+    form = Form(kind, **kept, groups=2 if group % BLOCK and group < inputs else 1)
+    panels, blocks = -(-outputs // PANEL), -(-inputs // BLOCK)
+    packed = huge_pages.empty((panels, form.panel_bytes(inputs)), torch.uint8)
+    packed[:, :HEADER] = form.header()
+    step = max(1, CHUNK // (inputs * PANEL))
+    for at in range(0, panels, step):
+        rows, n = slice(at * PANEL, (at + step) * PANEL), min(step, panels - at)
+        missing = n * PANEL - len(codes[rows])
+        part = functional.pad(codes[rows], (0, blocks * BLOCK - inputs, 0, missing)).view(n, PANEL, blocks, BLOCK)
+        parts = [_in_words(part, form.bits)]
+        for name, each in numbers.items():
+            if each is not None:
+                spread = _per_part(each[rows], group, blocks * form.groups, BLOCK // form.groups)
+                spread = functional.pad(spread, (0, 0, 0, missing)).view(n, PANEL, blocks, form.groups)
+                stored = spread.permute(0, 2, 3, 1).to(_dtype(kept[name])).contiguous()
+                parts.append(stored.view(torch.uint8).flatten(2))
+        packed[at : at + n, HEADER:] = torch.cat(parts, 2).flatten(1)
+    return packed
+
+
+def _signed(codes: Tensor, bits: int, zeros: Tensor | int | None, has_offsets: bool) -> tuple[str, Tensor, Tensor | None]:
+    """Return one of ``CODES``, codes of that kind as uint8, and zeros for them: int8, or None where all are 0."""
+    kind, middle = ("uint4" if bits <= 4 else "int8"), 1 << (bits - 1)
+    if has_offsets or zeros is None:
+        if bits == 8 and bool((codes > 127).any()):
+            if has_offsets:
+                raise OutriderError("codes above 127 with offsets are not supported")
+            zeros = 0
+        else:
+            return kind, codes, None
+    if isinstance(zeros, int):
+        zeros = torch.full((len(codes), 1), zeros)
+    if bool((zeros == middle).all()):  # symmetric: no zeros are needed for signed codes
+        return ("int4", codes + (8 - middle), None) if bits <= 4 else (kind, codes - middle, None)  # uint8 wraps around
+    shift = 128 if bits == 8 else 0
+    zeros = zeros.float() - shift
+    if not torch.equal(zeros.to(torch.int8).float(), zeros):
+        raise OutriderError(f"unsupported zeros of {bits}-bit codes: expected integers up to {127 + shift}")
+    return kind, codes - shift, zeros.to(torch.int8)
+
+
+def _narrowest(numbers: Tensor) -> str:
+    """Return the one of ``NUMBERS`` with the fewest bytes that holds these exactly."""
+    if numbers.dtype == torch.int8:
+        return "zeros"
+    fits = (name for name in ("bfloat16", "float16") if torch.equal(numbers.to(_dtype(name)).float(), numbers))
+    return next(fits, "float32")
+
+
+def _dtype(numbers: str) -> torch.dtype:
+    found: torch.dtype = torch.int8 if numbers == "zeros" else getattr(torch, numbers)
+    return found
+
+
+def _per_part(numbers: Tensor, group: int, count: int, size: int) -> Tensor:
+    """Repeat numbers [outputs, groups] of ``group`` inputs for parts of ``size`` inputs -> [outputs, count]."""
+    if numbers.shape[1] == 1:
+        return numbers.expand(-1, count)
+    return functional.pad(
+        numbers.repeat_interleave(group // size, 1)[:, :count], (0, max(0, count - numbers.shape[1] * (group // size)))
+    )
+
+
+def _in_words(codes: Tensor, bits: int) -> Tensor:
+    """Arrange codes [panels, 32, blocks, 32 inputs] as a block has them: uint8 [panels, blocks, bytes]."""
+    if bits == 8:
+        words = codes.view(*codes.shape[:3], 8, 4)
+    else:
+        low, high = codes.view(*codes.shape[:3], 4, 2, 4).unbind(4)
+        words = low | high << 4
+    return words.permute(0, 2, 3, 1, 4).flatten(2)
+
+
 def is_blocks(packed: Tensor) -> bool:
     """Return whether a packed weight consists of blocks."""
-    return packed.dtype == torch.uint8 and packed.dim() == 3 and packed.shape[2] in SIZES.values()
+    return packed.dtype == torch.uint8 and packed.dim() == 2
+
+
+def form_of(packed: Tensor) -> Form:
+    """Return the form of a weight in blocks."""
+    codes, scales, offsets, groups = packed[0, :4].tolist()
+    return Form(CODES[codes], NUMBERS[scales], NUMBERS[offsets], groups)
+
+
+def shape_of(packed: Tensor) -> tuple[int, int]:
+    """Return the outputs and inputs of a weight in blocks, each with its padding to a multiple of 32."""
+    return packed.shape[0] * PANEL, (packed.shape[1] - HEADER) // form_of(packed).block_bytes * BLOCK
 
 
 def bits_of(packed: Tensor) -> int:
     """Return the bits of each weight: 4 or 8 in blocks, else those of its dtype."""
-    if not is_blocks(packed):
-        return packed.dtype.itemsize * 8
-    return next(bits for bits, size in SIZES.items() if size == packed.shape[2])
+    return form_of(packed).bits if is_blocks(packed) else packed.dtype.itemsize * 8
 
 
 def unpack(packed: Tensor, outputs: int, inputs: int) -> Tensor:
     """Decode a weight in blocks to [outputs, inputs] float32."""
-    panels, blocks = packed.shape[:2]
-    scales = packed[..., :SCALES].contiguous().view(torch.bfloat16).float()  # [panels, blocks, 32]
-    codes = packed[..., SCALES:].reshape(panels, blocks, -1, PANEL, 4)
-    if bits_of(packed) == 8:
-        values = codes.view(torch.int8).float()
+    form, panels = form_of(packed), packed.shape[0]
+    block = packed[:, HEADER:].reshape(panels, -1, form.block_bytes)
+    blocks = block.shape[1]
+    size = PANEL * BLOCK * form.bits // 8
+    words = block[..., :size].reshape(panels, blocks, -1, PANEL, 4)
+    if form.bits == 8:
+        numbers = words.view(torch.int8).float()
     else:
-        table = torch.tensor(native.CODES4, dtype=torch.float32, device=packed.device)
-        values = table[torch.cat([codes & 15, codes >> 4], -1).long()]
-    values = values * scales[:, :, None, :, None]  # [panels, blocks, words, 32, inputs of a word]
-    return values.permute(0, 3, 1, 2, 4).reshape(panels * PANEL, blocks * BLOCK)[:outputs, :inputs]
+        tables = {"table4": native.CODES4, "int4": range(-8, 8), "uint4": range(16)}
+        table = torch.tensor(list(tables[form.codes]), dtype=torch.float32, device=packed.device)
+        numbers = table[torch.cat([words & 15, words >> 4], -1).long()]
+    numbers = numbers.permute(0, 1, 2, 4, 3).reshape(panels, blocks, form.groups, -1, PANEL)
+
+    def stored(kind: str, at: int) -> Tensor:
+        raw = block[..., at : at + form.groups * PANEL * WIDTHS[kind]].contiguous()
+        return raw.view(_dtype(kind)).float().view(panels, blocks, form.groups, 1, PANEL)
+
+    scales, after = stored(form.scales, size), size + form.groups * PANEL * WIDTHS[form.scales]
+    if form.offsets == "zeros":
+        values = (numbers - stored("zeros", after)) * scales
+    elif form.offsets == "none":
+        values = numbers * scales
+    else:
+        values = numbers * scales + stored(form.offsets, after)
+    return values.reshape(panels, blocks * BLOCK, PANEL).transpose(1, 2).reshape(-1, blocks * BLOCK)[:outputs, :inputs]
 
 
 def round_activations(x: Tensor, bits: int) -> Tensor:

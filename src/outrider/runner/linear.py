@@ -22,6 +22,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from outrider.runner import blocks, huge_pages, kernels
+from outrider.runner.checkpoints.stored import StoredLinear
+from outrider.runner.checkpoints.weight import QuantizedWeight
+from outrider.types import OutriderError
 
 SMALL = 64  # layers with fewer inputs or outputs, such as routers and gates, keep 8 bits where others have 4
 
@@ -44,13 +47,25 @@ class PackedLinear(nn.Module):
     packed: Tensor
     scales: Tensor | None  # if the weight consists of codes (see quantized.py)
     bias: Tensor | None
+    order: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, bits: int | None = None) -> None:
-        """``bits``: 8 or 4, or None for the weight's own dtype."""
+    def __init__(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None, bits: int | None = None, packed: Tensor | None = None
+    ) -> None:
+        """``bits``: 8 or 4, or None for the weight's own dtype. ``packed``: the weight, whose shape alone is then read.
+
+        Integer codes go into blocks with exactly their values. ``order`` int64 [inputs] is the input of each column, None where
+        they are in order.
+        """
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        weight = weight.detach()
-        packed = blocks.pack(weight, bits) if bits else kernels.pack_weight(weight, kernels.suits_pairs(weight))
+        order = None
+        if isinstance(weight, QuantizedWeight):
+            self.out_features, self.in_features = weight.codes.shape
+            packed, order = _pack_codes(weight), weight.order
+        else:
+            self.out_features, self.in_features = weight.shape
+            packed = _pack(weight.detach(), bits) if packed is None else packed
+        self.register_buffer("order", order, persistent=False)
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scales", None, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
@@ -61,7 +76,21 @@ class PackedLinear(nn.Module):
         return torch.empty(0, dtype=torch.float32, device=self.packed.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        return apply(x, self.packed, self.scales, self.bias, self.out_features)
+        return apply(in_order(x, self.order), self.packed, self.scales, self.bias, self.out_features)
+
+
+def _pack(weight: Tensor, bits: int | None) -> Tensor:
+    return blocks.pack(weight, bits) if bits else kernels.pack_weight(weight, kernels.suits_pairs(weight))
+
+
+def _pack_codes(weight: QuantizedWeight) -> Tensor:
+    zeros = 1 << (weight.bits - 1) if weight.zeros is None else weight.zeros
+    return blocks.pack_codes(weight.codes, weight.bits, weight.scales, group=weight.group, zeros=zeros)
+
+
+def in_order(x: Tensor, order: Tensor | None) -> Tensor:
+    """Return inputs x [..., inputs] in the order of a weight's columns; None: they are in it."""
+    return x if order is None else x.index_select(-1, order)
 
 
 class PackedEmbedding(nn.Module):
@@ -74,7 +103,8 @@ class PackedEmbedding(nn.Module):
         self.register_buffer("packed", packed, persistent=False)
         self.num_embeddings, self.embedding_dim = original.weight.shape
         self.padding_idx = original.padding_idx
-        scale = getattr(original, "embed_scale", None)  # of transformers' ...ScaledWordEmbedding, in the table's dtype
+        # Of transformers' ...ScaledWordEmbedding, in the table's dtype.
+        scale = getattr(original, "scalar_embed_scale", getattr(original, "embed_scale", None))
         self._scale = None if scale is None else float(torch.as_tensor(scale).to(original.weight.dtype))
 
     @property
@@ -100,9 +130,9 @@ def weight_of(module: nn.Module) -> Tensor:
     is_embedding = isinstance(module, PackedEmbedding)
     outputs: Any = module.num_embeddings if is_embedding else module.out_features
     inputs: Any = module.embedding_dim if is_embedding else module.in_features
-    if blocks.is_blocks(packed):
-        return blocks.unpack(packed, outputs, inputs)
-    return kernels.unpack_weight(packed, outputs)
+    values = blocks.unpack(packed, outputs, inputs) if blocks.is_blocks(packed) else kernels.unpack_weight(packed, outputs)
+    order: Any = getattr(module, "order", None)
+    return values if order is None else torch.empty_like(values).index_copy_(1, order, values)
 
 
 class FusedLinears(nn.Module):
@@ -115,17 +145,22 @@ class FusedLinears(nn.Module):
     packed: Tensor
     scales: Tensor | None
     bias: Tensor | None
+    order: Tensor | None
 
     def __init__(self, layers: list[PackedLinear]) -> None:
+        """``layers``: with columns in the same order."""
         super().__init__()
+        self.register_buffer("order", layers[0].order, persistent=False)
         biases = [layer.bias for layer in layers]
         bias = None
         if any(b is not None for b in biases):
             zeros = [torch.zeros(layer.out_features) for layer in layers]
             bias = torch.cat([z if b is None else b for b, z in zip(biases, zeros, strict=True)])
-        shape = (sum(layer.packed.shape[0] for layer in layers), *layers[0].packed.shape[1:])
-        packed = huge_pages.empty(shape, layers[0].packed.dtype)
-        self.register_buffer("packed", torch.cat([layer.packed for layer in layers], out=packed), persistent=False)
+        parts = [layer.packed for layer in layers]
+        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        packed = None if parts[0].is_meta else huge_pages.empty(shape, parts[0].dtype)
+        self.register_buffer("packed", torch.cat(parts, out=packed), persistent=False)
+        del parts
         self.register_buffer("scales", None, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
         self.out_features = [layer.out_features for layer in layers]
@@ -135,7 +170,7 @@ class FusedLinears(nn.Module):
     def part(self, index: int, x: Tensor) -> Tensor:
         """Return the output of layer ``index`` for x [..., inputs]."""
         if self._input is not x or self._parts[index] is None:
-            out = apply(x, self.packed, self.scales, self.bias, sum(self.out_features))
+            out = apply(in_order(x, self.order), self.packed, self.scales, self.bias, sum(self.out_features))
             self._input, self._parts = x, list(out.split(self.out_features, -1))
         part, self._parts[index] = self._parts[index], None
         if not any(kept is not None for kept in self._parts):
@@ -173,14 +208,26 @@ def fuse_siblings(model: PreTrainedModel) -> None:
             layers = [getattr(parent, name, None) for name in names]
             if not all(isinstance(layer, PackedLinear) and layer.out_features % kernels.PANEL == 0 for layer in layers):
                 continue
-            if len({(layer.packed.dtype, layer.packed.shape[1:]) for layer in layers}) > 1:  # type: ignore[union-attr]
-                continue  # small siblings have more bits
+            if len({_kind(layer.packed) for layer in layers}) > 1:  # type: ignore[union-attr]
+                continue  # small siblings have more bits, and those of a checkpoint in blocks may have other forms
+            if not all(_is_same(layer.order, layers[0].order) for layer in layers):  # type: ignore[union-attr]
+                continue
             group = FusedLinears(layers)  # type: ignore[arg-type]
             parent.add_module("fused_" + "_".join(names), group)
             for index, (name, layer) in enumerate(zip(names, layers, strict=True)):
                 setattr(parent, name, FusedSlice(group, index, layer.in_features))  # type: ignore[union-attr]
             del layers, layer
             _return_freed_memory()
+
+
+def _is_same(first: Tensor | None, second: Tensor | None) -> bool:
+    return first is second or (first is not None and second is not None and torch.equal(first, second))
+
+
+def _kind(packed: Tensor) -> tuple[Any, ...]:
+    """Return what layers must have in common to be fused."""
+    has_form = blocks.is_blocks(packed) and not packed.is_meta  # those of weights that are rounded have other sizes, too
+    return packed.dtype, packed.shape[1:], blocks.form_of(packed) if has_form else None
 
 
 def packed_layers(model: nn.Module) -> list[PackedLinear | FusedLinears]:
@@ -219,15 +266,23 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
     """Replaces every plain linear layer by a packed one and makes all other arithmetic float32, in place.
 
     ``bits``: 8 or 4 for weights in blocks, or None for the checkpoint's own dtype; the head, the input embedding and small
-    layers have at least 8. Other embeddings keep their table, or read the packed one of a head tied to them. Quantised or
-    otherwise special linear layers are left as they are, and so are those whose weight the model multiplies by itself. Each
-    original is freed before the next layer is packed.
+    layers have at least 8. Other embeddings keep their table, or read the packed one of a head tied to them. Layers that hold
+    what a quantised checkpoint stores are packed with its values; with ``bits``, floating-point ones are rounded. Linear layers
+    that another library quantised or that are otherwise special are left as they are, and so are those whose weight the model
+    multiplies by itself. Each original is freed before the next layer is packed.
+
+    Raises ``OutriderError`` for values in a quantised checkpoint that no weight has.
     """
     packed: dict[int, PackedLinear] = {}
     kept = _kept(model)
     head = model.get_output_embeddings() if bits else None
     embeddings = {id(module.weight): (name, module) for name, module in model.named_modules() if _is_plain_embedding(module)}
     for name, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, StoredLinear):
+            _replace(model, name, _stored(module, bits, module is head))
+            del module
+            _return_freed_memory()
+            continue
         if type(module) not in (nn.Linear, Conv1D) or id(module) in kept:
             continue
         if id(module) not in packed:
@@ -246,6 +301,17 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
     embeddings.clear()
     fuse_siblings(model)
     _make_the_rest_float32(model)
+
+
+def _stored(module: StoredLinear, bits: int | None, is_head: bool) -> PackedLinear:
+    """Pack a layer of a quantised checkpoint, see ``pack_model``."""
+    weight = module.read()
+    if bits is None or isinstance(weight, QuantizedWeight):
+        try:
+            return PackedLinear(weight, module.bias)
+        except OutriderError as error:  # what blocks cannot hold
+            raise OutriderError(f"{module.name}: {error}") from error
+    return PackedLinear(weight, module.bias, layer_bits(weight, bits, is_head))
 
 
 def layer_bits(weight: Tensor, bits: int, is_head: bool) -> int:

@@ -26,7 +26,10 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from outrider.memory import weight_files
-from outrider.runner import attention, recurrence
+from outrider.runner import attention, gguf, recurrence
+from outrider.runner.checkpoints.formats import loader_options, quantization_of
+from outrider.runner.checkpoints.stored import without_quantization
+from outrider.runner.checkpoints.weight import Format
 from outrider.types import OutriderError, first_line
 
 LAYER = r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\."  # in a tensor's name
@@ -43,20 +46,34 @@ MOST = dict.fromkeys(
 
 
 def load_model(
-    source: str | Path, dtype: torch.dtype | str, device: torch.device, trust_remote_code: bool = False
+    source: str | Path,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    reader: Format | None = None,
 ) -> PreTrainedModel:
     """The model, in eval mode. Raises ``OutriderError``, in one line: no such folder or hub id, not a language model, broken
     files, weights that are not the config's.
+
+    ``reader``: of a quantised checkpoint, whose layers then hold what the files store (``checkpoints.stored``).
     """
     config = load_config(source, trust_remote_code)
     check_readable(source)
+    file = gguf.find(source)
+    if file is not None:
+        return _load_gguf(file, config, dtype, device)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    options |= loader_options(reader, quantization_of(config), device)
+    if reader is not None:
+        config = without_quantization(config)
     try:
         with quiet():
             loaded: Any = auto_class(config).from_pretrained(
                 source, config=config, **options, ignore_mismatched_sizes=True, output_loading_info=True
             )
         model, info = loaded
+    except OutriderError:
+        raise
     except Exception as error:  # broken files raise many kinds of exceptions
         raise OutriderError(f"cannot load {source}: {reason(error)}") from error
     # What follows transformers would fill with random numbers, or drop.
@@ -72,6 +89,16 @@ def load_model(
     if device.type != "cpu":
         model.to(device)
     return model  # type: ignore[no-any-return]
+
+
+def _load_gguf(file: Path, config: PreTrainedConfig, dtype: torch.dtype | str, device: torch.device) -> PreTrainedModel:
+    """The model of a GGUF file. Raises ``OutriderError`` where its tensors are not the config's."""
+    config.__dict__.pop("quantization_config", None)
+    with quiet(), torch.device("meta"):
+        model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32)
+    gguf.fill(model, file, dtype, device)
+    moved: PreTrainedModel = model.eval().to(device)
+    return moved
 
 
 def check_readable(source: str | Path) -> None:
@@ -170,17 +197,25 @@ def refuse_shared_scales(model: PreTrainedModel) -> None:
 
 def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The model's config. Raises ``OutriderError`` when there is none or it is not a language model's."""
-    path = Path(source)
-    looks_local = path.exists() or str(source).startswith((".", "/", "~"))
-    if looks_local and not path.is_dir():
+    path, file = Path(source), gguf.find(source)
+    looks_local = path.exists() or str(source).startswith((".", "/", "~")) or str(source).endswith(".gguf")
+    if looks_local and not path.is_dir() and file is None:
         problem = "is a file" if Path(source).is_file() else "does not exist"
         raise OutriderError(f"no model folder at {source}: it {problem}")
-    if looks_local and not (path / "config.json").exists():
+    has_config = (path / "config.json").exists()
+    if looks_local and not has_config and file is None:
         raise OutriderError(f"{source} is not a Hugging Face model folder: config.json is missing")
-    if looks_local:
+    if has_config:
         check_file(path / "config.json")
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        with quiet():
+            config: PreTrainedConfig = (
+                AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+                if file is None
+                else gguf.load_config(source, file)
+            )
+    except OutriderError:
+        raise
     except Exception as error:  # a config may be wrong in more ways than can be listed
         hint = "" if looks_local else " (neither a local folder nor a reachable hub id)"
         raise OutriderError(f"cannot read the config of {source}{hint}: {reason(error)}") from error

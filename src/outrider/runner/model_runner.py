@@ -25,9 +25,10 @@ from outrider.runner.kv_cache import CacheShape, KVCache
 from outrider.runner.layer_span import WHOLE, LayerSpan, behind
 from outrider.runner.layouts import SHORT, Layouts, rows_from
 from outrider.runner.longrope import settle_longrope, usual_window
+from outrider.runner.packed_files import PackedFile
 from outrider.runner.passes import PassRunner, Run
 from outrider.runner.read_hidden import ReadHidden
-from outrider.runner.rounding import refuse_rounding
+from outrider.runner.rounding import choose_reader, refuse_rounding
 from outrider.runner.self_check import check_itself
 from outrider.runner.survey import survey, survey_without_weights
 from outrider.types import Context, OutriderError, PartialPass, Proposal, Scores, Verdict
@@ -90,14 +91,27 @@ class ModelRunner:
             raise OutriderError("device cuda is not available: torch finds no CUDA device")
         wanted = loading.load_config(model, config.trust_remote_code)
         kind = loading.model_class(wanted)
+        reader = choose_reader(str(model), wanted, kind, device)
         if config.weights is not None:
-            refuse_rounding(config.weights, device, wanted, kind)
+            refuse_rounding(config.weights, device, wanted, kind, reader)
         shape = None if kind is None else survey_without_weights(wanted, kind)  # check before reading gigabytes
+        if config.bits is not None and shape is not None:
+            file = PackedFile.of(model, config.bits, config.dtype)
+            packed = None if file is None else file.load(wanted, kind, shape.by_request)
+            if packed is not None:
+                return cls._checked(packed, config, device, str(model), shape, "eager")
         if device.type == "cpu":
-            refuse_too_large(model)
-        loaded = loading.load_model(model, config.dtype, device, config.trust_remote_code)
+            in_16_bits = reader is not None and not reader.has_codes and config.bits is None
+            refuse_too_large(model, growth=2 if in_16_bits else 1)  # of 8-bit floating-point numbers
+        loaded = loading.load_model(model, config.dtype, device, config.trust_remote_code, reader)
         loading.check_weights(loaded, str(model))
-        return cls._ready(loaded, config, device, str(model), shape)
+        own_dtype = loaded.dtype
+        runner = cls._ready(loaded, config, device, str(model), shape)
+        if config.bits is not None and shape is not None:
+            file = PackedFile.of(model, config.bits, config.dtype)  # the files are there now, of whatever source
+            if file is not None:
+                file.save(loaded, own_dtype)
+        return runner
 
     @classmethod
     def _from_object(cls, model: PreTrainedModel, config: RunnerConfig) -> ModelRunner:
@@ -121,6 +135,19 @@ class ModelRunner:
             linear.pack_model(model, config.bits)
         elif config.weights is not None:
             raise OutriderError(f"weights={config.weights} needs plain 16- or 32-bit weights: load the model unquantised")
+        return cls._checked(model, config, device, name, shape, own_attention)
+
+    @classmethod
+    def _checked(
+        cls,
+        model: PreTrainedModel,
+        config: RunnerConfig,
+        device: torch.device,
+        name: str,
+        shape: CacheShape,
+        own_attention: str | None,
+    ) -> ModelRunner:
+        """The runner of a model that is ready to run. ``own_attention``: the attention that it was made with."""
         runner = cls(model, config, device, name, shape)
         if config.self_check:
             check_itself(model, runner.cache, runner.layouts, None if shape.by_request else own_attention)

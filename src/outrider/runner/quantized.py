@@ -36,8 +36,7 @@ def quantized_bytes(model: PreTrainedModel, bits: int) -> int:
     total = 0
     for layer, width in _layers(model, bits):
         if blocks.is_blocks(layer.packed):
-            panels, count = layer.packed.shape[:2]
-            total += blocks.num_bytes(panels * kernels.PANEL, count * blocks.BLOCK, width)
+            total += blocks.num_bytes(*blocks.shape_of(layer.packed), width)
             continue
         panels, inputs, lanes = kernels.packed_shape(layer.packed)
         total += panels * inputs * lanes * width // 8 + panels * lanes * -(-inputs // kernels.SCALED) * 4
@@ -52,11 +51,16 @@ def quantized_copy(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     own = structural_copy(model)
     for layer, width in _layers(own, bits):
         if blocks.is_blocks(layer.packed):
-            panels, count = layer.packed.shape[:2]
-            layer.packed = blocks.pack(blocks.unpack(layer.packed, panels * kernels.PANEL, count * blocks.BLOCK), width)
+            layer.packed = blocks.pack(blocks.unpack(layer.packed, *blocks.shape_of(layer.packed)), width)
         else:
             layer.packed, layer.scales = quantize(layer.packed, width)
     return own
+
+
+def gets_fewer_bits(model: PreTrainedModel, bits: int) -> bool:
+    """Return whether most of the bytes of the packed model are in layers that have more than ``bits`` bits."""
+    larger = sum(layer.packed.nbytes for layer, _ in _layers(model, bits))
+    return 2 * larger > sum(layer.packed.nbytes for layer in packed_layers(model))
 
 
 def _layers(model: PreTrainedModel, bits: int) -> list[tuple[PackedLinear | FusedLinears, int]]:

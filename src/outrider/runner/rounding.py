@@ -1,4 +1,4 @@
-"""The option ``weights``: refuse, before weights are read, what cannot be rounded to 8 or 4 bits."""
+"""Refuse, before weights are read, what cannot have weights in 8 or 4 bits: rounded (``weights``) or as its files have them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from outrider import native
+from outrider.runner import gguf
+from outrider.runner.checkpoints.formats import choose, method_of, quantization_of
+from outrider.runner.checkpoints.weight import Format
 from outrider.runner.linear import share_of_linear
 from outrider.runner.survey import without_weights
 from outrider.types import OutriderError
@@ -15,24 +18,56 @@ from outrider.types import OutriderError
 LEAST = 0.8  # share of the weights that must be rounded for the option to have its effect
 
 
-def refuse_rounding(weights: str, device: torch.device, config: PreTrainedConfig, model_class: Any) -> None:
+def refuse_rounding(
+    weights: str, device: torch.device, config: PreTrainedConfig, model_class: Any, reader: Format | None = None
+) -> None:
     """Raise ``OutriderError``, in one line, unless a model of this config can have its weights in 8 or 4 bits.
 
-    ``model_class``: None for code that comes with the model, which only the loaded model shows.
+    ``model_class``: None for code that comes with the model, which only the loaded model shows. ``reader``: of a quantised
+    checkpoint.
     """
     if device.type != "cpu":
         raise OutriderError(f"weights={weights} needs device cpu, got {device}: leave out weights or choose the CPU")
-    quantized: Any = getattr(config, "quantization_config", None)
-    if quantized is not None:
-        method = (quantized if isinstance(quantized, dict) else vars(quantized)).get("quant_method")
-        raise OutriderError(f"weights={weights} needs a checkpoint in 16 or 32 bits, got one quantised by {method}")
+    quantized = quantization_of(config)
+    if quantized is not None and (reader is None or reader.has_codes):
+        raise OutriderError(
+            f"weights={weights} needs a checkpoint in 16 or 32 bits or FP8, got one quantised by {method_of(quantized)}:"
+            " leave out weights"
+        )
     if not native.load():
         raise OutriderError(f"weights={weights} needs Outrider's CPU kernels, which cannot be built: install g++")
     if model_class is None:
         return
+    problem = _mostly_other(config, model_class)
+    if problem is not None:
+        raise OutriderError(f"weights={weights} rounds linear layers, {problem}: leave out weights")
+
+
+def choose_reader(source: str, config: PreTrainedConfig, model_class: Any, device: torch.device) -> Format | None:
+    """Return the reader of a checkpoint that is quantised; None where it is not, or where transformers' quantiser loads it.
+
+    Raises ``OutriderError``, in one line, for what cannot be run on this device.
+    """
+    quantized = quantization_of(config)
+    if quantized is None or gguf.find(source) is not None:
+        return None
+    reader = choose(source, quantized, device)
+    if reader is not None and model_class is not None:
+        problem = _mostly_other(config, model_class)
+        if problem is not None:
+            method = method_of(quantized)
+            raise OutriderError(
+                f"weights quantised by {method} are read in linear layers, {problem}: choose a checkpoint in 16 bits"
+            )
+    return reader
+
+
+def _mostly_other(config: PreTrainedConfig, model_class: Any) -> str | None:
+    """Return how few of a model's weights are in linear layers; None where most are."""
     share = share_of_linear(without_weights(config, model_class))
-    if share < LEAST:
-        raise OutriderError(
-            f"weights={weights} rounds linear layers, which hold {share:.0%} of the weights of this {config.model_type} model"
-            f" (expected at least {LEAST:.0%}; experts in one tensor are not supported): leave out weights"
-        )
+    if share >= LEAST:
+        return None
+    return (
+        f"which hold {share:.0%} of the weights of this {config.model_type} model"
+        f" (expected at least {LEAST:.0%}; experts in one tensor are not supported)"
+    )

@@ -164,13 +164,13 @@ def _noting_layers(model: PreTrainedModel, ran: set[int]) -> Iterator[None]:
             handle.remove()
 
 
-def without_weights(config: PreTrainedConfig, model_class: Any) -> PreTrainedModel:
+def without_weights(config: PreTrainedConfig, model_class: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return a model of this config on the meta device. Raises ``OutriderError`` for a config that describes no model."""
     config = copy.deepcopy(config)
     config.__dict__.pop("quantization_config", None)
     try:
         with quiet(), torch.device("meta"):
-            model: PreTrainedModel = model_class._from_config(config, dtype=torch.float32, attn_implementation="eager")
+            model: PreTrainedModel = model_class._from_config(config, dtype=dtype, attn_implementation="eager")
     except Exception as error:  # a config may lie in more ways than can be listed
         raise OutriderError(f"the config of {config.model_type} describes no model: {reason(error)}") from error
     return model

@@ -1,0 +1,96 @@
+"""Which quantised checkpoints are read into Outrider's own weights, which transformers runs, and which nothing here runs.
+
+All is decided from the config, before weights are read or downloaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.utils.quantization_config import Mxfp4Config
+
+from outrider import native
+from outrider.runner.checkpoints.awq import Awq
+from outrider.runner.checkpoints.compressed_tensors import CompressedTensors
+from outrider.runner.checkpoints.fp8 import Fp8
+from outrider.runner.checkpoints.gptq import Gptq
+from outrider.runner.checkpoints.stored import StoredConfig
+from outrider.runner.checkpoints.weight import Format
+from outrider.types import OutriderError, first_line
+
+logger = logging.getLogger(__name__)
+
+FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
+    "gptq": Gptq,
+    "awq": Awq,
+    "compressed-tensors": CompressedTensors,
+    "fp8": Fp8,
+}
+INSTEAD = "choose a checkpoint in 16 bits, GPTQ, AWQ, compressed-tensors or FP8"
+
+
+def quantization_of(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """Return the quantisation that a config states; None for a checkpoint in 16 or 32 bits."""
+    found: Any = getattr(config, "quantization_config", None) or getattr(
+        config.get_text_config(decoder=True), "quantization_config", None
+    )
+    if found is None:
+        return None
+    return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
+
+
+def method_of(quantization: Mapping[str, Any]) -> str:
+    """Return the name of a quantisation, such as ``"gptq"``."""
+    method = quantization.get("quant_method")
+    return str(getattr(method, "value", method)) if method is not None else "an unnamed method"
+
+
+def choose(source: str, quantization: Mapping[str, Any], device: torch.device) -> Format | None:
+    """Return the reader of a quantised checkpoint; None where transformers' own quantiser loads it.
+
+    Raises ``OutriderError``, in one line, for what neither can run on this device.
+    """
+    method = method_of(quantization)
+    reads = FORMATS.get(method) if device.type == "cpu" and native.load() else None
+    problem = None
+    if reads is not None:
+        try:
+            return reads(quantization)
+        except OutriderError as error:
+            problem = f"{error} is not read"
+    if method == "mxfp4" and device.type == "cpu" and problem is None:
+        return None  # values are exact in bfloat16, into which transformers converts them without further libraries
+    own = _why_not_transformers(quantization)
+    if own is None and problem is None:
+        return None
+    where = "this CPU" if device.type == "cpu" else str(device)
+    raise OutriderError(f"{source} is quantised by {method}, which {where} cannot run: {problem or own}; {INSTEAD}")
+
+
+def loader_options(reader: Format | None, quantization: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
+    """Return what ``from_pretrained`` is told about a quantised checkpoint."""
+    if reader is not None:
+        return {"quantization_config": StoredConfig(reader)}
+    if quantization is not None and method_of(quantization) == "mxfp4" and device.type == "cpu":
+        return {"quantization_config": Mxfp4Config(dequantize=True)}
+    return {}
+
+
+def _why_not_transformers(quantization: Mapping[str, Any]) -> str | None:
+    """Return why transformers' quantiser cannot load such a checkpoint on this machine; None where it says that it can."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            quantizer = AutoHfQuantizer.from_config(dict(quantization), pre_quantized=True)
+            quantizer.validate_environment(device_map=None, weights_only=True)
+    except ValueError as error:
+        return "the format is unknown" if "Unknown quantization type" in str(error) else first_line(error)
+    except Exception as error:  # a library that is missing or too old, in more ways than can be listed
+        logger.debug("no quantiser for %s", quantization, exc_info=True)
+        return first_line(error)
+    return None

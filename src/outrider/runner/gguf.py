@@ -1,0 +1,310 @@
+"""GGUF checkpoints: one file with weights, config and tokenizer. Quantised tensors keep their values, in blocks.
+
+transformers maps the names of tensors and of config entries. Tensors are read one after another, so that loading takes
+little more memory than the file's size. What cannot be run right is refused before weights are read.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+from outrider import native
+from outrider.memory import weight_files
+from outrider.runner import gguf_codes
+from outrider.runner.linear import PackedEmbedding, PackedLinear
+from outrider.types import OutriderError, first_line
+
+logger = logging.getLogger(__name__)
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")  # whose config entries are all understood
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FACTORS = "rope_freqs.weight"  # by which Llama 3 divides its rotary frequencies; a tensor, in place of config entries
+# Entries of an architecture that transformers maps, or that say nothing that a supported model needs.
+UNDERSTOOD = re.compile(
+    r"context_length|embedding_length|block_count|feed_forward_length|vocab_size"
+    r"|rope\.(dimension_count|freq_base|scaling\.(type|finetuned))"
+    r"|attention\.(head_count|head_count_kv|layer_norm_rms_epsilon|key_length|value_length|causal)"
+)
+PART = re.compile(r"-\d{5}-of-\d{5}$")  # of a split file's name
+
+
+def find(source: object) -> Path | None:
+    """Return the GGUF file that a source names: the file, or the only one of a folder without other weights; None for others.
+
+    Raises ``OutriderError`` for a folder with several.
+    """
+    if not isinstance(source, (str, Path)) or not str(source):
+        return None
+    path = Path(source).expanduser()
+    files = weight_files(path)
+    if not files or files[0].suffix != ".gguf":
+        return None
+    if len(files) > 1 and not PART.search(files[0].stem):
+        raise OutriderError(f"{source} holds {len(files)} GGUF files: name one of them, such as {files[0]}")
+    return files[0]
+
+
+def tokenizer_arguments(source: str | Path) -> dict[str, Any]:
+    """Return what transformers' ``from_pretrained`` is given to load the tokenizer of a source."""
+    file = find(source)
+    if file is None or any(
+        (file.parent / name).exists() for name in _beside(source, "tokenizer.json", "tokenizer_config.json")
+    ):
+        return {"pretrained_model_name_or_path": source}
+    return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+
+
+def _beside(source: str | Path, *names: str) -> tuple[str, ...]:
+    """The names of files that count: those beside a GGUF file that is named by its folder."""
+    return names if Path(source).expanduser().is_dir() else ()
+
+
+def load_config(source: str | Path, file: Path) -> PreTrainedConfig:
+    """Read a model's config from config.json in the folder ``source``, else from the file.
+
+    Raises ``OutriderError`` for a file that is broken or that cannot be run right.
+    """
+    opened = GgufFile.open(file)
+    opened.refuse_unsupported()
+    if any((file.parent / name).exists() for name in _beside(source, "config.json")):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(file.parent)
+    else:
+        opened.refuse_unknown_entries()
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        opened.complete(config)
+    if opened.is_quantized:
+        config.quantization_config = {"quant_method": "gguf"}
+    return config
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A file whose header is read and whose tensors are mapped."""
+
+    path: Path
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, Any]  # gguf.gguf_reader.ReaderTensor by name
+
+    @classmethod
+    def open(cls, path: Path) -> GgufFile:
+        """Raise ``OutriderError`` if the package is missing, and for a file that is cut, damaged or no GGUF file."""
+        try:
+            with path.open("rb") as opened:
+                is_gguf = opened.read(4) == b"GGUF"
+        except OSError as error:
+            raise OutriderError(f"cannot read {path}: {first_line(error)}") from error
+        if not is_gguf:
+            raise OutriderError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
+        try:
+            reader_of = import_module("gguf").GGUFReader
+        except ImportError as error:
+            raise OutriderError(f"{path} needs the package gguf: pip install 'outrider[gguf]'") from error
+        try:
+            reader = reader_of(path)
+            fields = dict(reader.fields)
+        except Exception as error:  # broken files fail in more ways than can be listed
+            raise OutriderError(f"cannot read {path}: the file is cut or damaged ({first_line(error)})") from error
+        if reader.byte_order != "I":
+            raise OutriderError(f"{path} is of a machine with another byte order: convert it for this one")
+        return cls(path, fields, {tensor.name: tensor for tensor in reader.tensors})
+
+    def entry(self, name: str) -> Any:
+        """Return a value of the header; None where it is not there."""
+        field = self.fields.get(name)
+        return None if field is None else field.contents()
+
+    @property
+    def architecture(self) -> str:
+        """The model's architecture, by llama.cpp's name."""
+        return str(self.entry("general.architecture"))
+
+    @property
+    def is_quantized(self) -> bool:
+        """Return whether any tensor consists of codes."""
+        return any(tensor.tensor_type.name in gguf_codes.FORMATS for tensor in self.tensors.values())
+
+    @property
+    def plain_dtype(self) -> torch.dtype:
+        """The type of a file's tensors without codes: that of the fewest bits, because norms are float32 in all files."""
+        found = {tensor.tensor_type.name for tensor in self.tensors.values()}
+        return PLAIN["BF16"] if "BF16" in found else PLAIN["F16"] if "F16" in found else PLAIN["F32"]
+
+    def refuse_unsupported(self) -> None:
+        """Raise ``OutriderError`` for a part of a split file, and for an unsupported architecture or type of tensor."""
+        if int(self.entry("split.count") or 1) > 1:
+            raise OutriderError(f"{self.path} is a part of a split file: merge the parts with llama.cpp's llama-gguf-split")
+        if self.architecture not in ARCHITECTURES:
+            raise OutriderError(
+                f"{self.path} is a model of architecture {self.architecture}: supported in GGUF files are"
+                f" {', '.join(ARCHITECTURES)}; other models load from their Hugging Face folder"
+            )
+        for name, tensor in self.tensors.items():
+            kind = tensor.tensor_type.name
+            if kind not in PLAIN and kind not in gguf_codes.FORMATS:
+                known = ", ".join([*PLAIN, *gguf_codes.FORMATS])
+                raise OutriderError(f"{self.path}: tensor {name} is of type {kind}: supported are {known}")
+
+    def refuse_unknown_entries(self) -> None:
+        """Raise ``OutriderError`` for an entry that would change the model and that transformers would overlook."""
+        prefix = f"{self.architecture}."
+        advice = "put the model's config.json beside the file, and name the folder"
+        for name in self.fields:
+            known = not name.startswith(prefix) or UNDERSTOOD.fullmatch(name.removeprefix(prefix))
+            if not known:
+                raise OutriderError(f"{self.path} says {name}={self.entry(name)}, which is not understood: {advice}")
+        scaling = self.entry(f"{prefix}rope.scaling.type")
+        if scaling not in (None, "none"):
+            raise OutriderError(f"{self.path} scales rotary positions ({scaling}), which is not understood: {advice}")
+
+    def complete(self, config: PreTrainedConfig) -> None:
+        """Add what transformers does not read to a config of the file."""
+        head_dim = self.entry(f"{self.architecture}.attention.key_length")
+        if head_dim is not None:
+            config.head_dim = int(head_dim)
+        ends = [self.entry(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+        known = list(dict.fromkeys(int(token_id) for token_id in ends if token_id is not None))
+        if known:
+            config.eos_token_id = known if len(known) > 1 else known[0]
+        if config.model_type == "mistral":  # by its name: the window is an entry, which would have been refused
+            config.sliding_window = None
+
+    def names(self, model: PreTrainedModel) -> dict[str, str]:
+        """Return the model's name of each tensor. Raises ``OutriderError`` unless the tensors are the model's."""
+        known = get_gguf_hf_weights_map(model, TensorProcessor(), self.architecture)
+        parameters = model.state_dict(keep_vars=True)
+        names = {}
+        for name, tensor in self.tensors.items():
+            if name == FACTORS:
+                continue
+            if name not in known:
+                raise OutriderError(f"{self.path}: tensor {name} is none of a {model.config.model_type} model's")
+            shape, wanted = list(reversed(tensor.shape.tolist())), list(parameters[known[name]].shape)
+            if shape != wanted:
+                raise OutriderError(f"{self.path}: tensor {name} is {shape}, expected {wanted} by the config")
+            names[name] = known[name]
+        given = {id(parameters[name]) for name in names.values()}
+        missing = [name for name, parameter in parameters.items() if id(parameter) not in given]
+        if missing:
+            raise OutriderError(f"{self.path} lacks {len(missing)} tensors of the model, the first {missing[0]}")
+        return names
+
+
+def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: torch.device) -> None:
+    """Load the weights of a file into a model on the meta device, in place.
+
+    With ``dtype="auto"`` on a CPU with Outrider's kernels, quantised linear layers and embeddings become packed ones with the
+    values of the file, and the other tensors keep their type. Otherwise every tensor is converted to ``dtype``.
+    """
+    file = GgufFile.open(path)
+    names = file.names(model)
+    keeps = dtype == "auto" and device.type == "cpu" and native.load()
+    if file.is_quantized and not keeps:
+        to = torch.bfloat16 if dtype == "auto" else _dtype(dtype)
+        why = "dtype is given" if dtype != "auto" else "keeping their values needs a CPU and Outrider's kernels"
+        logger.warning("the weights of %s are dequantised to %s: %s", path, str(to).removeprefix("torch."), why)
+    else:
+        to = file.plain_dtype if dtype == "auto" else _dtype(dtype)
+    _fill_buffers(model, file)
+    read, places = _Tensors(file, model, None if keeps else to), _places(model, set(names.values()))
+    packed: dict[str, Tensor] = {}
+    for name, own in names.items():
+        module = model.get_submodule(own.rpartition(".")[0])
+        if keeps and read.is_quantized(name) and type(module) in (nn.Linear, nn.Embedding):
+            packed[own] = read.blocks(name)
+            continue
+        parameter = nn.Parameter(read.values(name), requires_grad=False)
+        for place in places[own]:
+            _set(model, place, parameter)
+    for own, weight in packed.items():  # after the biases, which the layers take with them
+        for place in places[own]:
+            layer = place.removesuffix(".weight")
+            module = model.get_submodule(layer)
+            if isinstance(module, nn.Embedding):
+                _set(model, layer, PackedEmbedding(weight, module))
+            elif isinstance(module, nn.Linear):
+                _set(model, layer, PackedLinear(module.weight, module.bias, packed=weight))
+
+
+def _places(model: PreTrainedModel, given: set[str]) -> dict[str, list[str]]:
+    """Return which of a model's parameters each given one is: itself, and those tied to it that are not given."""
+    parameters = model.state_dict(keep_vars=True)
+    return {
+        own: [name for name, same in parameters.items() if name == own or (same is parameters[own] and name not in given)]
+        for own in given
+    }
+
+
+class _Tensors:
+    """Reads a file's tensors in the order of rows that transformers' models have."""
+
+    def __init__(self, file: GgufFile, model: PreTrainedModel, dtype: torch.dtype | None) -> None:
+        """``dtype``: of values; None for that of each tensor."""
+        config = {name: getattr(model.config, name) for name in ("num_attention_heads", "num_key_value_heads")}
+        self._file, self._dtype = file, dtype
+        processor: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
+        self._processor = processor(config=config)
+
+    def is_quantized(self, name: str) -> bool:
+        return self._file.tensors[name].tensor_type.name in gguf_codes.FORMATS
+
+    def blocks(self, name: str) -> Tensor:
+        """Return a quantised tensor as a weight in blocks."""
+        tensor = self._file.tensors[name]
+        try:
+            return gguf_codes.pack(self._in_order(name, tensor.data), tensor.tensor_type.name)
+        except OutriderError as error:
+            raise OutriderError(f"{self._file.path}: tensor {name}: {error}") from error
+
+    def values(self, name: str) -> Tensor:
+        """Return a tensor's values."""
+        tensor = self._file.tensors[name]
+        kind = tensor.tensor_type.name
+        if kind == "BF16":  # which numpy lacks: the library gives bytes
+            found = self._in_order(name, tensor.data).view(torch.bfloat16)
+        elif kind in PLAIN:
+            found = self._in_order(name, tensor.data)
+        else:
+            found = self._in_order(name, import_module("gguf").dequantize(tensor.data, tensor.tensor_type))
+        return found.to(self._dtype or found.dtype)
+
+    def _in_order(self, name: str, rows: Any) -> Tensor:
+        """Undo llama.cpp's order of the rows of queries and keys; a copy, which the file's mapping does not keep."""
+        return torch.from_numpy(self._processor.process(weights=rows, name=name).weights.copy())
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return found
+
+
+def _set(model: PreTrainedModel, name: str, value: nn.Module | nn.Parameter) -> None:
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, value)
+
+
+def _fill_buffers(model: PreTrainedModel, file: GgufFile) -> None:
+    """Compute the buffers of a model on the meta device: its rotary frequencies."""
+    for name, module in list(model.named_modules()):
+        if not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            continue
+        rotary: Any = type(module)(module.config)
+        if FACTORS in file.tensors and rotary.rope_type == "default":
+            factors = torch.from_numpy(file.tensors[FACTORS].data.copy()).float()
+            if factors.shape != rotary.inv_freq.shape:
+                raise OutriderError(
+                    f"{file.path}: tensor {FACTORS} is {list(factors.shape)}, expected {list(rotary.inv_freq.shape)}"
+                )
+            rotary.inv_freq = rotary.inv_freq / factors
+            rotary.original_inv_freq = rotary.inv_freq.clone()
+        _set(model, name, rotary)

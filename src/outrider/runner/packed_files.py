@@ -1,0 +1,180 @@
+"""Packed weights on disk: what rounding to 8 or 4 bits made of a checkpoint is kept in the cache folder and mapped next time.
+
+The 16-bit weights are then not read, so that a model which exceeds the memory in 16 bits runs once it has been packed. A file
+belongs to the state of the checkpoint's files (names, sizes, times), the code that packs and the number of bits; ``disk_cache``
+checks its owner, its mode and the hash of its content before it is used.
+
+Layout: 8 bytes with the length of the header, the header in JSON (the model's dtype; of each tensor its dtype, shape and
+place), padding to 4096 bytes, the tensors, each at a multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import transformers
+from huggingface_hub import try_to_load_from_cache
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from outrider import disk_cache, native
+from outrider.memory import free_memory, weight_files
+from outrider.runner import huge_pages, kernels, linear, loading
+from outrider.runner.survey import without_weights
+from outrider.types import OutriderError
+
+logger = logging.getLogger(__name__)
+
+KIND, SUFFIX = "weights", ".packed"
+START, STEP = 4096, 64  # bytes: of the first tensor, between tensors
+CODE = ("blocks.py", "linear.py", "packed_files.py")  # whose changes make other files
+
+
+@dataclass(frozen=True)
+class PackedFile:
+    """The place of one checkpoint's packed weights in the cache folder."""
+
+    source: Path  # the checkpoint's folder
+    bits: int
+    key: str
+    family: str  # the part of the key that stays the same when the checkpoint's files change
+
+    @classmethod
+    def of(cls, source: str | Path, bits: int, dtype: Any) -> PackedFile | None:
+        """Return the place for a folder or a hub id whose files are on this machine; None for other sources.
+
+        ``dtype``: what the checkpoint is read as before it is rounded.
+        """
+        folder = _folder(source)
+        files = weight_files(folder) if folder is not None else []
+        if folder is None or not files:
+            return None
+        family = _hash(str(folder.resolve()), str(bits), str(dtype))
+        try:
+            stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+            texts = [(folder / "config.json").read_text(), *((Path(__file__).parent / name).read_text() for name in CODE)]
+        except OSError:  # a file that goes while it is looked at
+            return None
+        texts += [path.read_text() for path in sorted(native.build.FOLDER.glob("*blocks*"))]
+        versions = [torch.__version__, transformers.__version__, str(kernels.prefers_pairs())]
+        return cls(folder, bits, f"{family}-{_hash(repr(stats), *texts, *versions)}", family)
+
+    def load(self, config: PreTrainedConfig, model_class: Any, by_request: bool) -> PreTrainedModel | None:
+        """Return the packed model of the config; None where the cache has no file, and after one warning where it is wrong."""
+        path = disk_cache.find(KIND, self.key, SUFFIX)
+        if path is None:
+            return None
+        try:
+            with path.open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            model = without_weights(config, model_class, getattr(torch, header["dtype"]))
+            linear.pack_model(loading.adopt(model, by_request), self.bits)
+            _fill(model, path, header["tensors"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OutriderError) as error:
+            logger.warning("%s does not fit the model (%s): it is built anew", path, error)
+            disk_cache.discard(KIND, self.key, SUFFIX)
+            return None
+        if (self.source / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(self.source)
+        logger.info("packed weights read from %s", path)
+        return model
+
+    def save(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        """Store a packed model, instead of those of earlier states of its checkpoint; one warning where that cannot be.
+
+        ``dtype``: the model's before it was packed.
+        """
+        tensors = dict(_tensors(model))
+        places, end = _places(tensors)
+        header = json.dumps({"dtype": str(dtype).removeprefix("torch."), "tensors": places}).encode()
+        start = _padded(8 + len(header), START)
+
+        def fill(file: BinaryIO) -> None:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for name, tensor in tensors.items():
+                file.seek(start + places[name][2])
+                file.write(memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()))  # type: ignore[arg-type]
+            file.truncate(start + end)
+
+        try:
+            path = disk_cache.write(KIND, self.key, SUFFIX, fill)
+        except OutriderError as error:
+            logger.warning("%s; the weights are rounded again at the next start", error)
+            return
+        disk_cache.discard(KIND, self.family, SUFFIX, keep=path)
+        logger.info("packed weights stored as %s", path)
+
+
+def _fill(model: PreTrainedModel, path: Path, places: dict[str, Any]) -> None:
+    """Give a model on the meta device its tensors, in place. Raises ``OutriderError`` if the file has others than the model."""
+    expected = {name: list(tensor.shape) for name, tensor in _tensors(model)}
+    if expected != {name: place[1] for name, place in places.items()}:
+        raise OutriderError("it has other tensors")
+    with path.open("rb") as file:
+        start = _padded(8 + int.from_bytes(file.read(8), "little"), START)
+    num_bytes = path.stat().st_size
+    whole = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
+    free = free_memory()
+    in_memory = free is not None and 2 * num_bytes < free  # passes read huge pages faster than a mapped file
+    found: dict[int, Tensor] = {}
+    for name, tensor in _tensors(model):
+        dtype, shape, at = getattr(torch, places[name][0]), places[name][1], start + places[name][2]
+        part = whole[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        held = huge_pages.empty(shape, dtype).copy_(part) if in_memory else part
+        found[id(tensor)] = nn.Parameter(held, requires_grad=False) if isinstance(tensor, nn.Parameter) else held
+    for module in model.modules():
+        for store in _stores(module):
+            for key, value in store.items():
+                if isinstance(value, Tensor):
+                    store[key] = found[id(value)]
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters, buffers and other tensors that modules hold, each once, with their names."""
+    seen = set()
+    for name, module in model.named_modules():
+        for store in _stores(module):
+            for key, value in store.items():
+                if isinstance(value, Tensor) and id(value) not in seen:
+                    seen.add(id(value))
+                    yield f"{name}.{key}", value
+
+
+def _stores(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return module._parameters, module._buffers, vars(module)
+
+
+def _places(tensors: dict[str, Tensor]) -> tuple[dict[str, tuple[str, list[int], int]], int]:
+    """Return dtype, shape and place of each tensor, and where the last one ends."""
+    places, end = {}, 0
+    for name, tensor in tensors.items():
+        places[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end)
+        end += _padded(tensor.numel() * tensor.dtype.itemsize, STEP)
+    return places, end
+
+
+def _padded(num_bytes: int, step: int) -> int:
+    return -(-num_bytes // step) * step
+
+
+def _folder(source: str | Path) -> Path | None:
+    """Return the folder of a model whose files are on this machine."""
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        found = try_to_load_from_cache(str(source), "config.json")
+    except ValueError:  # no hub id
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _hash(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]

@@ -1,0 +1,135 @@
+"""Packed weights are kept on disk: the next load does not read the 16-bit weights, and what is damaged is built anew."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_folder import make_folder
+from tiny_hybrids import hybrid
+
+from outrider import native
+from outrider.runner import ModelRunner, RunnerConfig, huge_pages, linear, loading, packed_files
+
+from .rounds import make_model, make_text
+from .test_architectures import small_config
+
+pytestmark = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+INT4 = RunnerConfig(weights="int4", compile="never")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "weights"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return make_folder(tmp_path / "model", hidden_size=64, intermediate_size=96)
+
+
+@pytest.fixture
+def read(monkeypatch) -> list[str]:
+    """The sources whose 16-bit weights were read."""
+    sources, load = [], loading.load_model
+    monkeypatch.setattr(loading, "load_model", lambda source, *args: sources.append(str(source)) or load(source, *args))
+    return sources
+
+
+def logits(runner):
+    return runner.extend(["a"], [[token % runner.vocab_size for token in make_text(30, 1)]])[0]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("mapped", [True, False])
+def test_the_second_load_does_not_read_the_16_bit_weights(tied, mapped, tmp_path, cache, read, monkeypatch):
+    folder = make_folder(tmp_path / "model", hidden_size=64, intermediate_size=96, tie_word_embeddings=tied, dtype="bfloat16")
+    monkeypatch.setattr(packed_files, "free_memory", lambda: 0 if mapped else 1 << 40)
+    expected = logits(ModelRunner.load(folder, INT4))
+    assert len(read) == 1 and len(list(cache.iterdir())) == 1
+    for file in folder.glob("*.safetensors"):  # of the same size and time, and without the weights
+        times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+        file.write_bytes(bytes(file.stat().st_size))
+        os.utime(file, ns=times)
+    again = ModelRunner.load(folder, INT4)
+    assert len(read) == 1
+    assert torch.equal(logits(again), expected)
+    assert not any(tensor.is_meta for tensor in (*again.model.parameters(), *again.model.buffers()))
+    table, head = again.model.get_input_embeddings(), again.model.get_output_embeddings()
+    assert (table.packed.data_ptr() == head.packed.data_ptr()) == tied
+    assert head.packed.data_ptr() % 64 == 0
+    assert again.model.generation_config.eos_token_id == 0
+
+
+KINDS = ("llama", "gemma2", "gemma3_text", "qwen3", "gpt2", "gpt_neox", "phi3", "cohere", "qwen3_5_text", "bamba", "lfm2")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_those_of_the_first_load(kind, dtype, tmp_path, read):
+    model = hybrid(kind) if kind in ("qwen3_5_text", "bamba", "lfm2") else make_model(small_config(kind, **SIZES))
+    model.to(dtype).save_pretrained(tmp_path / "model")
+    first = ModelRunner.load(tmp_path / "model", INT4)
+    again = ModelRunner.load(tmp_path / "model", INT4)
+    assert len(read) == 1
+    assert torch.equal(logits(again), logits(first))
+    assert linear.is_in_blocks(again.model)
+    assert again.model.config.to_dict() == first.model.config.to_dict()  # the key of compiled passes
+
+
+def test_each_number_of_bits_and_each_state_of_the_files_has_its_own(folder, cache, read):
+    ModelRunner.load(folder, INT4)
+    ModelRunner.load(folder, RunnerConfig(weights="int8", compile="never"))
+    assert len(read) == 2 and len(list(cache.iterdir())) == 2
+    weights = folder / "model.safetensors"
+    before = logits(ModelRunner.load(folder, INT4))
+    make_folder(folder, hidden_size=64, intermediate_size=96, seed=1)
+    os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 10**9))
+    after = logits(ModelRunner.load(folder, INT4))
+    assert len(read) == 3 and not torch.equal(before, after)
+    assert len(list(cache.iterdir())) == 2  # the file of the earlier state is gone
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
+def test_a_damaged_file_is_built_anew_after_one_warning(damage, folder, cache, read, caplog):
+    expected = logits(ModelRunner.load(folder, INT4))
+    (file,) = cache.iterdir()
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes({"cut": data[:-64], "changed": data, "empty": b""}[damage])
+    assert torch.equal(logits(ModelRunner.load(folder, INT4)), expected)
+    assert len(read) == 2 and caplog.text.count("is damaged") == 1
+    ModelRunner.load(folder, INT4)
+    assert len(read) == 2
+
+
+def test_a_file_of_another_model_is_built_anew(folder, tmp_path, cache, read, caplog, monkeypatch):
+    """As of a version that packs other layers."""
+    ModelRunner.load(folder, INT4)
+    pack = linear.pack_model
+    monkeypatch.setattr(linear, "pack_model", lambda model, bits: pack(model, 8))
+    ModelRunner.load(folder, INT4)
+    assert len(read) == 2 and "does not fit the model (it has other tensors)" in caplog.text
+
+
+def test_without_a_cache_folder_it_goes_on_after_one_warning(folder, tmp_path, read, caplog, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file" / "cache"))
+    first = logits(ModelRunner.load(folder, INT4))
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1 and "the weights are rounded again at the next start" in caplog.text
+    assert torch.equal(logits(ModelRunner.load(folder, INT4)), first) and len(read) == 2
+
+
+def test_a_model_that_exceeds_the_memory_runs_once_it_is_packed(folder, read, monkeypatch):
+    ModelRunner.load(folder, INT4)
+    monkeypatch.setattr("outrider.memory.total_memory", lambda: 1000)
+    monkeypatch.setattr(packed_files, "free_memory", lambda: 1000)
+    monkeypatch.setattr(huge_pages, "empty", lambda *_: pytest.fail("weights were copied"))
+    ModelRunner.load(folder, INT4)
+    assert len(read) == 1

@@ -1,0 +1,305 @@
+"""GGUF files: values bit for bit those of the gguf package, text that drafts do not change, and one line for broken files."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+
+import pytest
+import torch
+
+gguf = pytest.importorskip("gguf")
+
+import gguf_files  # noqa: E402 - needs the package
+import numpy as np  # noqa: E402
+from gguf import GGMLQuantizationType as Kind  # noqa: E402
+from runner.rounds import make_text, plain_logits  # noqa: E402
+from tiny_folder import make_tokenizer  # noqa: E402
+from tiny_hybrids import noisy  # noqa: E402
+from torch import nn  # noqa: E402
+from toy import outputs_of  # noqa: E402
+
+from outrider import LLM, SamplingParams, native  # noqa: E402
+from outrider.runner import ModelRunner, RunnerConfig, blocks, gguf_codes, linear, loading  # noqa: E402
+from outrider.types import OutriderError  # noqa: E402
+
+needs_kernels = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
+KINDS = {"mixed": gguf_files.mixed} | {kind.name: lambda _, kind=kind: kind for kind in (Kind.Q8_0, Kind.Q4_0, Kind.F16)}
+ARCHITECTURES = tuple(gguf_files.CONFIGS)
+
+
+def load(path, **options):
+    return ModelRunner.load(path, RunnerConfig(compile="never", **options))
+
+
+@pytest.mark.parametrize("name", gguf_codes.FORMATS)
+def test_every_format_has_the_values_of_the_library(name):
+    kind, rng = Kind[name], np.random.default_rng(0)
+    if kind in gguf_files.SCALES:
+        data = gguf_files.random_codes((70, 512), kind, rng)
+        for at in gguf_files.SCALES[kind]:  # scales of either sign, and 0
+            data[:3, at : at + 2] = np.float16(-3e-3).reshape(1).view(np.uint8)
+            data[3, at : at + 2] = 0
+    else:
+        data = gguf.quants.quantize(rng.standard_normal((70, 512)).astype(np.float32), kind)
+    expected = torch.from_numpy(gguf.quants.dequantize(data, kind))
+    packed = gguf_codes.pack(torch.from_numpy(data), name)
+    assert torch.equal(blocks.unpack(packed, 70, 512), expected)
+    assert torch.equal(torch.ops.outrider.embed_blocks(torch.arange(70), packed, 512), expected)
+
+
+def own_weights(model, name, shape):
+    """The weight of a layer, which may be a part of a fused one, in float32."""
+    module = model.get_submodule(name)
+    if not isinstance(module, linear.FusedSlice):
+        return linear.weight_of(module).float()
+    group = module._group[0]
+    if blocks.is_blocks(group.packed):
+        whole = blocks.unpack(group.packed, sum(group.out_features), shape[1])
+    else:
+        whole = linear.kernels.unpack_weight(group.packed, sum(group.out_features)).float()
+    return whole.split(group.out_features)[module.index]
+
+
+@needs_kernels
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_loaded_model_has_the_values_of_the_file(architecture, tied, kinds, tmp_path):
+    model = gguf_files.make_model(architecture, tie_word_embeddings=tied)
+    exact = gguf_files.write(tmp_path / "model.gguf", model, KINDS[kinds])
+    own = load(tmp_path / "model.gguf").model
+    for name, module in exact.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            assert torch.equal(own_weights(own, name, module.weight.shape), module.weight), name
+        elif getattr(module, "weight", None) is not None:
+            assert torch.equal(own.get_submodule(name).weight, module.weight), name
+        if getattr(module, "bias", None) is not None and not name.endswith(("q_proj", "k_proj", "v_proj")):
+            assert torch.equal(own.get_submodule(name).bias, module.bias), name
+    if kinds != "F16":
+        assert not any(isinstance(module, (nn.Linear, nn.Embedding)) for module in own.modules())
+        size = sum(layer.packed.nbytes for layer in linear.packed_layers(own))
+        assert size < (tmp_path / "model.gguf").stat().st_size * 1.6
+
+
+@needs_kernels
+@pytest.mark.parametrize("kinds", ["mixed", "Q4_0"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("precision", [8, 32])
+def test_logits_are_the_dequantised_models(architecture, kinds, precision, tmp_path, monkeypatch):
+    if precision == 32:
+        monkeypatch.setattr(blocks, "activation_bits", lambda: 32)
+        monkeypatch.setattr(linear.kernels, "prefers_pairs", lambda: False)  # attention and its cache in float32
+    elif blocks.activation_bits() != 8:
+        pytest.skip("no AVX-512 VNNI")
+    exact = gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model(architecture), KINDS[kinds])
+    text = make_text(30, 1)
+    expected = plain_logits(exact, text)[-1]
+    got = load(tmp_path / "model.gguf").extend(["a"], [text])[0]
+    if precision == 32:
+        torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-4 * float(expected.abs().max()))
+    else:
+        assert (got - expected).norm() < 0.05 * expected.norm()
+
+
+PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
+PROMPTS = [[7, 3, 9], [(5 * i * i + i) % 60 + 1 for i in range(45)], [(3 * i) % 11 + 1 for i in range(30)], [8]]
+
+
+def tokens_of(llm, params=PARAMS):
+    return [completion.token_ids for completion in outputs_of(llm.generate(PROMPTS, params))]
+
+
+@needs_kernels
+@pytest.mark.parametrize("architecture, kinds", [("llama", "mixed"), ("qwen3", "Q8_0")])
+def test_drafts_change_no_text(architecture, kinds, tmp_path):
+    model = gguf_files.make_model(architecture)
+    gguf_files.write(tmp_path / "model.gguf", model, KINDS[kinds])
+    gguf_files.write(tmp_path / "draft.gguf", noisy(model), KINDS["Q4_0"])
+    target, options = tmp_path / "model.gguf", {"compile": "never"}
+    expected = tokens_of(LLM(target, method="plain", max_batch=1, **options))
+    assert len({token for tokens in expected for token in tokens}) > 10
+    for k, batch in itertools.product((1, 4, 8), (1, 4)):
+        llm = LLM(target, draft=str(tmp_path / "draft.gguf"), num_draft_tokens=k, max_batch=batch, **options)
+        assert tokens_of(llm) == expected, (k, batch)
+        assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
+    for method in ("ngram", "early-exit:layers=1", *(["low-bit:bits=4"] if kinds == "Q8_0" else [])):
+        llm = LLM(target, method=method, num_draft_tokens=4, max_batch=4, **options)
+        assert tokens_of(llm) == expected, method
+        assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_a_compiled_pass_says_what_an_eager_one_says(tmp_path):
+    gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model("qwen3"), gguf_files.mixed)
+    options = {"method": "ngram", "num_draft_tokens": 3}
+    eager = tokens_of(LLM(tmp_path / "model.gguf", compile="never", **options))
+    assert tokens_of(LLM(tmp_path / "model.gguf", compile="always", **options)) == eager
+
+
+def test_tokenizer_and_chat_template_come_from_the_file(tmp_path):
+    gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model("llama"), KINDS["Q8_0"], lambda w: w.add_eot_token_id(7))
+    llm, original = LLM(str(tmp_path / "model.gguf"), method="plain", compile="never"), make_tokenizer()
+    for text in ("def add(first, second):\n    return 12", "naïve café <|end|> x", "  two"):
+        assert llm.encode(text) == original.encode(text)
+        assert llm.tokenizer.decode(llm.encode(text)) == text
+    messages = [{"role": "user", "content": "hello"}]
+    template = original.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert llm.chat_prompt(messages) == original.encode(template)
+    assert llm.runner.model.config.eos_token_id == [0, 7]
+
+
+def test_a_folder_with_a_config_and_a_tokenizer(tmp_path):
+    """Its config is the model's, also where the file says less."""
+    scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}
+    model = gguf_files.make_model("llama", rope_parameters=scaled)
+    exact = gguf_files.write(
+        tmp_path / "some.gguf", model, KINDS["F16"], lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    )
+    with pytest.raises(OutriderError, match=r"scales rotary positions \(linear\), .*: put the model's config.json beside"):
+        load(tmp_path / "some.gguf")
+    model.config.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    llm, text = LLM(tmp_path, method="plain", dtype="float32", compile="never"), make_text(30, 1)
+    expected = plain_logits(exact, text)[-1]
+    torch.testing.assert_close(llm.runner.extend(["a"], [text])[0], expected, rtol=1e-3, atol=1e-3)
+    assert llm.encode("def add") == make_tokenizer().encode("def add")
+    (tmp_path / "other.gguf").write_bytes(b"GGUF")
+    with pytest.raises(OutriderError, match=r"holds 2 GGUF files: name one of them, such as .*other\.gguf"):
+        load(tmp_path)
+
+
+def test_rotary_factors_of_llama_3(tmp_path):
+    """A tensor of factors stands for the scaling of positions, which the file's entries do not describe."""
+    scaled = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    model = gguf_files.make_model("llama", rope_parameters=scaled | {"original_max_position_embeddings": 64})
+    usual = gguf_files.make_model("llama").model.rotary_emb.inv_freq
+    factors = (usual / model.model.rotary_emb.inv_freq).numpy()
+    assert factors.max() > 7.9 and factors.min() < 1.1
+
+    exact = gguf_files.write(
+        tmp_path / "model.gguf", model, KINDS["F16"], lambda w: w.add_tensor("rope_freqs.weight", factors.astype(np.float32))
+    )
+    text = make_text(60, 1)
+    got = load(tmp_path / "model.gguf", dtype="float32").extend(["a"], [text])[0]
+    torch.testing.assert_close(got, plain_logits(exact, text)[-1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kernels, dtype", [(True, "float32"), (False, "auto"), (False, "float32")])
+def test_without_blocks_a_file_is_dequantised_and_that_is_said(kernels, dtype, tmp_path, monkeypatch, caplog):
+    exact = gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model("llama"), gguf_files.mixed)
+    if not kernels:
+        monkeypatch.setattr(native, "load", lambda: False)
+    with caplog.at_level(logging.WARNING, logger="outrider"):
+        own = load(tmp_path / "model.gguf", dtype=dtype).model
+    kind = torch.float32 if dtype == "float32" else torch.bfloat16
+    said = [record.getMessage() for record in caplog.records if "dequantised to" in record.getMessage()]
+    assert len(said) == 1 and str(kind).removeprefix("torch.") in said[0]
+    for name, module in exact.named_modules():
+        if isinstance(module, nn.Linear):
+            assert torch.equal(own_weights(own, name, module.weight.shape), module.weight.to(kind).float()), name
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16])
+def test_files_without_codes_keep_their_type_or_are_rounded(kind, tmp_path):
+    gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model("qwen2"), lambda _: kind)
+    kinds = {layer.packed.dtype for layer in linear.packed_layers(load(tmp_path / "model.gguf").model)}
+    assert kinds == {{Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}[kind]}
+    rounded = load(tmp_path / "model.gguf", weights="int4").model
+    assert {blocks.bits_of(layer.packed) for layer in linear.packed_layers(rounded)} == {4, 8}
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """Fails where weights are read."""
+
+    def fail(*_, **__):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(loading, "load_model", fail)
+
+
+def refusal(path, **options):
+    with pytest.raises(OutriderError) as refused:
+        load(path, **options)
+    message = str(refused.value)
+    assert "\n" not in message
+    return message
+
+
+def test_what_cannot_be_run_right_is_refused_before_weights_are_read(unread, tmp_path, monkeypatch):
+    path, model = tmp_path / "model.gguf", gguf_files.make_model("llama")
+
+    def changed(change, kind=Kind.Q8_0):
+        path.unlink(missing_ok=True)
+        gguf_files.write(path, model, lambda _: kind, change)
+        return refusal(path)
+
+    assert "part of a split file: merge the parts" in changed(lambda w: w.add_uint16("split.count", 2))
+    said = changed(lambda w: w.add_float32("llama.logit_scale", 0.5))
+    assert "says llama.logit_scale=0.5, which is not understood: put the model's config.json beside" in said
+    assert "llama.attention.sliding_window=16" in changed(lambda w: w.add_sliding_window(16))
+    said = changed(lambda w: w.add_tensor("blk.0.odd", np.zeros((2, 54), np.uint8), raw_dtype=Kind.TQ1_0))
+    assert "tensor blk.0.odd is of type TQ1_0: supported are F32, F16, BF16, Q8_0" in said
+    assert "weights=int8 needs a checkpoint in 16 or 32 bits, got one quantised by gguf" in (
+        gguf_files.write(path, model, KINDS["Q8_0"]) and refusal(path, weights="int8")
+    )
+    writer = gguf.GGUFWriter(path, "gemma3")
+    writer.add_tensor("token_embd.weight", np.zeros((2, 32), np.float32))
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+    assert "architecture gemma3: supported in GGUF files are llama, qwen2, qwen3" in refusal(path)
+    path.write_bytes(b"not a model at all")
+    assert "is not a GGUF file" in refusal(path)
+    path.write_bytes(b"")
+    assert "is not a GGUF file" in refusal(path)
+    assert "no model folder at" in refusal(tmp_path / "nowhere.gguf")
+    gguf_files.write(path, model, KINDS["Q8_0"])
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert "needs the package gguf: pip install 'outrider[gguf]'" in refusal(path)
+
+
+def test_a_file_that_is_cut_is_refused_wherever_it_is_cut(unread, tmp_path):
+    whole, cut = tmp_path / "model.gguf", tmp_path / "cut.gguf"
+    gguf_files.write(whole, gguf_files.make_model("llama"), KINDS["Q8_0"])
+    data = whole.read_bytes()
+    for length in (4, 20, 24, 100, 1000, 5000, 20_000, len(data) // 2, len(data) - 1000):
+        cut.write_bytes(data[:length])
+        assert "cut.gguf: the file is cut or damaged" in refusal(cut), length
+
+
+def test_tensors_that_are_not_the_models_are_named(tmp_path):
+    path, model = tmp_path / "model.gguf", gguf_files.make_model("qwen3")
+
+    def written(change=None, without=()):
+        path.unlink(missing_ok=True)
+        gguf_files.write(path, model, KINDS["Q8_0"], change, without)
+        return refusal(path)
+
+    assert "tensor blk.0.odd.weight is none of a qwen3 model's" in written(
+        lambda w: w.add_tensor("blk.0.odd.weight", np.zeros(4, np.float32))
+    )
+    assert "tensor blk.2.attn_q.weight is none of" in written(
+        lambda w: w.add_tensor("blk.2.attn_q.weight", np.zeros((256, 256), np.float32))
+    )
+    assert "lacks 1 tensors of the model, the first model.layers.1.self_attn.q_norm.weight" in written(
+        without=("blk.1.attn_q_norm.weight",)
+    )
+    said = written(lambda w: w.add_tensor("blk.0.attn_q.weight", np.zeros((8, 256), np.float32)), ("blk.0.attn_q.weight",))
+    assert "tensor blk.0.attn_q.weight is [8, 256], expected [256, 256] by the config" in said
+
+
+@needs_kernels
+def test_scales_that_are_no_numbers_are_refused_by_the_name_of_their_tensor(tmp_path):
+    path, broken = tmp_path / "model.gguf", np.full((256, 34), 0xFF, np.uint8)  # NaN in float16
+    gguf_files.write(
+        path,
+        gguf_files.make_model("llama"),
+        KINDS["Q8_0"],
+        lambda w: w.add_tensor("blk.1.attn_q.weight", np.tile(broken, (1, 8)), raw_dtype=Kind.Q8_0),
+        ("blk.1.attn_q.weight",),
+    )
+    assert "tensor blk.1.attn_q.weight: scales are NaN or infinite" in refusal(path)
