@@ -1,4 +1,4 @@
-"""Runs the engine for an audit: samples of one prompt, the target's distributions along them, and greedy output."""
+"""Run the engine for an audit: samples of one prompt, the target's distributions along them, and greedy output."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from outrider.verifiers.exact import ExactMatchVerifier
 from outrider.verifiers.rejection import RejectionVerifier
 
 WAVES = 12  # batches of samples per prefill of the prompt
-FRONT = "front"  # id of the request that they are forked from
+FRONT = "front"  # id of the request whose cache the samples copy
 
 
 @dataclass(frozen=True)
 class Way:
-    """Proposer, verifier and drafts per round."""
+    """How to generate: proposer, verifier and drafts per round."""
 
     proposer: Proposer = field(default_factory=PlainProposer)
     verifier: Verifier = field(default_factory=RejectionVerifier)
@@ -46,10 +46,10 @@ class Text:
 
 
 class Rig:
-    """One target's runner, and engines that share its cache and passes."""
+    """Run audits on one target: engines that share its runner."""
 
     def __init__(self, runner: ModelRunner, batch: int | None = None) -> None:
-        """``batch``: concurrent sequences; None: as many as the runner allows."""
+        """``batch``: number of concurrent sequences; None for the runner's maximum."""
         self.runner, self.batch = runner, batch or runner.max_batch
         self.faults = 0  # rounds with proposer failures so far
 
@@ -65,7 +65,7 @@ class Rig:
     ) -> Iterator[list[Sample]]:
         """Yield ``num_samples`` continuations of one prompt in waves; the first ``length`` tokens of each are tested.
 
-        One token more is generated, so that the last tested one comes from a round with drafts too.
+        One more token is generated, so that the last tested one can also come from a round with drafts.
         """
         params = _endless(replace(params, max_tokens=length + 1))
         watched = Watched(way.verifier)
@@ -148,7 +148,7 @@ class Rig:
 
 
 def _endless(params: SamplingParams) -> SamplingParams:
-    """Continue after end-of-text tokens: their positions are tested like others, and all outputs have the same length."""
+    """Return settings that ignore end-of-sequence tokens, so that all outputs have the same length."""
     return replace(params, ignore_eos=True, n=1, stop=(), stop_token_ids=())
 
 

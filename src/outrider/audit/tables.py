@@ -63,5 +63,5 @@ def grid_verdict(result: Mapping[str, Any]) -> str:
         return "yes, everywhere"
     said = [f"{result['differing']:,} texts differ, {len(result['cells'])} cells done"]
     if result["faults"]:
-        said.append(f"the proposer failed in {result['faults']} rounds, so these outputs were plain decoding's")
+        said.append(f"the proposer failed in {result['faults']} rounds, which were plain decoding")
     return "; ".join(said)
