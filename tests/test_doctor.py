@@ -158,7 +158,7 @@ def test_two_methods_in_turn_are_examined_as_each_of_them(target, tmp_path):
 def test_a_text_that_does_not_repeat_itself_is_no_draft_that_does_not_fit(target):
     found = examined(target, method="suffix")
     assert found.fits and level_of(found, "acceptance") == "note"
-    assert "hardly repeat" in text_of(found, "acceptance")
+    assert "little repetition" in text_of(found, "acceptance")
 
 
 def test_where_nothing_is_drafted_no_gain_is_promised(target):

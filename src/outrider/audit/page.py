@@ -139,7 +139,7 @@ def _grid(document: Mapping[str, Any]) -> Iterator[str]:
     yield table(f"Texts of {document['grid']['max_tokens']} tokens", CELL, document["cells"])
     if document["not_possible"]:
         rows = [{"method": name, "reason": reason} for name, reason in document["not_possible"].items()]
-        yield table("Methods that do not fit this target", {"method": "method", "reason": "reason"}, rows)
+        yield table("Methods that could not be audited", {"method": "method", "reason": "reason"}, rows)
 
 
 def _provenance(document: Mapping[str, Any]) -> Iterator[str]:
