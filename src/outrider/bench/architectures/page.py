@@ -1,4 +1,4 @@
-"""docs/models.md: which architectures run, which are refused, and why."""
+"""Write docs/models.md: which architectures run, which are refused, and why."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ VERDICTS = {
 
 
 def page(results: Sequence[compare.Result]) -> str:
-    """The whole page as Markdown."""
+    """Return the page as Markdown."""
     multimodal = set(tiny.architectures()) - set(tiny.language_models())
     plain = [each for each in results if each.name not in multimodal and each.name not in tiny.VARIANTS]
     wrapped = [each for each in results if each.name in multimodal]
@@ -70,7 +70,7 @@ def page(results: Sequence[compare.Result]) -> str:
 
 
 def supported_range() -> str:
-    """The versions of transformers that Outrider asks for."""
+    """Return the range of transformers versions that Outrider requires."""
     from importlib.metadata import requires
 
     found = next(each for each in requires("outrider") or [] if re.match(r"transformers\b", each))
@@ -78,7 +78,7 @@ def supported_range() -> str:
 
 
 def runs_table(results: Iterable[compare.Result]) -> str:
-    """One row an architecture, one column a method."""
+    """Return a table with one row per architecture and one column per method."""
     lines = ["| architecture | " + " | ".join(compare.METHODS) + " |", "|---" * (1 + len(compare.METHODS)) + "|"]
     notes: dict[str, int] = {}
     for each in results:
@@ -99,7 +99,7 @@ def runs_table(results: Iterable[compare.Result]) -> str:
 
 
 def reasons_table(results: Iterable[compare.Result]) -> str:
-    """One row an architecture: what became of it and why."""
+    """Return a table with one row per architecture: verdict and reason."""
     lines = ["| architecture | | reason |", "|---|---|---|"]
     for each in sorted(results, key=lambda each: (list(VERDICTS).index(each.verdict), each.name)):
         reason = each.reason.replace("|", "\\|").replace("\n", " ")
