@@ -82,7 +82,7 @@ def test_a_good_draft_is_found_and_plain_decoding_runs_in_every_turn(llm: LLM, t
     runs = {label: sum(each == label for each, _ in ran) for label, _ in ran}
     assert runs["draft k=1"] == runs["draft k=2"] == 2 and runs["draft k=4"] == runs[PLAIN] > 2
     assert [each.name for each in found.passed][:2] == ["rung 1", "rung 2"] and found.passed[-1].leader == "draft k=4"
-    assert "when draft k=4 reached 2." in chosen.others["draft k=1"] and found.tau("draft k=4") == 2.0
+    assert "draft k=4 reached 2." in chosen.others["draft k=1"] and found.tau("draft k=4") == 2.0
     document = result(found, chosen, "toy")
     json.dumps(document)
     assert document["chosen"] == {"method": "draft", "k": 4, "label": "draft k=4"}

@@ -17,7 +17,7 @@ DEFINITIONS = (
     "plain decoding within a repeat; *_interval: 95%, paired bootstrap over repeats and prompts; ms: milliseconds per round of "
     "the batch; same_text: share of outputs equal to plain decoding's; expected_speedup: the formula's, for decoding, "
     "at the measured alpha, c and mean K; difference: decode_speedup - expected_speedup by part; loop_share: share of tokens "
-    "in loops (a period of up to 32 tokens, repeated at least three times); before_loops: the same values for the tokens before "
+    "in loops (a period of up to 32 tokens, repeated at least three times); before_loops: the same values for tokens before "
     "the first loop of each output; all keys: docs/bench.md"
 )
 
