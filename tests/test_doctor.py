@@ -220,12 +220,12 @@ def test_where_hardly_any_draft_is_accepted_the_alternative_that_fits_is_named(t
 @pytest.mark.usefixtures("guessing")
 def test_an_alternative_that_fits_better_is_named_where_much_is_accepted_too(target, monkeypatch):
     """One layer beside the right one costs a head some of its acceptance, seldom all."""
-    monkeypatch.setattr(checkup, "BETTER", 99.0)
+    monkeypatch.setattr(checkup, "MIN_GAIN", 99.0)
     found = examined(target, method="guessing:layer=2:tenths=6", params=LONG)
     assert found.acceptance.by_position[0] > checkup.DOUBTFUL
     assert found.fits and level_of(found, "options") == "suspicious"
     assert "guessing:layer=3:tenths=6 fits better" in text_of(found, "options")
-    monkeypatch.setattr(checkup, "CLEAR", 99.0)
+    monkeypatch.setattr(checkup, "MIN_STANDARD_ERRORS", 99.0)
     found = examined(target, method="guessing:layer=2:tenths=6", params=LONG)
     assert level_of(found, "options") == "note" and "not significant" in text_of(found, "options")
     found = examined(target, method="guessing:layer=3", params=LONG)

@@ -22,7 +22,7 @@ from outrider.verifiers.exact import ExactMatchVerifier
 from outrider.verifiers.rejection import RejectionVerifier
 
 WAVES = 12  # batches of samples per prefill of the prompt
-FRONT = "front"  # id of the request whose cache the samples copy
+SOURCE_ID = "front"  # id of the request whose cache the samples copy
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ class Rig:
         for start in range(0, len(texts), self._wave):
             part = texts[start : start + self._wave]
             requests = [_request(f"led-{i}", prompt, replace(params, max_tokens=len(text)), 0) for i, text in enumerate(part)]
-            told = {request.request_id: text for request, text in zip(requests, part, strict=True)}
+            tokens_of = {request.request_id: text for request, text in zip(requests, part, strict=True)}
 
             def shown(requests: Sequence[Request], probs: Tensor) -> None:
                 show([tuple(request.token_ids[request.num_prompt_tokens :]) for request in requests], probs)
 
-            self._run_from_one_prompt(self._engine(Way(verifier=Led(told, shown))), requests)
+            self._run_from_one_prompt(self._engine(Way(verifier=Led(tokens_of, shown))), requests)
 
     @property
     def _wave(self) -> int:
@@ -114,7 +114,7 @@ class Rig:
         first = requests[0]
         if len(requests) > self.batch > 1:
             room = self.runner.max_len - first.num_prompt_tokens
-            first = _request(FRONT, first.token_ids, replace(first.params, max_tokens=room), first.seed)
+            first = _request(SOURCE_ID, first.token_ids, replace(first.params, max_tokens=room), first.seed)
             engine.add(first)
         for request in requests:
             engine.add(request, fork_of=None if request is first else first.request_id)
@@ -141,7 +141,7 @@ class Rig:
                     text.logprobs += emission.logprobs or []
                     text.num_rounds += 1
         finally:
-            for request_id in (FRONT, *left):
+            for request_id in (SOURCE_ID, *left):
                 engine.abort(request_id)
             self.faults += engine.stats.faults
         return texts

@@ -140,18 +140,18 @@ class Gauge:
             torch.ones(len(rows), dtype=torch.long),
             None if proposal.probs is None else proposal.probs[rows, :1],
         )
-        told = flattened(first, target[rows]).double()[:, 0]
+        assumed = flattened(first, target[rows]).double()[:, 0]
         if first.probs is None:
             of_draft = functional.one_hot(first.token_ids[:, 0], of_target.shape[-1]).double().to(of_target.device)
         else:
             of_draft = first.probs[:, 0].double()
         refused = (of_draft - of_target).clamp_min(0).sum(-1, keepdim=True)
-        accepted = of_draft * accept_prob(of_target, told)
+        accepted = of_draft * accept_prob(of_target, assumed)
         laws = (
             of_target,
             of_draft,
             torch.minimum(of_target, of_draft) + refused * of_target,
-            accepted + (1 - accepted.sum(-1, keepdim=True)) * residual(of_target, told),
+            accepted + (1 - accepted.sum(-1, keepdim=True)) * residual(of_target, assumed),
         )
         likely = at_borders(of_target) if self.has_rounding else of_target
         for column, leak in enumerate(LEAKS):

@@ -12,7 +12,7 @@ from outrider.types import OutriderError
 Cell = Mapping[str, Any]
 KEY = ("method", "k", "temperature", "batch", "workload", "busy")
 NUMBERS = ("temperature", "batch", "tok_s", "speedup", "mean_acceptance_length")
-LOOPS_MATTER = 0.1  # share of plain decoding's tokens in loops that causes a warning
+LOOP_WARNING = 0.1  # share of plain decoding's tokens in loops that causes a warning
 REPORTED = {"difference", "conditional_acceptance", "time_to_first_token_ms", "prediction_error_percent"}
 
 
@@ -28,11 +28,11 @@ def headline(cell: Cell) -> Cell:
 
 
 def loop_warnings(cells: Sequence[Cell]) -> list[str]:
-    """Return a line for each condition in which more than ``LOOPS_MATTER`` of plain decoding's tokens are in loops."""
+    """Return a line for each condition in which more than ``LOOP_WARNING`` of plain decoding's tokens are in loops."""
     found = []
     for cell in cells:
         share = cell.get("loop_share") or 0.0
-        if is_plain(cell) and share > LOOPS_MATTER:
+        if is_plain(cell) and share > LOOP_WARNING:
             kept = f"the tokens before loops, {cell['tokens_before_loops']} of {cell['tokens']}"
             about = kept if cell.get("before_loops") else "text that loops from the start"
             found.append(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MANY_WORKLOADS = 3  # minimum number of workloads for a table of workloads x methods
-AGREES = 0.1  # largest relative difference to the formula that is not explained
+TOLERANCE = 0.1  # largest relative difference to the formula that is not explained
 
 
 def tables(result: Mapping[str, Any]) -> list[Table]:
@@ -117,7 +117,7 @@ def _reason_row(cell: Cell) -> list[str]:
 def reason(cell: Cell) -> str:
     """Return the largest part of the difference to the formula, if the difference exceeds a tenth."""
     expected, measured, difference = cell["expected_speedup"], cell["decode_speedup"], cell["difference"]
-    if not expected or not measured or not difference or abs(measured / expected - 1) <= AGREES:
+    if not expected or not measured or not difference or abs(measured / expected - 1) <= TOLERANCE:
         return ""
     name = main_part(difference)
     return f"{name} {difference[name]:+.2f}"

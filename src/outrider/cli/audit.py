@@ -40,8 +40,9 @@ outrider audit --target ./my-model --draft ./my-draft --prompts mine.jsonl
 outrider audit --same-text --method all -k 1,3,5,8 --batch 1,4 --prompts HumanEval.jsonl.gz --out same-text.json
 """
 EXIT_NOT_CERTIFIED = 3
-MOST_TEXTS = 256  # sequences per batch by default
-NO_PART = ("max_tokens", "logit_bias", "stop", "ignore_eos")  # settings without effect on an audit, or without an option
+MAX_BATCH = 256  # sequences per batch by default
+# Settings without effect on an audit, or without an option.
+UNUSED_SETTINGS = ("max_tokens", "logit_bias", "stop", "ignore_eos")
 MEMORY = 1 << 30  # bytes of KV cache for the sequences of a batch
 
 
@@ -111,7 +112,7 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     lengths = parse_list(
         "--num-draft-tokens", asked.num_draft_tokens or ("1,3,5,8" if models.same_text else "4"), _parse_length
     )
-    batches = parse_list("--batch", asked.batch or ("1,4" if models.same_text else str(MOST_TEXTS)), int)
+    batches = parse_list("--batch", asked.batch or ("1,4" if models.same_text else str(MAX_BATCH)), int)
     if min(batches) < 1:
         raise OutriderError("invalid --batch: expected integers of at least 1")
     if not models.same_text and (len(lengths) > 1 or len(batches) > 1 or output.resume):
@@ -139,7 +140,7 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     if missing:
         raise OutriderError(f"{missing[0]}: {reasons[missing[0]]}")
     if asked.batch is None and not models.same_text:
-        batches = (min(MOST_TEXTS, texts_in_memory(llm, max(map(len, prompts)) + params.max_tokens)),)
+        batches = (min(MAX_BATCH, texts_in_memory(llm, max(map(len, prompts)) + params.max_tokens)),)
     run = Run(llm, asked, output, lengths, batches, prompts, params, models, verifier, proposers, reasons)
     return run.same_text() if models.same_text else run.certificates()
 
@@ -236,8 +237,8 @@ class Run:
                         write_whole(self.output.out, json.dumps(result(), indent=1) + "\n")
         except KeyboardInterrupt:
             if self.output.out is not None and comparison.results:
-                told = f"{len(comparison.results)} of {total} comparisons are in {self.output.out}"
-                err.print(f"{told}; repeat the command with --resume to continue", markup=False, soft_wrap=True)
+                shown = f"{len(comparison.results)} of {total} comparisons are in {self.output.out}"
+                err.print(f"{shown}; repeat the command with --resume to continue", markup=False, soft_wrap=True)
             raise
         finally:
             if comparison.results:
@@ -329,9 +330,9 @@ def settings_of(params: SamplingParams) -> dict[str, Any]:
     """Return the temperature and all non-default sampler settings. Stop conditions are not used in an audit."""
     from dataclasses import fields
 
-    told = {each.name: getattr(params, each.name) for each in fields(params)}
+    shown = {each.name: getattr(params, each.name) for each in fields(params)}
     default = {each.name: each.default for each in fields(params)}
-    kept = {name: value for name, value in told.items() if value != default[name] and name not in NO_PART}
+    kept = {name: value for name, value in shown.items() if value != default[name] and name not in UNUSED_SETTINGS}
     return {"temperature": params.temperature} | kept
 
 

@@ -25,7 +25,7 @@ SIDE_BY_SIDE = 100  # minimum columns for lanes side by side
 MOST_LINES, LEAST_LINES = 16, 3  # lines of text per lane
 FRAME = 2  # lines of a panel's border, or columns of border and padding
 TURNS = "the lanes take turns on the same processor; each clock counts its own rounds"
-AROUND = 4  # lines below the lanes, including the prompt
+EXTRA_LINES = 4  # lines below the lanes, including the prompt
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class RaceView:
 
     def _lines(self) -> int:
         """Return the lines of text per lane with which everything fits on the screen."""
-        free = self.console.height - AROUND - len(self._prompt().wrap(self.console, self.console.width))
+        free = self.console.height - EXTRA_LINES - len(self._prompt().wrap(self.console, self.console.width))
         if self.console.width < SIDE_BY_SIDE:
             free //= len(self.lanes)
         return max(min(free - FRAME, MOST_LINES), LEAST_LINES)

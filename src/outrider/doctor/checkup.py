@@ -32,13 +32,13 @@ HOPELESS, DOUBTFUL = (
     0.1,
     0.35,
 )  # acceptance of the first draft: below the first limit it does not fit, below the second it is suspicious
-DEAR = 1.8  # time of a pass with K drafts / time of one without, from which it is reported as expensive
+EXPENSIVE = 1.8  # time of a pass with K drafts / time of one without, from which it is reported as expensive
 CACHED = 256  # context length while passes are timed
 # Names in configs for the number of experts per layer, and of experts per token.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
-BETTER = 1.15  # ratio of mean acceptance lengths from which an alternative is reported
-CLEAR = 2.33  # standard errors of the acceptance difference from which it is reported, too
+MIN_GAIN = 1.15  # ratio of mean acceptance lengths from which an alternative is reported
+MIN_STANDARD_ERRORS = 2.33  # standard errors of the acceptance difference from which it is reported, too
 
 Progress = Callable[[str], Any]
 
@@ -131,7 +131,7 @@ def _stages(patient: Patient, checkup: Checkup, progress: Progress) -> Iterator[
     llm = LLM(patient.target, method=PLAIN, max_batch=1, **without_draft)
     yield _weights_in_memory(llm.runner)
     yield _cache_memory(llm.runner)
-    yield _price_of_drafts(llm.runner)
+    yield _time_of_drafts(llm.runner)
     foreign = patient.options.get("draft_tokenizer")
     setting = Setting(llm.runner, llm.tokenizer, draft, foreign, options=options, drafts=drafts)
     progress(f"checking {name}")
@@ -146,7 +146,7 @@ def _stages(patient: Patient, checkup: Checkup, progress: Progress) -> Iterator[
     prompts = [ids[-llm.runner.max_len // 2 :] for ids in prompts]
     drafted = yield from _measured(patient, contenders, prompts, checkup, progress)
     if drafted.num_drafts:  # even at high acceptance: reading a neighbouring layer lowers it only partly
-        yield from _tried(patient, kind.alternatives(setting), contenders, prompts, drafted, progress)
+        yield from _try_alternatives(patient, kind.alternatives(setting), contenders, prompts, drafted, progress)
 
 
 def _measured(
@@ -202,7 +202,7 @@ def _acceptance(plain: Run, drafted: Run, num_prompts: int) -> Acceptance:
     return Acceptance(drafted.conditional_acceptance(K), tau, plain.decode_tok_s, drafted.decode_tok_s, best, num_prompts)
 
 
-def _tried(
+def _try_alternatives(
     patient: Patient,
     alternatives: list[str],
     contenders: Contenders,
@@ -221,7 +221,7 @@ def _tried(
         return
     best = max(runs, key=lambda method: runs[method].mean_acceptance_length)
     found, tau = runs[best].mean_acceptance_length, drafted.mean_acceptance_length
-    if found > BETTER * tau or _is_clear(runs[best], drafted):
+    if found > MIN_GAIN * tau or _is_significant(runs[best], drafted):
         yield Finding("suspicious", "options", f"{best} fits better: {found:.2f} tokens per pass instead of {tau:.2f}")
         return
     said = ", ".join(f"{method} {run.mean_acceptance_length:.2f}" for method, run in runs.items())
@@ -229,7 +229,7 @@ def _tried(
     yield Finding("ok" if found <= tau else "note", "options", f"tokens per pass instead of {tau:.2f}: {said}; {verdict}")
 
 
-def _is_clear(better: Run, drafted: Run) -> bool:
+def _is_significant(better: Run, drafted: Run) -> bool:
     """Return whether the first-draft acceptance of two runs differs significantly (two-sided, 2%)."""
     counts = [(run.kept[0], run.reached[0]) for run in (better, drafted)]
     if not all(reached for _, reached in counts):
@@ -237,7 +237,7 @@ def _is_clear(better: Run, drafted: Run) -> bool:
     pooled = sum(kept for kept, _ in counts) / sum(reached for _, reached in counts)
     spread: float = (pooled * (1 - pooled) * sum(1 / reached for _, reached in counts)) ** 0.5
     shares = [kept / reached for kept, reached in counts]
-    return shares[0] - shares[1] > CLEAR * spread
+    return shares[0] - shares[1] > MIN_STANDARD_ERRORS * spread
 
 
 def _memory_on_disk(sources: list[Any]) -> Iterator[Finding]:
@@ -266,7 +266,7 @@ def _cache_memory(runner: ModelRunner) -> Finding:
     return Finding("ok", "cache", said)
 
 
-def _price_of_drafts(runner: ModelRunner) -> Finding:
+def _time_of_drafts(runner: ModelRunner) -> Finding:
     """Report the time of a pass with K drafts relative to one without, and the cause if it is high."""
     k, cached = min(K, runner.max_drafts or K), min(CACHED, runner.max_len // 2)
     one, several = (runner.pass_cost(width, 1, cached) for width in (1, 1 + k))
@@ -277,6 +277,6 @@ def _price_of_drafts(runner: ModelRunner) -> Finding:
                        for names in (EXPERTS, EXPERTS_PER_TOKEN))  # fmt: skip
     if experts and chosen:
         said += f": each token uses {chosen} of {experts} experts per layer, so drafts read additional experts"
-    if ratio < DEAR:
+    if ratio < EXPENSIVE:
         return Finding("ok", "passes", said)
     return Finding("suspicious", "passes", f"{said}; drafts pay only where most are accepted: leave K at auto")

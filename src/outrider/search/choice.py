@@ -12,7 +12,7 @@ from outrider.proposers.base import Proposer
 from outrider.registry import PROPOSERS
 from outrider.search.measurements import Ratio
 
-ALIKE = 0.03  # largest loss of speed accepted for a simpler method
+MAX_LOSS = 0.03  # largest loss of speed accepted for a simpler method
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ def choose(finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], p
     """Choose the simplest method that is as fast as the fastest one, at its fastest draft length.
 
     ``ratio``: speed of one label / speed of another. A method is as fast as the fastest if the interval of their ratio contains
-    1 and the loss is at most ``ALIKE``. A contender that is not significantly faster than plain decoding is never chosen.
+    1 and the loss is at most ``MAX_LOSS``. A contender that is not significantly faster than plain decoding is never chosen.
     """
     speedups = {each: ratio(each.label, PLAIN) for each in finalists}
     winners = [each for each in finalists if is_faster(speedups[each])]
     others: dict[str, str] = {}
     for each in finalists:
         if each not in winners:
-            others[each.label] = f"{_said(speedups[each])} plain decoding's speed: not significantly faster"
+            others[each.label] = f"{_ratio_text(speedups[each])} plain decoding's speed: not significantly faster"
     if not winners:
         reason = "no candidate is significantly faster than plain decoding: do not speculate"
         return Choice(PLAIN_CONTENDER, None, reason, others)
@@ -54,13 +54,13 @@ def choose(finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], p
     against = {each: ratio(best.label, each.label) for each in leaders.values() if each != best}
     alike = [best, *(each for each, lead in against.items() if _is_alike(lead))]
     chosen = min(alike, key=lambda each: (*simplicity(each, proposers), -speedups[each].value))
-    others[PLAIN] = f"{chosen.label} is {_said(speedups[chosen])} its speed"
+    others[PLAIN] = f"{chosen.label} is {_ratio_text(speedups[chosen])} its speed"
     for each in winners:
         if each != chosen:
             leader = best if each is leaders[each.method] else leaders[each.method]
             beaten = f"not significantly faster than {chosen.label}" if each in alike else f"slower than {leader.label}"
-            others[each.label] = f"{_said(speedups[each])} plain decoding's speed, {beaten}"
-    reason = f"{_said(speedups[chosen])} the speed of plain decoding"
+            others[each.label] = f"{_ratio_text(speedups[each])} plain decoding's speed, {beaten}"
+    reason = f"{_ratio_text(speedups[chosen])} the speed of plain decoding"
     if chosen != best:
         lead = against[chosen]
         reason += f"; {best.label} measured {lead.value:.2f} times as fast, within noise, but this is simpler"
@@ -68,15 +68,15 @@ def choose(finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], p
 
 
 def is_faster(speedup: Ratio) -> bool:
-    """Return whether a ratio is significantly above 1; without an interval, above 1 + ``ALIKE``."""
-    return speedup.interval[0] > 1 if speedup.interval is not None else speedup.value > 1 + ALIKE
+    """Return whether a ratio is significantly above 1; without an interval, above 1 + ``MAX_LOSS``."""
+    return speedup.interval[0] > 1 if speedup.interval is not None else speedup.value > 1 + MAX_LOSS
 
 
 def _is_alike(lead: Ratio) -> bool:
     within = lead.interval is None or lead.interval[0] <= 1
-    return within and lead.value <= 1 + ALIKE
+    return within and lead.value <= 1 + MAX_LOSS
 
 
-def _said(found: Ratio) -> str:
+def _ratio_text(found: Ratio) -> str:
     spread = "" if found.interval is None else f" ({found.interval[0]:.2f} to {found.interval[1]:.2f})"
     return f"{found.value:.2f}{spread} times"

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from outrider.engine import LLM
 
 AUTO = "auto"
-TOGETHER = 8  # batch size while recording outputs
-PAIRED_FROM = 1.05  # minimum speedup of both methods for trying their combination
+RECORDING_BATCH = 8  # batch size while recording outputs
+MIN_PAIR_SPEEDUP = 1.05  # minimum speedup of both methods for trying their combination
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Search:
 
     def record(self) -> list[Text]:
         """Generate the target's outputs for the traffic with plain decoding."""
-        together = min(TOGETHER, self.llm.runner.max_batch)
+        together = min(RECORDING_BATCH, self.llm.runner.max_batch)
         texts: list[Text] = []
         with self.contenders.active(PLAIN_CONTENDER):
             for start in range(0, len(self.texts), together):
@@ -185,7 +185,7 @@ class Search:
                 name = f"batch {group.batch}, prompts {group.index}: {contender.label}"
                 found = self.journal.once(stage, name, lambda contender=contender: self._run(contender, group))  # type: ignore[misc]
             except Exception as failure:
-                self._leave_out(contender, failure)
+                self._drop_method(contender, failure)
                 continue
             seconds[contender.label] = found["seconds"]
             self.taus.setdefault(contender.label, []).append(found["tau"])
@@ -223,13 +223,13 @@ class Search:
             try:
                 warm_up(self.contenders, contender, prompts, batch)
             except Exception as failure:
-                self._leave_out(contender, failure)
+                self._drop_method(contender, failure)
                 continue
             self.contenders.forget(contender)
             self._warm.add((contender, batch))
         return [contender for contender in contenders if not self._failed(contender)]
 
-    def _leave_out(self, contender: Contender, failure: Exception) -> None:
+    def _drop_method(self, contender: Contender, failure: Exception) -> None:
         """Drop the method of a failed contender. Raises the error of plain decoding, because then the target failed."""
         if contender.is_plain:
             raise failure
@@ -261,7 +261,7 @@ class Search:
             if "+" in split_method(method)[0]:
                 return []  # the user chose the combinations
             best.setdefault(self.proposers[method].reads_text_only, label)
-        if len(best) < 2 or min(found.speedups[label] for label in best.values()) < PAIRED_FROM:
+        if len(best) < 2 or min(found.speedups[label] for label in best.values()) < MIN_PAIR_SPEEDUP:
             return []
         parts = [self.candidates[best[kind]].method for kind in (True, False)]
         method = in_turn(*parts)

@@ -20,8 +20,8 @@ NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_pena
 SETTINGS = (*WHOLE, *NUMBERS, "stop", "ignore_eos")
 ALIASES = {"max_completion_tokens": "max_tokens"}
 OPENAI_TEMPERATURE = 1.0  # default of requests without a temperature
-MOST = 2**63 - 1  # maximum of integers
-ALL_AS_OTHERS_SAY = -1  # top_k that keeps all tokens in vLLM and other servers
+MAX_INTEGER = 2**63 - 1  # maximum of integers
+VLLM_ALL_TOKENS = -1  # top_k that keeps all tokens in vLLM and other servers
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def settings(item: Mapping[str, Any], defaults: SamplingParams) -> SamplingParam
     named = {ALIASES.get(name, name): value for name, value in item.items() if value is not None}
     given = {name: _setting(name, value) for name, value in named.items() if name in SETTINGS}
     given["max_tokens"] = min(given.get("max_tokens", defaults.max_tokens), defaults.max_tokens)
-    if given.get("top_k") == ALL_AS_OTHERS_SAY:
+    if given.get("top_k") == VLLM_ALL_TOKENS:
         given["top_k"] = 0
     return replace(defaults, **given)
 
@@ -111,7 +111,7 @@ def _setting(name: str, value: Any) -> Any:
         if not isinstance(value, bool):
             raise OutriderError(f"invalid {name} {value!r}: expected true or false")
         return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -MOST <= value <= MOST:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -MAX_INTEGER <= value <= MAX_INTEGER:
         raise OutriderError(f"invalid {name} {value!r}: expected a number")
     if name in WHOLE and value != int(value):
         raise OutriderError(f"invalid {name} {value!r}: expected an integer")

@@ -133,7 +133,7 @@ class EngineBridge:
         self._inside: set[str] = set()  # ids of requests in the engine; used by the engine thread only
         self._has_broken = False
         self._last_move = monotonic()  # when the engine thread last started a step or a command
-        self._num_reserved = 0  # sequences of calls that are still being prepared
+        self._num_preparing = 0  # sequences of calls that are still being prepared
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
         self._should_stop = threading.Event()
@@ -166,7 +166,7 @@ class EngineBridge:
     @property
     def num_open(self) -> int:
         """Number of requests that are running, waiting or being prepared."""
-        return len(self._streams) + self._num_reserved
+        return len(self._streams) + self._num_preparing
 
     @contextmanager
     def room(self, count: int) -> Iterator[None]:
@@ -183,11 +183,11 @@ class EngineBridge:
         lacking = count - (most - self.num_open)
         if lacking > 0:
             raise Busy(self._retry_after(lacking))
-        self._num_reserved += count
+        self._num_preparing += count
         try:
             yield
         finally:
-            self._num_reserved -= count
+            self._num_preparing -= count
 
     def submit(self, samples: Sequence[Sequence[Request]], deadline: float, client: Client = ANYONE) -> Stream:
         """Queue the samples of each prompt; requests must have passed ``Engine.check``.
@@ -224,7 +224,7 @@ class EngineBridge:
                 self._last_end = now
             stream.put(emission)
 
-    def _break(self, error: BaseException) -> None:
+    def _fail_streams(self, error: BaseException) -> None:
         """Fail all streams after the engine thread has stopped unexpectedly."""
         self._has_broken = True
         self._deliver([lost(request_id, error) for request_id in self._streams])
@@ -241,13 +241,13 @@ class EngineBridge:
                 self._work()
         except BaseException as error:
             logger.exception("the engine thread has stopped")
-            self._call(self._break, error)
+            self._call(self._fail_streams, error)
 
     def _work(self) -> None:
         engine = self.llm.engine
         while not self._should_stop.is_set():
             self._last_move = monotonic()
-            self._obey(wait=not engine.has_work)
+            self._run_commands(wait=not engine.has_work)
             if not engine.has_work:
                 continue
             self._last_move = monotonic()
@@ -258,7 +258,7 @@ class EngineBridge:
                 logger.exception("a round failed; its requests were ended")
                 emissions = self._failed(error)
             self._send(emissions)
-        self._obey(wait=False)
+        self._run_commands(wait=False)
         for entry in [*engine.scheduler.running, *engine.scheduler.waiting]:
             engine.abort(entry.request.request_id)
 
@@ -266,11 +266,11 @@ class EngineBridge:
         """End all running requests, including those that finished in this round but were not reported yet."""
         engine = self.llm.engine
         emissions = engine.fail_running(error)
-        told = {emission.request_id for emission in emissions}
-        told |= {entry.request.request_id for entry in engine.scheduler.waiting}
-        return emissions + [lost(request_id, error) for request_id in self._inside - told]
+        known = {emission.request_id for emission in emissions}
+        known |= {entry.request.request_id for entry in engine.scheduler.waiting}
+        return emissions + [lost(request_id, error) for request_id in self._inside - known]
 
-    def _obey(self, wait: bool) -> None:
+    def _run_commands(self, wait: bool) -> None:
         """Run commands from the event loop; if the engine is idle, wait for one."""
         try:
             command = self._commands.get(timeout=IDLE) if wait else self._commands.get_nowait()

@@ -11,8 +11,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 logger = logging.getLogger(__name__)
 
-LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-QUIET = 60.0  # seconds between two log messages about connections that cannot be accepted
+REQUEST_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+LOG_INTERVAL = 60.0  # seconds between two log messages about connections that cannot be accepted
 
 
 class TimedProtocol(H11Protocol):
@@ -75,7 +75,7 @@ class TimedProtocol(H11Protocol):
 
     def _refuse(self) -> None:
         if self._arrived is not None:
-            self.transport.write(LATE)
+            self.transport.write(REQUEST_TIMEOUT)
         self.transport.close()
 
 
@@ -83,7 +83,7 @@ class QuietAccepting:
     """Event-loop exception handler that logs failures to accept connections, thousands per second, once a minute."""
 
     def __init__(self) -> None:
-        self._last = -QUIET
+        self._last = -LOG_INTERVAL
         self._count = 0
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -91,6 +91,6 @@ class QuietAccepting:
             loop.default_exception_handler(context)
             return
         self._count += 1
-        if monotonic() - self._last >= QUIET:
+        if monotonic() - self._last >= LOG_INTERVAL:
             logger.error("cannot accept connections: %s (%d failed attempts)", context.get("exception"), self._count)
             self._last, self._count = monotonic(), 0

@@ -22,7 +22,7 @@ from outrider.server.config import ANYONE, Client, KeyRing, ServerConfig
 logger = logging.getLogger("outrider.server")
 
 GUARDED = ("/v1/", "/openapi.json")  # paths that need a key
-LINGER = 4  # the body of a refused call is read up to this multiple of the size limit
+DISCARD_FACTOR = 4  # the body of a refused call is read up to this multiple of the size limit
 CLOSED = 499  # the client disconnected (nginx's code)
 
 
@@ -134,7 +134,7 @@ class Gate:
         """Read the rest of a body, up to a limit: closing a connection with unread data would discard the response."""
 
         async def rest() -> None:
-            left, message = LINGER * self._config.max_body, await receive()
+            left, message = DISCARD_FACTOR * self._config.max_body, await receive()
             while left > 0 and message.get("more_body", False):
                 left -= len(message["body"])
                 message = await receive()

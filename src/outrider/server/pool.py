@@ -167,7 +167,7 @@ class WorkerPool:
         try:
             while True:
                 if not self._eager and task is None:
-                    await self._pushed_any()
+                    await self._wait_for_job()
                 worker = await self._started(task)
                 try:
                     while True:
@@ -176,20 +176,20 @@ class WorkerPool:
                         task = None
                 except (TimeoutError, WorkerLost) as error:
                     assert task is not None
-                    task = self._again(task, error)
+                    task = self._job_to_retry(task, error)
                 finally:
                     await worker.kill()
         finally:
             if task is not None:
                 task.result.cancel()
 
-    async def _pushed_any(self) -> None:
+    async def _wait_for_job(self) -> None:
         while not len(self._waiting):
             self._pushed.clear()
             await self._pushed.wait()
 
     async def _next(self) -> _Task:
-        await self._pushed_any()
+        await self._wait_for_job()
         task = next(iter(self._waiting))
         self._waiting.serve(task)
         self._last_move = monotonic()
@@ -211,7 +211,7 @@ class WorkerPool:
                 self._trouble, self._last_move = None, monotonic()
                 return worker
 
-    def _again(self, task: _Task, error: WorkerLost | asyncio.TimeoutError) -> _Task | None:
+    def _job_to_retry(self, task: _Task, error: WorkerLost | asyncio.TimeoutError) -> _Task | None:
         """Return the job if it should run again after its process was lost; otherwise end it with an error."""
         if isinstance(error, WorkerLost) and error.code == -signal.SIGKILL and not task.is_repeated:
             logger.warning("a process to %s was killed: retrying its job", self._what)

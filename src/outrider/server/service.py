@@ -121,7 +121,7 @@ class Service:
         call = _call(http)
         deadline = call.arrived + self.config.request_timeout
         with self.bridge.room(asked.num_sequences):
-            prepared = await _while_wanted(http, deadline, self._prepared(body, asked, call))
+            prepared = await _unless_disconnected(http, deadline, self._prepared(body, asked, call))
             if prepared is None:
                 return Response(status_code=CLOSED)
             prompts, params = prepared
@@ -229,9 +229,9 @@ class UnknownModel(OutriderError):
     """The requested model is not served."""
 
 
-async def _while_wanted(http: Request, deadline: float, work: Coroutine[Any, Any, Result]) -> Result | None:
+async def _unless_disconnected(http: Request, deadline: float, work: Coroutine[Any, Any, Result]) -> Result | None:
     """Return the result of ``work``, or None if the client disconnects. Raises ``asyncio.TimeoutError`` at the deadline."""
-    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work), asyncio.ensure_future(_gone(http))]
+    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(http))]
     try:
         await asyncio.wait(tasks, timeout=max(deadline - monotonic(), 0.0), return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():
@@ -246,7 +246,7 @@ async def _while_wanted(http: Request, deadline: float, work: Coroutine[Any, Any
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _gone(http: Request) -> None:
+async def _disconnected(http: Request) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
 
@@ -258,7 +258,7 @@ async def _whole(watched: Watched, http: Request) -> Response:
         async for _ in watched.chunks():
             pass
 
-    tasks = [asyncio.ensure_future(collect()), asyncio.ensure_future(_gone(http))]
+    tasks = [asyncio.ensure_future(collect()), asyncio.ensure_future(_disconnected(http))]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():

@@ -12,7 +12,7 @@ from outrider.bench.load.sweep import PLAIN, Group, Run
 from outrider.bench.statistics import quantiles
 
 LEVELS = (0.5, 0.95)
-BLINK = 1e-6  # minimum seconds of a run, against division by zero
+MIN_SECONDS = 1e-6  # minimum seconds of a run, against division by zero
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def _cell(group: Group, mode: str, objective: Objective) -> dict[str, Any]:
     samples = [sample for run in runs for sample in run.samples]
     answered = [sample for sample in samples if sample.error is None]
     pauses = [pause for sample in answered for pause in sample.pauses]
-    good = [sum(objective.holds(sample) for sample in run.samples) / max(run.seconds, BLINK) for run in runs]
+    good = [sum(objective.holds(sample) for sample in run.samples) / max(run.seconds, MIN_SECONDS) for run in runs]
     first = _milliseconds([sample.first_token_seconds for sample in answered])
     speeds = [speed(run) for run in runs]
     ratios = [_ratio(own, speed(base)) for own, base in zip(speeds, plain, strict=True)] if plain else []
@@ -56,7 +56,7 @@ def _cell(group: Group, mode: str, objective: Objective) -> dict[str, Any]:
         "repeat_tok_s": speeds,
         "speedup": median(ratios) if ratios else None,
         "repeat_speedup": ratios,
-        "requests_s": median([len(run.samples) / max(run.seconds, BLINK) for run in runs]),
+        "requests_s": median([len(run.samples) / max(run.seconds, MIN_SECONDS) for run in runs]),
         "goodput_s": median(good),
         "good_share": sum(map(objective.holds, samples)) / len(samples),
         "first_token_ms": first,
