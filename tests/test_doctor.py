@@ -259,10 +259,10 @@ def test_the_command_lists_every_candidate_with_its_size_and_why_it_is_used_or_n
     ]
     assert [level for level, _ in found] == ["note", "note", "ok", "note"]
     texts = [text.replace(str(tmp_path), "") for _, text in found]
-    assert re.fullmatch(r"draft model /draft, \d+ MB, found beside the target: not used: it has \d+.\d% of the.*", texts[0])
-    assert re.fullmatch(r"/target-small, \d+ MB, found beside the target: not used: .* different vocabularies .*", texts[1])
-    assert re.fullmatch(r"EAGLE-3 head /eagle3, \d+ MB, found beside the target: used", texts[2])
-    assert re.fullmatch(r"EAGLE-3 head /eagle-later, .*: not used: another one comes first", texts[3])
+    assert re.fullmatch(r"draft model /draft, \d+ MB, found next to the target: not used: it has \d+.\d% of the.*", texts[0])
+    assert re.fullmatch(r"/target-small, \d+ MB, found next to the target: not used: .* different vocabularies .*", texts[1])
+    assert re.fullmatch(r"EAGLE-3 head /eagle3, \d+ MB, found next to the target: used", texts[2])
+    assert re.fullmatch(r"EAGLE-3 head /eagle-later, .*: not used: another one is preferred", texts[3])
     main([*given, "--method", "suffix"])
     assert not [each for each in json.loads(capsys.readouterr().out)["findings"] if each["topic"] == "drafter"]
 

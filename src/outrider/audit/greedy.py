@@ -11,7 +11,7 @@ from outrider.audit.rig import Rig, Text, Way
 from outrider.types import SamplingParams
 
 EXPLAINED = 1000  # floating-point steps; a larger difference, or more than one nat, is not rounding
-NUM_TOP = 16  # likeliest tokens per position that are compared between the two runs
+NUM_TOP = 16  # most likely tokens per position that are compared between the two runs
 
 
 @dataclass(frozen=True)

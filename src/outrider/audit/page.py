@@ -96,9 +96,7 @@ def _certificates(document: Mapping[str, Any]) -> Iterator[str]:
         {"method": each["method"], "verdict": each["verdict"], "meaning": VERDICTS[each["verdict"]]}
         for each in document["methods"]
     ]
-    rows += [
-        {"method": name, "verdict": "not possible", "meaning": reason} for name, reason in document["not_possible"].items()
-    ]
+    rows += [{"method": name, "verdict": "not audited", "meaning": reason} for name, reason in document["not_possible"].items()]
     yield table("Verdicts", {"method": "method", "verdict": "verdict", "meaning": "meaning"}, rows)
     for each in document["methods"]:
         yield from _method(each)

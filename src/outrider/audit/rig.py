@@ -109,7 +109,7 @@ class Rig:
     def _run_from_one_prompt(self, engine: Engine, requests: Sequence[Request]) -> dict[str, Text]:
         """Run requests with one prompt: the first prefills it, the others copy its cache while it runs.
 
-        If they do not fit at once, an additional request runs until they are done, as the source of the copies.
+        If they do not fit into one batch, an additional request runs until they are done, as the source of the copies.
         """
         first = requests[0]
         if len(requests) > self.batch > 1:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FALSE_ALARMS = 0.05  # probability per comparison
 SETTINGS = ("target", "dtype", "weights", "device", "threads", "max_tokens", "same_text_mode")  # settings that should be equal
 MACHINE = ("device", "threads")
-NO_CHANGE = "no change beyond noise"
+NO_CHANGE = "no significant change"
 # (tokens per second, speedup over plain): 1 higher, -1 lower, 0 neither
 VERDICTS = {
     (0, 0): NO_CHANGE,
@@ -89,7 +89,7 @@ class Comparison:
             return "nothing to compare: the documents have no common cell"
         moved = [each for each in self.changes if not each.verdict.startswith((NO_CHANGE, "too few"))]
         lost = sum(each.is_loss for each in self.changes)
-        return f"{len(self.changes)} cells compared, {len(moved)} changed beyond noise, {lost} for the worse"
+        return f"{len(self.changes)} cells compared, {len(moved)} changed significantly, {lost} for the worse"
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:

@@ -28,7 +28,7 @@ logger = getLogger(__name__)
 
 PAIRS = Path(__file__).with_name("drafters.toml")
 LARGEST, SMALLEST = 1 / 5, 1 / 200  # draft weights / target weights, unless the folder's name says that it is a draft
-OWN, BESIDE, INSIDE = "in the target's checkpoint", "found beside the target", "found in the target's folder"
+OWN, BESIDE, INSIDE = "in the target's checkpoint", "found next to the target", "found in the target's folder"
 KNOWN, FAMILY = "known for the target", "the smallest of the target's family in the download cache"
 
 
@@ -88,7 +88,7 @@ def choices(
     Otherwise candidates are searched, and each one that does not fit is logged in one line.
     """
     if draft is not None:
-        yield Choice(_method_for(draft, target), draft, f"{_named(draft)}, as named")
+        yield Choice(_method_for(draft, target), draft, f"{_named(draft)}, as specified")
         return
     declared = [spec for spec in _methods() if spec.precedence and spec.own_draft in drafts]
     if declared:

@@ -99,7 +99,7 @@ class KeyRing:
     def load(cls, file: Path | None) -> KeyRing:
         """Read lines ``KEY [NAME [PRIORITY]]`` from a file, or comma-separated entries from ``OUTRIDER_API_KEYS``.
 
-        Keys with one name are one client; a key without a name is a client of its own. Raises ``OutriderError`` for a
+        Keys with the same name are one client; a key without a name is a separate client. Raises ``OutriderError`` for a
         malformed line, and for a file without keys.
         """
         if file is None:
