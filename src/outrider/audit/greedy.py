@@ -22,10 +22,10 @@ class Difference:
     place: int  # number of equal tokens before it
     plain_token: int
     speculative_token: int
-    plain_logprobs: tuple[float, float]  # scores of both tokens in plain decoding, after bias and penalties
-    speculative_logprobs: (
-        tuple[float, float] | None
-    )  # scores of both tokens with drafts, before bias and penalties; None: one is not in the top tokens
+    # scores of both tokens in plain decoding, after bias and penalties
+    plain_logprobs: tuple[float, float]
+    # scores of both tokens with drafts, before bias and penalties; None: one is not in the top tokens
+    speculative_logprobs: tuple[float, float] | None
     gap: float  # plain decoding's score of its token minus that of the other
     is_tie: bool
 

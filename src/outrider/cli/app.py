@@ -46,7 +46,7 @@ def build_app() -> typer.Typer:
             bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
         ] = False,
     ) -> None:
-        """Options before the command name; ``main`` reads --debug itself."""
+        """Declare the options before the command name. ``main`` reads --debug itself."""
 
     for name in COMMANDS:
         module = import_module(f"outrider.cli.{name}")

@@ -23,9 +23,8 @@ outrider demo --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --method draft,suff
 outrider demo --host 0.0.0.0 --port 8080
 """
 SERVER = "Server"
-LARGE = (
-    100_000_000  # parameters; up to this size every method is built, above it only those without a second copy of the weights
-)
+# Parameters: up to this size all methods are offered, above it only those that need no second copy of the weights.
+LARGE = 100_000_000
 
 
 @dataclass(frozen=True)

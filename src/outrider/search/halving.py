@@ -97,7 +97,7 @@ def survivors(found: Standing, rung: Rung) -> list[str]:
     """Return the contenders that continue in the next rung, fastest first.
 
     Contenders significantly slower than plain decoding are dropped, and the slower half of the rest except those within noise
-    of the fastest. At most a share of ``MOST_KEPT`` continues; after the whole traffic, ``FINALISTS`` or half.
+    of the fastest. At most a share of ``MOST_KEPT`` continues; after the whole traffic at most ``FINALISTS``, or half if more.
     """
     candidates = [label for label in found.speedups if not found.is_slower(label, 1.0)]
     if len(candidates) < 2:

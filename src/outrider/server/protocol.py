@@ -196,7 +196,7 @@ class SamplingFields(Body):
 
 
 class CompletionBody(SamplingFields):
-    """``POST /v1/completions``."""
+    """Body of ``POST /v1/completions``."""
 
     prompt: Text | TokenIds | Annotated[list[Text], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: int = Field(16, ge=1)
@@ -233,7 +233,7 @@ class Message(Body):
 
 
 class ChatBody(SamplingFields):
-    """``POST /v1/chat/completions``."""
+    """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)

@@ -56,14 +56,14 @@ class Service:
         self.pools = [pool for pool in (self._prompts.pool, self._grammars.pool) if pool is not None]
 
     async def completions(self, body: CompletionBody, http: Request) -> Response:
-        """``POST /v1/completions``."""
+        """Handle ``POST /v1/completions``."""
         given, call = body.prompts(), _call(http)
         answer = CompletionAnswer("cmpl-" + call.request_id, self.config.name, self._tokens, [])
         asked = _Asked(body.max_tokens, body.logprobs, len(given) * body.n, lambda: self._prompts.encode(given, call.client))
         return await self._answer(body, http, asked, answer)
 
     async def chat(self, body: ChatBody, http: Request) -> Response:
-        """``POST /v1/chat/completions``."""
+        """Handle ``POST /v1/chat/completions``."""
         call = _call(http)
         answer = ChatAnswer("chatcmpl-" + call.request_id, self.config.name, self._tokens, [])
         max_tokens = body.max_completion_tokens or body.max_tokens or self.llm.runner.max_len

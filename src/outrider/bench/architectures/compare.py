@@ -109,7 +109,7 @@ def prompts() -> list[list[int]]:
 
 
 def _worth_comparing(config: Any, first: PreTrainedModel) -> tuple[PreTrainedModel, list[list[int]]]:
-    """Return a model whose greedy outputs have the most different tokens over some seeds, and its outputs."""
+    """Return a model whose outputs have at least ``FEWEST_KINDS`` different tokens (or the best seed), and its outputs."""
     best: tuple[int, PreTrainedModel, list[list[int]]] | None = None
     for seed in range(SEEDS):
         if seed > 0:

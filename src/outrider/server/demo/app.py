@@ -173,7 +173,7 @@ async def failed(request: Request, error: Exception) -> Response:
 
 
 def with_headers(app: ASGIApp) -> ASGIApp:
-    """Add headers: no external resources, no caching, no framing."""
+    """Wrap an application to send headers against external resources, caching and framing."""
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
         async def start(message: Message) -> None:

@@ -87,7 +87,7 @@ class ShownRace:
         }
 
     def _dropped(self, seen: Observation) -> list[str]:
-        """Return the drafts of a chain after the rejected one, which were not verified."""
+        """Return the drafts of a chain after the rejected one, which were not reached."""
         proposal = seen.result.proposal
         if proposal.parents is not None:
             return []
