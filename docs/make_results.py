@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log, sqrt
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 from scipy import special
@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 BEGIN = "<!-- results:begin -->"
 END = "<!-- results:end -->"
 COLUMNS = ("plain tok/s", "speculative tok/s", "ratio", "95% interval")
+OURS = "outrider"
 MOST_CELLS = 40  # of a grid whose workloads are shown one by one
 PROVENANCE = {
     "version",
@@ -165,19 +166,82 @@ def serve_table(document: Document) -> str:
 
 
 def peers_table(document: Document) -> str:
-    """Ours beside each other engine, method by method, at the file's rate: with the prompt's pass or after the first token."""
+    """Ours beside each other engine, method by method, at the file's rate: with the prompt's pass or after the first token.
+
+    Where bits per weight were compared, the best cell of each engine comes last, then the share of the memory's bandwidth.
+    """
     name = str(document.get("best_by", "tok_s"))
-    measured = [cell for cell in document["cells"] if cell.get("tok_s")]
-    ours = {cell["method"]: cell for cell in measured if cell["engine"] == "outrider"}
+    measured = [cell for cell in document["cells"] if cell.get("tok_s") and not cell.get("error")]
+    has_bits = any(cell.get("bits") for cell in measured)
     rows = []
-    for cell in measured:
-        own = ours.get(cell["method"])
-        if own is not None and cell is not own:
-            interval = paired_interval(cell[f"{name}_rounds"], own[f"{name}_rounds"])
-            both = Speeds(cell[name], own[name], interval)
-            dtype = f"{cell['engine']} {cell['meta'].get('dtype', '')}".strip()
-            rows.append([cell["method"], dtype, *both.columns()])
-    return table(["method", "other engine", "its tok/s", "Outrider's tok/s", *COLUMNS[2:]], rows)
+    for cell, own in peer_pairs(measured):
+        both = Speeds(cell[name], own[name], paired_interval(cell[f"{name}_rounds"], own[f"{name}_rounds"]))
+        bits = [str(cell["bits"])] if has_bits else []
+        changed = [f"{changed_texts(cell)} / {changed_texts(own)}"] if has_bits else []
+        rows.append([*bits, cell["method"], engine_name(cell), *both.columns(), *changed])
+    if not has_bits:
+        return table(["method", "other engine", "its tok/s", "Outrider's tok/s", *COLUMNS[2:]], rows)
+    for method in ("plain", "any"):
+        best = best_of_each([cell for cell in measured if method in (cell["method"], "any")], name)
+        own = best.pop(OURS, None)
+        for cell in best.values() if own is not None else ():
+            what = f"{cell['method']} {cell['bits']} bits, ours {own['method']} {own['bits']} bits"
+            label = f"{'plain' if method == 'plain' else 'any method'}: {what}"
+            rows.append(["best", label, engine_name(cell), *Speeds(cell[name], own[name], None).columns(), ""])
+    columns = [
+        "bits",
+        "method",
+        "other engine",
+        "its tok/s",
+        "Outrider's tok/s",
+        *COLUMNS[2:],
+        "texts changed by drafts, its / ours",
+    ]
+    return "\n\n".join(part for part in (table(columns, rows), bandwidth_sentence(document)) if part)
+
+
+def first_token_table(document: Document) -> str:
+    """Seconds until the first token, and how many times less ours are."""
+    rows = []
+    for cell, own in peer_pairs([cell for cell in document["cells"] if cell.get("first_s") and not cell["error"]]):
+        both = Speeds(own["first_s"], cell["first_s"], paired_interval(own["first_s_rounds"], cell["first_s_rounds"]))
+        rows.append([str(cell["bits"]), str(cell["prompt_tokens"]), engine_name(cell), *both.columns()])
+    return table(["bits", "prompt tokens", "other engine", "Outrider's s", "its s", *COLUMNS[2:]], rows)
+
+
+def peer_pairs(cells: Sequence[Cell]) -> list[tuple[Cell, Cell]]:
+    """Every cell of another engine with ours of the same method, bits and prompt length."""
+    conditions = ("method", "bits", "prompt_tokens")
+    ours = {tuple(cell.get(name) for name in conditions): cell for cell in cells if cell["engine"] == OURS}
+    pairs = [(cell, ours.get(tuple(cell.get(name) for name in conditions))) for cell in cells if cell["engine"] != OURS]
+    return [(cell, own) for cell, own in pairs if own is not None]
+
+
+def best_of_each(cells: Sequence[Cell], rate: str) -> dict[str, Cell]:
+    """Every engine's fastest cell."""
+    best: dict[str, Cell] = {}
+    for cell in cells:
+        if cell["engine"] not in best or cell[rate] > best[cell["engine"]][rate]:
+            best[cell["engine"]] = cell
+    return best
+
+
+def engine_name(cell: Cell) -> str:
+    return f"{cell['engine']} {cell['meta'].get('dtype', '')}".strip()
+
+
+def changed_texts(cell: Cell) -> str:
+    return f"{cell['changed_texts']} of {cell['compared_texts']}" if "changed_texts" in cell else "-"
+
+
+def bandwidth_sentence(document: Document) -> str:
+    """Which share of a copy's bandwidth the weights of one row take; empty where it was not measured."""
+    shares = [f"{cell['engine']} {cell['copy_share']:.0%}" for cell in document["cells"] if "copy_share" in cell]
+    if not shares:
+        return ""
+    copy = median(each["copy_gb_s"] for each in document["bandwidth"])
+    plain = f"One row of 16-bit plain decoding reads its weights at this share of it: {', '.join(shares)}."
+    return f"Copying memory in the same run: {copy:.1f} GB/s, bytes read and written. {plain}"
 
 
 def facts_table(document: Document) -> str:
@@ -195,6 +259,7 @@ TOPICS = {
     "Methods": "Tokens per second after the first token; of the tokens before loops where the file records loops.",
     "Serving": "Tokens of all answers per second of the whole run, prompts included.",
     "Other engines": "Both engines in turn in one run; after the first token, or with the prompt's pass, as the file says.",
+    "First tokens of other engines": "Seconds from a request to its first token, in turn in one run.",
     "Checks": "What a check says of itself.",
 }
 
@@ -203,12 +268,20 @@ def topic(document: Document) -> str:
     if document.get("kind") == "serve":
         return "Serving"
     cells = document.get("cells")
+    if isinstance(cells, list) and cells and "engine" in cells[0]:
+        return "First tokens of other engines" if cells[0].get("prompt_tokens") else "Other engines"
     if isinstance(cells, list) and cells and "decode_tok_s" in cells[0]:
-        return "Other engines" if "engine" in cells[0] else "Methods"
+        return "Methods"
     return "Checks"
 
 
-MAKERS = {"Methods": bench_table, "Serving": serve_table, "Other engines": peers_table, "Checks": facts_table}
+MAKERS = {
+    "Methods": bench_table,
+    "Serving": serve_table,
+    "Other engines": peers_table,
+    "First tokens of other engines": first_token_table,
+    "Checks": facts_table,
+}
 
 
 def section(name: str, document: Document) -> str:
@@ -232,8 +305,8 @@ def page(found: Mapping[str, Document]) -> str:
         "A command has the options of the commit that it ran at.",
     ]
     for kind, meaning in TOPICS.items():
-        parts += [f"## {kind}", meaning]
-        parts += [section(name, document) for name, document in found.items() if topic(document) == kind]
+        sections = [section(name, document) for name, document in found.items() if topic(document) == kind]
+        parts += [f"## {kind}", meaning, *sections] if sections else []
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 

@@ -120,3 +120,43 @@ def test_intervals_of_servers_and_peers_are_of_ratios_within_a_round(make: Modul
     assert low == pytest.approx(2.0) and high == pytest.approx(2.0)
     low, high = make.paired_interval([10.0, 10.0, 10.0], [19.0, 20.0, 21.0])
     assert low < 2 < high and high - low > 0.3
+
+
+def peer(engine: str, method: str, bits: int, speed: float, **more: Any) -> dict[str, Any]:
+    """A cell of `bench/peers/compare.py --bits`."""
+    rounds = {"decode_tok_s": speed, "decode_tok_s_rounds": [speed, speed], "tok_s": speed, "tok_s_rounds": [speed, speed]}
+    known = {"engine": engine, "method": method, "bits": bits, "prompt_tokens": None, "error": None, "meta": {"dtype": "x"}}
+    return known | rounds | more
+
+
+def test_peers_at_equal_bits_end_with_the_best_of_each(make: ModuleType) -> None:
+    changed = {"changed_texts": 1, "compared_texts": 6}
+    cells = [peer("outrider", "plain", 16, 20.0, copy_share=0.9), peer("llamacpp", "plain", 16, 10.0, copy_share=0.5)]
+    cells += [peer("outrider", "draft", 4, 80.0, **changed), peer("llamacpp", "draft", 4, 40.0, **changed)]
+    cells += [
+        peer("outrider", "draft", 8, 90.0),
+        peer("llamacpp", "draft", 8, 30.0, error="killed", decode_tok_s_rounds=[30.0]),
+    ]
+    bandwidth = [{"copy_gb_s": 50.0, "read_gb_s": 40.0}]
+    document = {"best_by": "decode_tok_s", "cells": cells, "bandwidth": bandwidth}
+    assert make.topic(document) == "Other engines"
+    text = make.peers_table(document)
+    lines = text.splitlines()
+    assert lines[2].startswith("| 16 | plain | llamacpp x | 10 | 20 | 2.00 |")
+    assert "| 4 | draft | llamacpp x | 40 | 80 | 2.00 |" in lines[3] and "1 of 6 / 1 of 6" in lines[3]
+    best = [line for line in lines if line.startswith("| best")]
+    assert "plain: plain 16 bits, ours plain 16 bits | llamacpp x | 10 | 20 | 2.00" in best[0]
+    assert "any method: draft 4 bits, ours draft 8 bits | llamacpp x | 40 | 90 | 2.25" in best[1]
+    assert "killed" not in text and " 8 | draft" not in text  # a failed cell has no figure
+    assert lines[-1].endswith("this share of it: outrider 90%, llamacpp 50%.") and "50.0 GB/s" in lines[-1]
+    assert make.wrong_ratios(text) == []
+
+
+def test_first_tokens_of_peers_are_compared_as_times(make: ModuleType) -> None:
+    def times(engine: str, seconds: float) -> dict[str, Any]:
+        known = {"engine": engine, "method": "plain", "bits": 8, "prompt_tokens": 128, "error": None, "meta": {"dtype": "x"}}
+        return known | {"first_s": seconds, "first_s_rounds": [seconds, seconds]}
+
+    document = {"cells": [times("outrider", 0.2), times("openvino", 0.3)]}
+    assert make.topic(document) == "First tokens of other engines"
+    assert make.first_token_table(document).splitlines()[2].startswith("| 8 | 128 | openvino x | 0.2 | 0.3 | 1.50 |")

@@ -40,6 +40,7 @@ class Measurement:
 
     tok_s: float  # all tokens over the whole time, prompts included
     decode_tok_s: float  # tokens after the first chunk over the time after it
+    first_s: float  # seconds from the request to the first chunk, mean over the prompts
     token_ids: list[list[int]]
     other_cpu: float  # share of the machine that other processes used meanwhile: a ratio is worth little above a few percent
     meta: dict[str, Any]
@@ -84,15 +85,20 @@ class Worker:
                 text=True,
                 env={**os.environ, **spec.environment(job.venvs)},
             )
-        self._answer()
+        try:
+            self._answer()
+        except WorkerError:
+            self.close()
+            raise
 
-    def measure(self, setting: Setting, prompts: list[list[int]], seed: int) -> Measurement:
+    def measure(self, setting: Setting, prompts: list[list[int]], seed: int, max_tokens: int | None = None) -> Measurement:
         """Run all prompts once; the worker loads whatever the setting needs before its clock starts."""
+        wanted = min(max_tokens or self.job.max_tokens, self.job.max_tokens)
         request = {
             "method": setting.method,
             "k": setting.k,
             "schedule": setting.schedule,
-            "max_tokens": self.job.max_tokens,
+            "max_tokens": wanted,
             "temperature": self.job.temperature,
             "seed": seed,
             "prompts": prompts,
@@ -100,14 +106,15 @@ class Worker:
         clock = BusyClock()
         answer = self._ask(request)
         other_cpu = clock.others(answer.get("cpu_seconds", 0.0))
-        short = [len(ids) for ids in answer["token_ids"] if len(ids) != self.job.max_tokens]
+        short = [len(ids) for ids in answer["token_ids"] if len(ids) != wanted]
         if short:
-            raise WorkerError(f"{self.spec.name}: emitted {short[0]} tokens where {self.job.max_tokens} were asked for")
+            raise WorkerError(f"{self.spec.name}: emitted {short[0]} tokens where {wanted} were asked for")
         rest = answer["tokens"] - answer["first_tokens"]
         rest_seconds = answer["seconds"] - answer["first_seconds"]
         return Measurement(
             tok_s=answer["tokens"] / answer["seconds"],
             decode_tok_s=rest / rest_seconds if rest and rest_seconds > 0 else float("nan"),
+            first_s=answer["first_seconds"] / len(prompts),
             token_ids=answer["token_ids"],
             other_cpu=other_cpu,
             meta=answer["meta"],

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from bandwidth import add_shares, bandwidth, weights_read
 from client import Job
-from engines import ENGINES, HERE, OURS
-from prompts import BadInput, read_config, read_prompts
+from engines import BITS, ENGINES, HERE, OURS
+from prompts import BadInput, read_config, read_prompts, windows
 from protocol import DTYPES, METHODS
-from report import table
+from report import tables
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rounds import Contestant, Screen, alternate, cell
+from rounds import Group, Screen, Workers, alternate, cell, deal, digest, mark_changed_texts
 
 from outrider.bench.provenance import origin
 
@@ -25,8 +26,12 @@ EXAMPLES = """Examples:
 
   compare.py --target family/target --draft family/draft --prompts HumanEval.jsonl.gz
 
-  compare.py --target big --draft small --prompts repeat.jsonl --methods ngram --peers openvino --out results/x.json
+  compare.py --target big --draft small --prompts HumanEval.jsonl.gz --bits 16,8,4 --peers openvino,llamacpp
+
+  compare.py --target big --prompts HumanEval.jsonl.gz --bits 16,8,4 --peers openvino,llamacpp --first-token 128,512
 """
+RATES = {"total": "tok_s", "decode": "decode_tok_s"}
+LONG_PROMPT = 1000  # tokens; the first-token time of a longer prompt takes seconds, and is measured in one round
 
 
 @dataclass(frozen=True)
@@ -34,13 +39,20 @@ class Plan:
     """What is compared, checked."""
 
     engines: list[str]
-    methods: list[str]
+    groups: list[Group]
     ks: list[int]
     dtypes: dict[str, str]
-    prompts: list[list[int]]
+    prompts: dict[int | None, list[list[int]]]  # by the group's prompt length
+    per_round: int
     screen_prompts: int
     repeat: int
     rate: str
+
+    def rounds(self, group: Group) -> list[list[int]]:
+        """Return the indexes of every round's prompts."""
+        if group.prompt_tokens is None:
+            return deal(len(self.prompts[None]), self.per_round, self.repeat)
+        return [[number] for number in range(1 if group.prompt_tokens > LONG_PROMPT else self.repeat)]
 
 
 def main(  # noqa: PLR0913 - one argument per command line option
@@ -51,7 +63,10 @@ def main(  # noqa: PLR0913 - one argument per command line option
     methods: Annotated[str, typer.Option(help="Comma-separated.")] = "plain,draft,ngram",
     k: Annotated[str, typer.Option(help="Draft lengths to screen, comma-separated.")] = "1,2,3,5,8,12",
     dtypes: Annotated[str, typer.Option(help="Fix number formats, as in vllm=float32,openvino=float16.")] = "",
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts per round.")] = 8,
+    bits: Annotated[str, typer.Option(help="Compare at equal bits per weight, of 16,8,4, instead of screening formats.")] = "",
+    first_token: Annotated[str, typer.Option(help="Measure first-token times at these prompt lengths instead.")] = "",
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts.")] = 8,
+    prompts_per_round: Annotated[int, typer.Option(min=0, help="Each round takes the next ones; 0: all.")] = 0,
     screen_prompts: Annotated[int, typer.Option(min=1, help="Prompts per screened setting.")] = 3,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per prompt; every engine emits exactly these.")] = 64,
     max_len: Annotated[int, typer.Option(help="Context length to reserve; 0 takes what the prompts need.")] = 0,
@@ -64,85 +79,167 @@ def main(  # noqa: PLR0913 - one argument per command line option
     venvs: Annotated[Path, typer.Option(help="Where install.py put the environments.")] = HERE / ".venvs",
     cache_dir: Annotated[Path, typer.Option(help="Converted models and workers' logs.")] = HERE / ".cache",
     timeout: Annotated[float, typer.Option(min=1, help="Seconds one answer may take.")] = 1800.0,
-    out: Annotated[Path | None, typer.Option(help="Write the JSON document here too.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the JSON document here too, after every group.")] = None,
+    resume: Annotated[bool, typer.Option(help="Keep the cells of --out that have no error.")] = False,
 ) -> None:
     """Measure Outrider against its peers: screen each one's settings, then alternate the best ones."""
     try:
+        if rate not in RATES:
+            raise BadInput(f"--rate {rate}: give total or decode")
         names = [OURS] * ours + _choices(peers, set(ENGINES) - {OURS}, "peer")
-        ks = _draft_lengths(k)
-        longest = _context(target, draft, methods)
-        read = read_prompts(prompts, target, num_prompts, (max_len or longest) - max_tokens - max(ks) - 1)
+        lengths = _numbers("--first-token", first_token)
+        max_tokens = 1 if lengths else max_tokens
+        ks = sorted(_numbers("--k", k))
+        groups = _groups(_choices(methods, set(METHODS), "method"), _bits(bits), lengths)
+        if "draft" in {group.method for group in groups} and draft is None:
+            raise BadInput("method draft needs --draft")
+        if not ks:
+            raise BadInput("--k: give at least one draft length")
+        limit = max_len or _context(target, draft, [group.method for group in groups])
+        read = _prompts(prompts, target, num_prompts, limit - max_tokens - max(ks) - 1, lengths, repeat)
         plan = Plan(
             engines=names,
-            methods=_choices(methods, set(METHODS), "method"),
+            groups=groups,
             ks=ks,
             dtypes=_fixed_dtypes(dtypes),
             prompts=read,
+            per_round=min(prompts_per_round, len(read.get(None, []))) or len(read.get(None, [])),
             screen_prompts=screen_prompts,
             repeat=repeat,
-            rate={"total": "tok_s", "decode": "decode_tok_s"}[rate],
+            rate=RATES[rate],
         )
-        if "draft" in plan.methods and draft is None:
-            raise BadInput("method draft needs --draft")
         if out is not None and not out.parent.is_dir():
             raise BadInput(f"{out.parent}: no such folder")
-    except KeyError:
-        _fail(f"--rate {rate}: give total or decode")
+        if resume and out is None:
+            raise BadInput("--resume needs --out")
     except (BadInput, ValueError) as error:
         _fail(str(error))
-    needed = max(len(prompt) for prompt in read) + max_tokens + max(ks) + 1
+    needed = max(len(prompt) for group in read.values() for prompt in group) + max_tokens + max(ks) + 1
     job = Job(target, draft, venvs, cache_dir, threads, max_len or needed, max_tokens, temperature, seed, timeout)
-    document = _run(plan, job, out)
+    document = _document(plan, job)
+    if resume and out is not None and out.exists():
+        _resume(document, out)
+    _run(plan, job, document, out)
     terminal = Console()
-    (terminal if terminal.is_terminal else Console(width=120)).print(table(document["cells"]))
+    shown = terminal if terminal.is_terminal else Console(width=130)
+    for view in tables(document):
+        shown.print(view)
     print(json.dumps(document))
 
 
-def _run(plan: Plan, job: Job, out: Path | None) -> dict[str, Any]:
-    document: dict[str, Any] = {
+def _document(plan: Plan, job: Job) -> dict[str, Any]:
+    """Everything that a result says of its conditions."""
+    return {
         **origin(),
         "loadavg_at_start": round(os.getloadavg()[0], 2),
         "target": _describe(job.target),
         "draft": _describe(job.draft) if job.draft else None,
+        "parameters_read": weights_read(job.target),
         "threads": job.threads,
         "temperature": job.temperature,
         "max_tokens": job.max_tokens,
-        "num_prompts": len(plan.prompts),
-        "prompt_tokens": [len(prompt) for prompt in plan.prompts],
+        "num_prompts": len(plan.prompts.get(None, [])),
+        "prompt_tokens": [len(prompt) for prompt in plan.prompts.get(None, [])],
+        "prompts": digest([token for group in plan.prompts.values() for prompt in group for token in prompt]),
+        "prompts_per_round": plan.per_round,
         "repeat": plan.repeat,
         "best_by": plan.rate,
+        "bandwidth": [],
         "cells": [],
     }
+
+
+SAME_ON_RESUME = ("cpu", "target", "draft", "threads", "temperature", "max_tokens", "prompts", "prompts_per_round", "repeat")
+
+
+def _resume(document: dict[str, Any], out: Path) -> None:
+    try:
+        document["cells"] = kept_cells(json.loads(out.read_text()), document)
+    except (BadInput, json.JSONDecodeError) as error:
+        _fail(f"{out}: {error}")
+
+
+def kept_cells(before: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the cells of an earlier result that need not be measured again.
+
+    Raises ``BadInput`` if it was measured under other conditions.
+    """
+    for name in SAME_ON_RESUME:
+        if before.get(name) != now.get(name):
+            raise BadInput(f"cannot resume: its {name} is {before.get(name)!r}, now it is {now.get(name)!r}")
+    return [cell for cell in before.get("cells", []) if not cell["error"]]
+
+
+def _run(plan: Plan, job: Job, document: dict[str, Any], out: Path | None) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    workers = Workers(job)
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        for method in plan.methods:
-            document["cells"] += _run_method(method, plan, job, bar)
-            if out is not None:
-                out.write_text(json.dumps(document, indent=1) + "\n")
-    return document
+        try:
+            previous = None
+            for group in plan.groups:
+                if previous is not None and (previous.method, previous.bits) != (group.method, group.bits):
+                    workers.close()  # peak memory is of one method
+                previous = group
+                _run_group(group, plan, workers, document, bar)
+                if out is not None:
+                    out.write_text(json.dumps(document, indent=1) + "\n")
+        finally:
+            workers.close()
 
 
-def _run_method(method: str, plan: Plan, job: Job, bar: Progress) -> list[dict[str, Any]]:
-    screen = Screen(job, plan.prompts[: plan.screen_prompts], plan.ks, plan.dtypes, plan.rate)
-    task = bar.add_task(method, total=None)
+def _run_group(group: Group, plan: Plan, workers: Workers, document: dict[str, Any], bar: Progress) -> None:
+    """Measure the engines whose cells are missing; ours runs again beside a peer that is measured later."""
+    done = {Group(cell["method"], cell["bits"], cell["prompt_tokens"]).key(cell["engine"]) for cell in document["cells"]}
+    offered = [name for name in plan.engines if group.bits is None or group.bits in ENGINES[name].by_bits]
+    missing = [name for name in offered if group.key(name) not in done]
+    if not missing:
+        return
+    names = [name for name in offered if name in missing or name == OURS]
+    task, start = bar.add_task(group.label, total=None), bar.get_time()
 
     def progress(what: str) -> None:
         bar.update(task, advance=1, description=what)
+        if not bar.console.is_terminal:  # a log shows no bars
+            bar.console.print(f"{bar.get_time() - start:.0f} s: {group.label}: {what}", highlight=False)
 
-    contestants = [screen.best(ENGINES[name], method, progress) for name in plan.engines]
+    progress("memory bandwidth")
+    document["bandwidth"].append({name: round(value, 2) for name, value in bandwidth(workers.job.threads).items()})
+    prompts = plan.prompts[group.prompt_tokens]
+    screen = Screen(workers, prompts[: plan.screen_prompts], plan.ks, plan.dtypes, plan.rate)
+    contestants = [screen.best(ENGINES[name], group, progress) for name in names]
+    rounds = plan.rounds(group)
+    steps = sum(contestant.error is None for contestant in contestants) * (len(rounds) + 1)
+    bar.reset(task, total=steps, description=group.label)
+    alternate(contestants, workers, prompts, rounds, progress)
     for contestant in contestants:
         if contestant.error:
             bar.console.print(f"[yellow]left out:[/yellow] {contestant.error}", highlight=False)
-    steps = sum(contestant.error is None for contestant in contestants) * (plan.repeat + 1)
-    bar.reset(task, total=steps, description=method)
-    alternate(contestants, job, plan.prompts, plan.repeat, progress)
-    bar.update(task, description=f"{method}: done", completed=steps)
-    return [cell(contestant, _reference(contestants)) for contestant in contestants]
+    bar.update(task, description=f"{group.label}: done", completed=steps)
+    reference = next((contestant for contestant in contestants if contestant.rounds), None)  # ours where it ran
+    measured = [cell(contestant, reference, group) for contestant in contestants if contestant.spec.name in missing]
+    document["cells"] += measured
+    mark_changed_texts(document["cells"])
+    add_shares(document["cells"], document["parameters_read"], document["bandwidth"])
 
 
-def _reference(contestants: list[Contestant]) -> Contestant | None:
-    """Ours where it ran, else the first engine that did."""
-    return next((contestant for contestant in contestants if contestant.rounds), None)
+def _groups(methods: list[str], bits: list[int], lengths: list[int]) -> list[Group]:
+    if lengths and not bits:
+        raise BadInput("--first-token needs --bits")
+    if lengths:
+        return [Group("plain", each, length) for each in bits for length in lengths]
+    return [Group(method, each) for each in bits or [None] for method in methods]
+
+
+def _prompts(
+    path: Path, target: Path, count: int, longest: int, lengths: list[int], repeat: int
+) -> dict[int | None, list[list[int]]]:
+    """Prompts by the length that their group asks for; None: as they are in the file."""
+    if not lengths:
+        return {None: read_prompts(path, target, count, longest)}
+    if max(lengths) > longest:
+        raise BadInput(f"--first-token {max(lengths)}: the target's context takes prompts of {longest} tokens at most")
+    stream = [token for prompt in read_prompts(path, target, 1 << 20, 1 << 20) for token in prompt]
+    return {length: windows(stream, length, repeat) for length in lengths}
 
 
 def _choices(text: str, known: set[str], what: str) -> list[str]:
@@ -153,11 +250,19 @@ def _choices(text: str, known: set[str], what: str) -> list[str]:
     return names
 
 
-def _draft_lengths(text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",")]
+def _numbers(option: str, text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isdigit() and int(word) > 0 for word in words):
-        raise BadInput(f"--k {text}: give positive whole numbers, comma-separated")
-    return sorted({int(word) for word in words})
+        raise BadInput(f"{option} {text}: give positive whole numbers, comma-separated")
+    return list(dict.fromkeys(int(word) for word in words))
+
+
+def _bits(text: str) -> list[int]:
+    bits = _numbers("--bits", text)
+    for value in bits:
+        if value not in BITS:
+            raise BadInput(f"--bits {value}: give some of {', '.join(map(str, BITS))}")
+    return bits
 
 
 def _fixed_dtypes(text: str) -> dict[str, str]:
@@ -170,7 +275,7 @@ def _fixed_dtypes(text: str) -> dict[str, str]:
     return fixed
 
 
-def _context(target: Path, draft: Path | None, methods: str) -> int:
+def _context(target: Path, draft: Path | None, methods: list[str]) -> int:
     """The longest context that every model of the comparison takes."""
     models = [target] + ([draft] if draft is not None and "draft" in methods else [])
     return min(int(read_config(model).get("max_position_embeddings", 1 << 20)) for model in models)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -35,6 +36,7 @@ class EngineSpec:
     dtypes: tuple[str, ...]
     fixed_at_start: bool = False  # method and K are decided when the process starts
     schedules: tuple[tuple[str, int], ...] = ()  # (schedule, first K), method draft only
+    by_bits: Mapping[int, str] = field(default_factory=dict)  # its best number format of 16, 8 and 4 bits per weight
     preload: tuple[str, ...] = ()  # libraries in the environment's lib folder, for LD_PRELOAD
 
     def python(self, venvs: Path) -> Path:
@@ -62,18 +64,31 @@ class EngineSpec:
 ENGINES = {
     spec.name: spec
     for spec in (
-        EngineSpec(OURS, dtypes=("auto",), schedules=(("auto", 0),)),
+        EngineSpec(
+            OURS,
+            dtypes=("auto",),
+            schedules=(("auto", 0),),
+            by_bits={16: "bfloat16", 8: "int8", 4: "int4"},
+        ),
         EngineSpec(
             "transformers",
             dtypes=("float32", "bfloat16", "float16"),
             schedules=(("heuristic", 5), ("dynamic", 20)),
+            by_bits={16: "bfloat16"},
         ),
         EngineSpec(
             "vllm",
             dtypes=("float32", "bfloat16", "float16"),
             fixed_at_start=True,
+            by_bits={16: "bfloat16"},
             preload=("libiomp5.so",),  # what vLLM's own documentation asks for on a CPU
         ),
-        EngineSpec("openvino", dtypes=("float32", "float16")),
+        EngineSpec("openvino", dtypes=("float32", "float16"), by_bits={16: "float16", 8: "int8", 4: "int4"}),
+        EngineSpec(
+            "llamacpp",
+            dtypes=("float32", "bfloat16", "float16"),
+            by_bits={16: "bfloat16", 8: "q8_0", 4: "q4_k_m"},
+        ),
     )
 }
+BITS = (16, 8, 4)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +18,29 @@ MARK = "peer.json"  # written into an environment when it is complete
 
 
 @dataclass(frozen=True)
+class Source:
+    """C++ code in a source distribution: where in it, how it is configured, and which programs are built."""
+
+    requirement: str
+    inside: str  # of the distribution's folder
+    name: str  # of its copy in the environment
+    options: tuple[str, ...]
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """What pip installs, what has to go afterwards, and the import that proves it works."""
+    """What pip installs, what has to go afterwards, what is compiled, and the import that proves it works."""
 
     requirements: tuple[str, ...]
     check: str
     remove: tuple[str, ...] = ()
+    source: Source | None = None
+
+    def mark(self) -> dict[str, object]:
+        """What the environment's mark says of it."""
+        built = {"source": self.source.requirement, "options": list(self.source.options)} if self.source else {}
+        return {"requirements": list(self.requirements), "remove": list(self.remove), **built}
 
 
 # torch is pinned to the release whose CPU build the index offers: an unpinned one brings gigabytes of CUDA.
@@ -33,12 +53,27 @@ RECIPES = {
         "import openvino_genai; from optimum.intel import OVModelForCausalLM",
         remove=("torchvision",),
     ),
+    "llamacpp": Recipe(
+        ("torch==2.13.0", "transformers==5.23.0", "sentencepiece"),  # for its converter
+        "import torch, transformers, sentencepiece",
+        source=Source(
+            "llama-cpp-python==0.3.36",
+            inside="vendor/llama.cpp",
+            name="llama.cpp",
+            options=(
+                *("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_LIBS=OFF"),
+                *("-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_APP=OFF"),
+                *("-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_OPENSSL=OFF"),
+            ),
+            targets=("llama-server", "llama-quantize"),
+        ),
+    ),
 }
 
 
 def install(name: str, recipe: Recipe, folder: Path, fresh: bool) -> None:
     """Create the environment, or leave it alone where it is complete and of this very recipe."""
-    wanted = {"requirements": list(recipe.requirements), "remove": list(recipe.remove)}
+    wanted = recipe.mark()
     mark = folder / MARK
     if not fresh and mark.is_file() and json.loads(mark.read_text()) == wanted:
         print(f"{name}: already installed in {folder}")
@@ -50,10 +85,32 @@ def install(name: str, recipe: Recipe, folder: Path, fresh: bool) -> None:
     _run([str(python), "-m", "pip", "install", "--progress-bar", "on", *recipe.requirements])
     if recipe.remove:
         _run([str(python), "-m", "pip", "uninstall", "--yes", *recipe.remove])
+    if recipe.source:
+        _build(name, recipe.source, folder)
     print(f"{name}: checking", flush=True)
     _run([str(python), "-c", recipe.check], quiet=True)
     mark.write_text(json.dumps(wanted) + "\n")
     print(f"{name}: done", flush=True)
+
+
+def _build(name: str, source: Source, folder: Path) -> None:
+    """Download the source distribution and compile it for this machine; an interrupted build goes on where it stopped."""
+    code, build = folder / source.name, folder / "build"
+    if shutil.which("cmake") is None:
+        raise RuntimeError("cmake not found: install cmake and a C++ compiler")
+    if not code.is_dir():
+        print(f"{name}: downloading {source.requirement}", flush=True)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            python, package = str(folder / "bin" / "python"), source.requirement.split("==")[0]
+            _run([python, "-m", "pip", "download", "--no-deps", "--no-binary", package, "-d", temporary, source.requirement])
+            with tarfile.open(next(Path(temporary).glob("*.tar.gz"))) as archive:
+                archive.extractall(temporary, filter="data")
+            next(Path(temporary).glob(f"*/{source.inside}")).rename(code)
+    print(f"{name}: compiling (10 to 30 minutes)", flush=True)
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    _run(["cmake", "-S", str(code), "-B", str(build), *generator, *source.options])
+    jobs = str(os.cpu_count() or 1)
+    _run(["nice", "-n", "10", "cmake", "--build", str(build), "--parallel", jobs, "--target", *source.targets])
 
 
 def main() -> int:
@@ -74,6 +131,9 @@ def main() -> int:
         except subprocess.CalledProcessError as error:
             detail = (error.stderr or "see above").strip().splitlines()[-1]
             print(f"error: {name}: {' '.join(error.cmd[1:4])} failed: {detail}", file=sys.stderr)
+            return 1
+        except RuntimeError as error:
+            print(f"error: {name}: {error}", file=sys.stderr)
             return 1
     return 0
 

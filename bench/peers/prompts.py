@@ -32,6 +32,13 @@ def read_prompts(path: Path, target: Path, count: int, max_prompt_tokens: int) -
     return prompts
 
 
+def windows(stream: list[int], length: int, count: int) -> list[list[int]]:
+    """Return ``count`` prompts of ``length`` tokens each, one after the other out of a stream that starts again at its end."""
+    if not stream:
+        raise BadInput("the prompts have no tokens")
+    return [[stream[(number * length + i) % len(stream)] for i in range(length)] for number in range(count)]
+
+
 def read_config(model: Path) -> dict[str, Any]:
     """A model folder's config.json."""
     file = model / "config.json"

@@ -7,6 +7,7 @@ It knows no engine: a worker hands `serve` a factory and answers `generate` for 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import resource
@@ -14,10 +15,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 METHODS = ("plain", "draft", "ngram")
-DTYPES = ("auto", "float32", "bfloat16", "float16")  # auto: what the engine itself would choose
+# auto: what the engine itself would choose; the last four are of weights only, the last two are llama.cpp's names
+DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "q8_0", "q4_k_m")
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ def serve(factory: Callable[[WorkerArgs], Engine]) -> None:
     _answer(answers, {"error": None, "load_seconds": time.perf_counter() - start, "meta": _meta(engine, args)})
     for line in sys.stdin:
         _answer(answers, _handle(engine, args, json.loads(line)))
+    engine.drop()
 
 
 def _handle(engine: Engine, args: WorkerArgs, message: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +142,7 @@ def _handle(engine: Engine, args: WorkerArgs, message: dict[str, Any]) -> dict[s
 
 
 def _run(engine: Engine, args: WorkerArgs, request: Request) -> dict[str, Any]:
-    cpu_start = time.process_time()
+    cpu_start = cpu_seconds()
     engine.prepare(request)
     samples = [engine.generate(prompt, request) for prompt in request.prompts]
     return {
@@ -148,14 +152,50 @@ def _run(engine: Engine, args: WorkerArgs, request: Request) -> dict[str, Any]:
         "first_seconds": sum(sample.first_seconds for sample in samples),
         "first_tokens": sum(sample.first_tokens for sample in samples),
         "token_ids": [sample.token_ids for sample in samples],
-        "cpu_seconds": time.process_time() - cpu_start,
+        "cpu_seconds": cpu_seconds() - cpu_start,
         "meta": _meta(engine, args),
     }
 
 
 def _meta(engine: Engine, args: WorkerArgs) -> dict[str, Any]:
-    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"dtype": args.dtype, "threads": args.threads, "peak_rss_mb": round(peak_mb), **engine.meta()}
+    return {"dtype": args.dtype, "threads": args.threads, "peak_rss_mb": round(peak_mb()), **engine.meta()}
+
+
+def content_key(source: Path) -> str:
+    """Short name of a model folder's content, for what is made of it."""
+    stamp = "".join(f"{path.name}{path.stat().st_size}{path.stat().st_mtime_ns}" for path in sorted(source.iterdir()))
+    return hashlib.sha256(f"{source}{stamp}".encode()).hexdigest()[:12]
+
+
+def cpu_seconds() -> float:
+    """Processor time of this process and of the ones that it started, those included that have ended."""
+    ticks = 0
+    for child in _children():
+        ticks += sum(int(field) for field in (child / "stat").read_text().rpartition(")")[2].split()[11:13])
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime + ticks / float(os.sysconf("SC_CLK_TCK"))
+
+
+def peak_mb() -> float:
+    """Peak memory of this process and of the ones that it started and that still run, in MiB.
+
+    Not of ``getrusage``: that counts the driver's memory, from before this program replaced it in its process.
+    """
+    total = 0.0
+    for process in (Path("/proc/self"), *_children()):
+        file = process / "status"
+        lines = file.read_text().splitlines() if file.exists() else []
+        total += sum(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
+    return total
+
+
+def _children() -> list[Path]:
+    """The folders in /proc of this process's children; empty where there is no /proc."""
+    tasks = Path("/proc/self/task")
+    if not tasks.is_dir():
+        return []
+    found = [pid for file in tasks.glob("*/children") for pid in file.read_text().split()]
+    return [Path("/proc") / pid for pid in found if (Path("/proc") / pid / "stat").exists()]
 
 
 def _answer(stream: TextIO, message: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
-"""How a method is measured: screen every engine's settings once, then alternate the best ones, round after round."""
+"""How a group is measured: screen every engine's settings once, then alternate the best ones, round after round."""
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 import time
 from collections.abc import Callable
@@ -12,7 +13,27 @@ from client import Job, Measurement, Worker, WorkerError
 from engines import OURS, EngineSpec, Setting
 
 SETTLE_SECONDS = 0.3  # thread pools spin for a while after their last task: let the previous engine's come to rest
+WARM_TOKENS, WARM_PROMPT = 16, 512  # the most of the untimed generation before a setting is measured, and of its prompt
 Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells that are measured in turn: one method, one number of bits per weight, one prompt length."""
+
+    method: str
+    bits: int | None = None  # None: the number formats are screened
+    prompt_tokens: int | None = None  # first-token times of prompts of this length; None: decoding
+
+    def key(self, engine: str) -> tuple[Any, ...]:
+        """What identifies the cell of an engine in a result."""
+        return (self.method, self.bits, self.prompt_tokens, engine)
+
+    @property
+    def label(self) -> str:
+        """What progress shows."""
+        bits = f" {self.bits} bits" if self.bits else ""
+        return f"{self.method}{bits}" + (f", {self.prompt_tokens} prompt tokens" if self.prompt_tokens else "")
 
 
 @dataclass
@@ -23,21 +44,62 @@ class Contestant:
     setting: Setting
     screening: list[dict[str, Any]] = field(default_factory=list)
     rounds: list[Measurement] = field(default_factory=list)
+    texts: dict[int, str] = field(default_factory=dict)  # digest of the first output, by the prompt's index
+    unstable: set[int] = field(default_factory=set)  # prompts whose output was another one in a later round
     error: str | None = None
 
     def rates(self, name: str) -> list[float]:
         return [getattr(measurement, name) for measurement in self.rounds]
 
+    def record(self, measurement: Measurement, prompts: list[int]) -> None:
+        """Book one round over the prompts of these indexes."""
+        self.rounds.append(measurement)
+        for index, token_ids in zip(prompts, measurement.token_ids, strict=True):
+            text = digest(token_ids)
+            if self.texts.setdefault(index, text) != text:
+                self.unstable.add(index)
+
+
+class Workers:
+    """Running workers, at most one per engine; another one is started only where the setting needs it."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._running: dict[str, tuple[tuple[Any, ...], Worker]] = {}
+
+    def get(self, spec: EngineSpec, setting: Setting) -> Worker:
+        key: tuple[Any, ...] = (setting.dtype,)
+        if spec.fixed_at_start:
+            key += (setting.method, setting.k)
+        found = self._running.get(spec.name)
+        if found is None or found[0] != key:
+            self.drop(spec.name)
+            self._running[spec.name] = (key, Worker(spec, setting, self.job))
+        return self._running[spec.name][1]
+
+    def drop(self, name: str) -> None:
+        """End an engine's worker, if it has one."""
+        if name in self._running:
+            self._running.pop(name)[1].close()
+
+    def close(self) -> None:
+        for name in list(self._running):
+            self.drop(name)
+
 
 class Screen:
     """Finds an engine's best setting for a method: the number format first, at a middle K, then K."""
 
-    def __init__(self, job: Job, prompts: list[list[int]], ks: list[int], dtypes: dict[str, str], rate: str) -> None:
-        self.job, self.prompts, self.ks, self.dtypes, self.rate = job, prompts, ks, dtypes, rate
+    def __init__(self, workers: Workers, prompts: list[list[int]], ks: list[int], dtypes: dict[str, str], rate: str) -> None:
+        self.workers, self.prompts, self.ks, self.dtypes, self.rate = workers, prompts, ks, dtypes, rate
 
-    def best(self, spec: EngineSpec, method: str, progress: Progress) -> Contestant:
+    def best(self, spec: EngineSpec, group: Group, progress: Progress) -> Contestant:
+        """Choose the setting; ``error`` is set where none could be run."""
+        method = group.method
         contestant = Contestant(spec, Setting(method, ""))
-        dtypes = (self.dtypes[spec.name],) if spec.name in self.dtypes else spec.dtypes
+        dtypes, ks = self._formats(spec, group), self.ks
+        if group.bits and spec.name == OURS:
+            ks = []  # it is not tuned: it chooses K while it runs
         middle = [self.ks[len(self.ks) // 2]]
         first = [setting for dtype in dtypes for setting in spec.settings(method, dtype, middle)[:1]]
         rates: dict[Setting, float] = {}
@@ -46,7 +108,7 @@ class Screen:
             if not rates:
                 return contestant
             dtypes = (max(rates, key=rates.__getitem__).dtype,)
-        rest = [setting for setting in spec.settings(method, dtypes[0], self.ks) if setting not in rates]
+        rest = [setting for setting in spec.settings(method, dtypes[0], ks) if setting not in rates]
         if rates or len(rest) > 1:
             self._try(rest, contestant, rates, progress)
         if rates:
@@ -55,86 +117,75 @@ class Screen:
             contestant.setting = rest[0]
         return contestant
 
+    def _formats(self, spec: EngineSpec, group: Group) -> tuple[str, ...]:
+        if group.bits:
+            return (spec.by_bits[group.bits],)
+        return (self.dtypes[spec.name],) if spec.name in self.dtypes else spec.dtypes
+
     def _try(self, settings: list[Setting], contestant: Contestant, rates: dict[Setting, float], progress: Progress) -> None:
-        spec = contestant.spec
-        pool = Pool(self.job)
+        spec, seed = contestant.spec, self.workers.job.seed
         for setting in settings:
             progress(f"{spec.name} {setting.method} {setting.label} {setting.dtype}")
             row: dict[str, Any] = {"dtype": setting.dtype, "k": setting.k, "schedule": setting.schedule}
             try:
-                worker = pool.worker(spec, setting)
-                worker.measure(setting, self.prompts[:1], self.job.seed)
-                measured = worker.measure(setting, self.prompts, self.job.seed)
+                worker = self.workers.get(spec, setting)
+                worker.measure(setting, self.prompts[:1], seed, WARM_TOKENS)
+                measured = worker.measure(setting, self.prompts, seed)
                 rates[setting] = getattr(measured, self.rate)
                 row |= {"tok_s": measured.tok_s, "decode_tok_s": measured.decode_tok_s}
                 row["other_cpu"] = measured.other_cpu
             except WorkerError as error:
                 contestant.error = row["error"] = str(error)
-                pool.close()
+                self.workers.drop(spec.name)
             contestant.screening.append(row)
-        pool.close()
 
 
-class Pool:
-    """At most one worker of an engine at a time: a new one is started only where the setting needs it."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.current: Worker | None = None
-        self.key: tuple[Any, ...] = ()
-
-    def worker(self, spec: EngineSpec, setting: Setting) -> Worker:
-        key: tuple[Any, ...] = (spec.name, setting.dtype)
-        if spec.fixed_at_start:
-            key += (setting.method, setting.k)
-        if self.current is None or key != self.key:
-            self.close()
-            self.current, self.key = Worker(spec, setting, self.job), key
-        return self.current
-
-    def close(self) -> None:
-        if self.current is not None:
-            self.current.close()
-        self.current, self.key = None, ()
+def deal(num_prompts: int, per_round: int, repeat: int) -> list[list[int]]:
+    """Return the indexes of every round's prompts: the next ``per_round`` ones each time, from the first again at the end."""
+    return [[(number * per_round + i) % num_prompts for i in range(per_round)] for number in range(repeat)]
 
 
-def alternate(contestants: list[Contestant], job: Job, prompts: list[list[int]], repeat: int, progress: Progress) -> None:
-    """Rounds of A B C, A B C, ...; an engine that fails drops out with its error and the others go on."""
-    workers: dict[str, Worker] = {}
+def alternate(
+    contestants: list[Contestant], workers: Workers, prompts: list[list[int]], rounds: list[list[int]], progress: Progress
+) -> None:
+    """Rounds of A B C, A B C, ...; an engine that fails drops out with its error and the others go on.
+
+    ``rounds`` holds the indexes of each round's prompts.
+    """
     running = [contestant for contestant in contestants if contestant.error is None]
-    try:
+    seed = workers.job.seed
+    for contestant in running:
+        progress(f"{contestant.spec.name} {contestant.setting.method}: loading")
+        _measure(contestant, workers, [prompts[rounds[0][0]][:WARM_PROMPT]], seed, WARM_TOKENS)
+    for number, indexes in enumerate(rounds):
         for contestant in running:
-            name = contestant.spec.name
-            progress(f"{name} {contestant.setting.method}: loading")
-            try:
-                workers[name] = Worker(contestant.spec, contestant.setting, job)
-                workers[name].measure(contestant.setting, prompts[:1], job.seed)
-            except WorkerError as error:
-                contestant.error = str(error)
-        for number in range(repeat):
-            for contestant in running:
-                if contestant.error is None:
-                    progress(f"{contestant.spec.name} {contestant.setting.method}: round {number + 1} of {repeat}")
-                    time.sleep(SETTLE_SECONDS)
-                    _measure_round(contestant, workers[contestant.spec.name], prompts, job.seed + number)
-    finally:
-        for worker in workers.values():
-            worker.close()
+            if contestant.error is None:
+                progress(f"{contestant.spec.name} {contestant.setting.method}: round {number + 1} of {len(rounds)}")
+                time.sleep(SETTLE_SECONDS)
+                measured = _measure(contestant, workers, [prompts[i] for i in indexes], seed + number)
+                if measured is not None:
+                    contestant.record(measured, indexes)
 
 
-def _measure_round(contestant: Contestant, worker: Worker, prompts: list[list[int]], seed: int) -> None:
+def _measure(
+    contestant: Contestant, workers: Workers, prompts: list[list[int]], seed: int, max_tokens: int | None = None
+) -> Measurement | None:
     try:
-        contestant.rounds.append(worker.measure(contestant.setting, prompts, seed))
+        return workers.get(contestant.spec, contestant.setting).measure(contestant.setting, prompts, seed, max_tokens)
     except WorkerError as error:
         contestant.error = str(error)
+        workers.drop(contestant.spec.name)
+        return None
 
 
-def cell(contestant: Contestant, reference: Contestant | None) -> dict[str, Any]:
+def cell(contestant: Contestant, reference: Contestant | None, group: Group) -> dict[str, Any]:
     """One engine's line of the result; `reference` is ours, or the first engine where ours does not take part."""
     setting = contestant.setting
     result: dict[str, Any] = {
         "engine": contestant.spec.name,
-        "method": setting.method,
+        "method": group.method,
+        "bits": group.bits,
+        "prompt_tokens": group.prompt_tokens,
         "k": setting.k,
         "schedule": setting.schedule,
         "error": contestant.error,
@@ -142,29 +193,56 @@ def cell(contestant: Contestant, reference: Contestant | None) -> dict[str, Any]
     }
     if not contestant.rounds:
         return result
-    for name in ("tok_s", "decode_tok_s"):
+    names = ("first_s",) if group.prompt_tokens else ("tok_s", "decode_tok_s", "first_s")
+    for name in names:
         rates = contestant.rates(name)
         result[name] = statistics.median(rates)
         result[f"{name}_rounds"] = rates
     result["other_cpu"] = statistics.median(contestant.rates("other_cpu"))
     result["meta"] = contestant.rounds[-1].meta
+    result["texts"] = {str(index): text for index, text in sorted(contestant.texts.items())}
+    result["unstable"] = len(contestant.unstable)
     if reference is not None and reference.rounds:
-        result["same_text"] = _share_identical(contestant, reference)
+        result["same_text"] = _share_identical(contestant.texts, reference.texts)
         if reference.spec.name == OURS and contestant is not reference:
-            result |= _ratios(reference, contestant)
+            result |= _ratios(reference, contestant, names)
     return result
 
 
-def _ratios(ours: Contestant, peer: Contestant) -> dict[str, Any]:
-    """Ours over the peer's, paired round by round."""
+RATIOS = {"tok_s": "ratio", "decode_tok_s": "decode_ratio", "first_s": "first_ratio"}
+
+
+def _ratios(ours: Contestant, peer: Contestant, names: tuple[str, ...]) -> dict[str, Any]:
+    """Our speed over the peer's, paired round by round; of times until the first token, theirs over ours."""
     result: dict[str, Any] = {}
-    for name, label in (("tok_s", "ratio"), ("decode_tok_s", "decode_ratio")):
+    for name in names:
         pairs = [mine / theirs for mine, theirs in zip(ours.rates(name), peer.rates(name), strict=False)]
-        result[label] = statistics.median(pairs)
-        result[f"{label}_range"] = [min(pairs), max(pairs)]
+        if name == "first_s":
+            pairs = [1 / pair for pair in pairs]
+        result[RATIOS[name]] = statistics.median(pairs)
+        result[f"{RATIOS[name]}_range"] = [min(pairs), max(pairs)]
     return result
 
 
-def _share_identical(one: Contestant, other: Contestant) -> float:
-    pairs = list(zip(one.rounds[0].token_ids, other.rounds[0].token_ids, strict=True))
-    return sum(left == right for left, right in pairs) / len(pairs)
+def digest(token_ids: list[int]) -> str:
+    """Short name of an output."""
+    return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()[:12]
+
+
+def _share_identical(one: dict[int, str], other: dict[int, str]) -> float:
+    both = one.keys() & other.keys()
+    return sum(one[index] == other[index] for index in both) / len(both) if both else 0.0
+
+
+def mark_changed_texts(cells: list[dict[str, Any]]) -> None:
+    """Count, in every cell with drafts, the prompts whose output differs from the same engine's and bits' without drafts."""
+    plain = {(cell["engine"], cell["bits"]): cell for cell in cells if cell["method"] == "plain" and "texts" in cell}
+    for cell in cells:
+        alone = plain.get((cell["engine"], cell["bits"]))
+        if cell["method"] == "plain" or "texts" not in cell or alone is None:
+            continue
+        if cell["meta"]["dtype"] != alone["meta"]["dtype"]:
+            continue  # screened to another number format: another model
+        both = cell["texts"].keys() & alone["texts"].keys()
+        cell["changed_texts"] = sum(cell["texts"][index] != alone["texts"][index] for index in both)
+        cell["compared_texts"] = len(both)

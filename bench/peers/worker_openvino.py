@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import shutil
 import subprocess
 import sys
@@ -13,11 +12,11 @@ from typing import Any
 import numpy as np
 import openvino
 import openvino_genai
-from protocol import ChunkClock, Request, Sample, WorkerArgs, serve
+from protocol import ChunkClock, Request, Sample, WorkerArgs, content_key, serve
 
 # Of 16 bits the arithmetic is the processor's own choice, bfloat16 where it has it. Always said: unasked, the exporter
 # makes 8 bits of the weights of a model of a thousand million and more.
-WEIGHT_FORMATS = {"float32": "fp32", "float16": "fp16"}
+WEIGHT_FORMATS = {"float32": "fp32", "float16": "fp16", "int8": "int8", "int4": "int4"}
 
 
 class OpenVinoEngine:
@@ -36,12 +35,16 @@ class OpenVinoEngine:
         if request.method == "draft":
             if self.args.draft is None:
                 raise ValueError("method draft needs --draft")
-            draft = _export(self.args.draft, self.args)
+            dtype = self.args.dtype if self.args.dtype == "float32" else "float16"  # drafts keep 16 bits in every engine
+            draft = _export(self.args.draft, dtype, self.args.cache_dir)
             options["draft_model"] = openvino_genai.draft_model(str(draft), "CPU", **self._properties())
         elif request.method == "ngram":
             options["prompt_lookup"] = True
-        self.pipeline = openvino_genai.LLMPipeline(str(_export(self.args.target, self.args)), "CPU", **options)
+        self.pipeline = openvino_genai.LLMPipeline(str(self._target()), "CPU", **options)
         self.method = request.method
+
+    def _target(self) -> Path:
+        return _export(self.args.target, self.args.dtype, self.args.cache_dir)
 
     def _properties(self) -> dict[str, Any]:
         """Arithmetic in 16 bit where the processor has it (the default) unless float32 is asked for."""
@@ -75,7 +78,8 @@ class OpenVinoEngine:
         gc.collect()
 
     def meta(self) -> dict[str, Any]:
-        return {"version": openvino_genai.__version__, "arithmetic": self._arithmetic()}
+        size = (self._target() / "openvino_model.bin").stat().st_size
+        return {"version": openvino_genai.__version__, "arithmetic": self._arithmetic(), "weight_bytes": size}
 
 
 class TokenStreamer(openvino_genai.StreamerBase):
@@ -115,18 +119,16 @@ def _generation_config(request: Request) -> Any:
     return config
 
 
-def _export(model: str, args: WorkerArgs) -> Path:
+def _export(model: str, dtype: str, cache_dir: str) -> Path:
     """Convert a checkpoint once per content and weight format; the folder appears only when it is complete."""
     source = Path(model).resolve()
-    stamp = "".join(f"{path.name}{path.stat().st_size}{path.stat().st_mtime_ns}" for path in sorted(source.iterdir()))
-    key = hashlib.sha256(f"{source}{stamp}".encode()).hexdigest()[:12]
-    folder = Path(args.cache_dir) / "openvino" / f"{source.name}-{args.dtype}-{key}"
+    folder = Path(cache_dir) / "openvino" / f"{source.name}-{dtype}-{content_key(source)}"
     if folder.exists():
         return folder
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", str(source)]
-    command += ["--task", "text-generation-with-past", "--weight-format", WEIGHT_FORMATS[args.dtype]]
+    command += ["--task", "text-generation-with-past", "--weight-format", WEIGHT_FORMATS[dtype]]
     done = subprocess.run([*command, str(partial)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         raise RuntimeError("OpenVINO export failed: " + (done.stdout.strip().splitlines() or ["no output"])[-1])

@@ -29,7 +29,7 @@ class OutriderEngine:
         self.drop()
         options: dict[str, Any] = {
             "method": request.method,
-            "dtype": self.args.dtype,
+            **_numbers(self.args.dtype),
             "max_len": self.args.max_len,
             "max_batch": 1,
             "compile": "always",
@@ -64,6 +64,11 @@ class OutriderEngine:
 
     def meta(self) -> dict[str, Any]:
         return {"version": outrider.__version__, "torch": torch.__version__}
+
+
+def _numbers(dtype: str) -> dict[str, str]:
+    """Weights in 8 or 4 bits are rounded when the checkpoint is loaded."""
+    return {"weights": dtype} if dtype in ("int8", "int4") else {"dtype": dtype}
 
 
 if __name__ == "__main__":

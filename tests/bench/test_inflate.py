@@ -100,6 +100,33 @@ def test_extra_weights_are_random_and_the_real_ones_few(tmp_path: Path) -> None:
     assert note["parameters"] == sum(w.numel() for w in weights.values())
 
 
+def test_nothing_silent_is_constant_or_repeated(tmp_path: Path) -> None:
+    """Engines that store equal constants once, or compress zeros, would otherwise read less than the parameters say."""
+    source = make_folder(tmp_path / "small")
+    perturb_norms(source)
+    shape = Shape(256, 5, 32, 8, 256)
+    out = inflate(source, tmp_path / "large", shape, progress=False)
+    weights = {name: weight for file in out.glob("model-*.safetensors") for name, weight in load_file(file).items()}
+    real = json.loads((out / "config.json").read_text())["outrider_inflated"]["real_layers"]
+    extra = [name for name in weights if name.startswith("model.layers.") and int(name.split(".")[2]) not in real]
+    for name in extra:
+        weight = weights[name]
+        assert torch.all((weight != 0) if weight.ndim == 2 else (weight != 0).sum() == 256 - 16), f"{name} has zeros"
+        assert weight.unique().numel() > 0.5 * min(weight.numel(), 1000), f"{name} repeats itself"
+    for writer in ("self_attn.o_proj", "mlp.down_proj"):
+        silent = weights[f"model.layers.{real[0]}.{writer}.weight"][:, -8:]  # read by nobody: extra heads, extra rows
+        assert silent.count_nonzero() == silent.numel()
+    every = list(weights.values())
+    assert not any(torch.equal(a, b) for i, a in enumerate(every) for b in every[:i] if a.shape == b.shape)
+
+
+def test_a_longer_context_can_be_declared(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "small")
+    out = inflate(source, tmp_path / "large", Shape(64, 4, 8, 4, 64), context=4096, progress=False)
+    assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == 4096
+    torch.testing.assert_close(logits(out), logits(source), atol=2e-4, rtol=1e-4)
+
+
 def test_shards_hold_every_tensor_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHARD_BYTES", 20_000)
     source = make_folder(tmp_path / "small")

@@ -214,6 +214,25 @@ def test_clients_take_turns_and_priorities_go_first():
     assert order_of(asked) == ["c1", "a1", "b1", "a2", "b2", "a3"]
 
 
+def num_running(*clients, max_batch=8):
+    """How many requests of each client run after one step, when each asks for as many as the batch holds."""
+    engine = make_engine(runner=TableRunner(max_batch=max_batch))
+    for client in clients:
+        for number in range(max_batch):
+            engine.add(make_request(f"{client}{number}", [1, 2, 3], max_tokens=99), None, client)
+        engine.step()
+    names = [entry.client for entry in engine.scheduler.running]
+    return [names.count(client) for client in clients]
+
+
+def test_one_client_leaves_places_for_the_next():
+    assert num_running("a") == [6]
+    assert num_running("a", "b") == [6, 2]
+    assert num_running("a", max_batch=1) == [1]
+    assert num_running("a", max_batch=2) == [2]
+    assert num_running("") == [8]  # without a server there is nobody to wait for
+
+
 def test_nothing_is_kept_of_clients_whose_turn_has_come_again():
     waiting = FairQueue()
     waiting.push("always", "always", 0, cost=1000)

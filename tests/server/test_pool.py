@@ -210,6 +210,12 @@ def test_without_keys_connections_take_turns_and_with_them_clients_do() -> None:
     assert len({each.turn for each in asked[:2]}) == 2 and asked[2].turn == asked[3].turn
 
 
+def test_the_only_client_shares_with_nobody() -> None:
+    ada, bob = Client("ada"), Client("bob")
+    assert [KeyRing([("1", ada), ("2", ada)]).client(key).turn for key in "12"] == ["", ""]
+    assert len({KeyRing([("1", ada), ("2", bob)]).client(key).turn for key in "12"} - {""}) == 2
+
+
 def test_a_schema_is_tried_out_once_and_its_refusal_is_remembered(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "Worker", Slow)
     monkeypatch.setattr(Slow, "answer", lambda self, job: Slow.order.append(job["schema"]) or asyncio.sleep(0.01, {}))

@@ -28,7 +28,7 @@ from outrider.heads.checkpoint import MEDUSA, MTP, find_folder, kind_of, measure
 from outrider.heads.eagle import EagleHead
 from outrider.types import OutriderError
 
-FORMAT = 1  # part of the cache key: increment it when the same head and target give other weights
+FORMAT = 2  # part of the cache key: increment it when the same head and target give other weights
 SEED = 1  # seed of the random weights, different from the target's
 
 
@@ -162,7 +162,7 @@ class _WideEagle:
         module = name.rsplit(".", 2)[-2]
         if shape.generation == 3 and name.startswith("layers.0.") and module in ("q_proj", "k_proj", "v_proj"):
             total, places, source = wide.attention_rows(module)  # reads the concatenated embedding and feature
-            return self.read(weight[source], total, [places])
+            return self.read(weight[source], total, [places], is_silent=module == "v_proj")
         return wide.layer_tensor(name, weight, real=True)
 
     def _norm(self, weight: Tensor, goes_on: bool) -> Tensor:

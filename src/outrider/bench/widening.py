@@ -65,6 +65,8 @@ class Inflater:
         self.query_rows = rows_of_heads(query_heads, dim)
         self.key_rows = rows_of_heads(key_heads, dim)
         self.key_source = rows_of_heads([kv for kv in range(small.kv_heads) for _ in range(spread)], dim)
+        # query heads that read a real value head, the real ones among them
+        self.heard_rows = rows_of_heads([kv * new_group + i for kv in key_heads for i in range(new_group)], dim)
         self.real_layers = [i * large.layers // small.layers for i in range(small.layers)]
 
     def embedding(self, weight: Tensor) -> Tensor:
@@ -79,10 +81,16 @@ class Inflater:
         wide[: self.small.hidden] = weight * self.norm_scale
         return wide
 
+    def extra_norm(self) -> Tensor:
+        """Norm weights of an extra layer, [H]: zero on the real features and random elsewhere, so that its output is zero."""
+        wide = 1 + self.noise(self.large.hidden)
+        wide[: self.copies * self.small.hidden] = 0
+        return wide
+
     def reader(self, weight: Tensor, num_rows: int, rows: Tensor, is_silent: bool = False) -> Tensor:
         """Widen a projection (or its bias) whose input is the hidden state; ``rows``: indices of the real rows.
 
-        Other rows are random, or zero on the real features if ``is_silent``; columns beyond the real features are random.
+        Other rows are random, or zero on the real features if ``is_silent``; columns after the real features are random.
         """
         if weight.ndim == 1:
             wide = torch.zeros(num_rows, dtype=self.dtype)
@@ -94,11 +102,15 @@ class Inflater:
             wide[rows, : self.small.hidden] = weight
         return wide
 
-    def writer(self, weight: Tensor, num_columns: int, columns: Tensor) -> Tensor:
-        """Widen a projection (or its bias) that adds to the hidden state; input columns other than ``columns`` are zero."""
+    def writer(self, weight: Tensor, num_columns: int, columns: Tensor, nonzero: Tensor) -> Tensor:
+        """Widen a projection (or its bias) that adds to the hidden state; ``columns``: indices of the real columns.
+
+        Other columns with a ``nonzero`` input are zero. The input of the remaining ones is zero, so they can be random.
+        """
         if weight.ndim == 1:
             return self.embedding(weight[None])[0]
-        wide = torch.zeros(self.large.hidden, num_columns, dtype=self.dtype)
+        wide = self.noise(self.large.hidden, num_columns)
+        wide[:, nonzero] = 0
         for copy in range(self.copies):
             start = copy * self.small.hidden
             wide[start : start + self.small.hidden, columns] = weight
@@ -117,7 +129,7 @@ class Inflater:
         if module in ("q_norm", "k_norm"):
             return weight if real else torch.ones_like(weight)
         if module.endswith("layernorm"):
-            return self.norm(weight) if real else torch.ones(large.hidden, dtype=self.dtype)
+            return self.norm(weight) if real else self.extra_norm()
         ffn_rows = torch.arange(self.small.ffn)
         sizes = {
             "q_proj": (large.heads * self.dim, self.query_rows),
@@ -135,10 +147,11 @@ class Inflater:
             weight = weight[self.key_source]
         if module in ("o_proj", "down_proj"):
             if real:
-                return self.writer(weight, total, places)
+                return self.writer(weight, total, places, self.heard_rows if module == "o_proj" else places)
             return self.noise(large.hidden, total) if weight.ndim == 2 else torch.zeros(large.hidden, dtype=self.dtype)
-        is_silent = module in ("v_proj", "up_proj")
-        return self.reader(weight, total, places, is_silent) if real else self.reader(weight[:0], total, places[:0], is_silent)
+        if real:
+            return self.reader(weight, total, places, is_silent=module in ("v_proj", "up_proj"))
+        return self.reader(weight[:0], total, places[:0])
 
     def tensors(self, source: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the large model: embeddings, layers, final norm, head."""

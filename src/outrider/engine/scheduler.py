@@ -5,6 +5,7 @@ Independent of models, methods and probabilities.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -12,6 +13,8 @@ from enum import Enum, auto
 from outrider.engine.detokenizer import Detokenizer, DetokenizerFactory, StopScanner
 from outrider.engine.queue import FairQueue
 from outrider.types import BatchSampler, Context, OutriderError, Request
+
+PLACES_PER_FREE_ONE = 3  # of a client: alone it holds three quarters of the batch
 
 
 class State(Enum):
@@ -32,6 +35,7 @@ class Entry:
     stop_ids: frozenset[int]
     detokenizer: Detokenizer | None
     scanner: StopScanner | None  # only with stop strings
+    client: str = ""
     fork_of: str | None = None  # request with the same prompt, whose cache is copied
     state: State = State.WAITING
     finish_reason: str | None = None
@@ -102,26 +106,36 @@ class Scheduler:
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids),
             detokenizer=self._make_detokenizer(request.token_ids) if self._make_detokenizer else None,
             scanner=StopScanner(params.stop) if params.stop else None,
+            client=client,
             fork_of=fork_of,
         )
         self.waiting.push(entry, client, priority, cost=request.num_prompt_tokens + entry.max_tokens)
         return entry
 
     def admit(self, fits: Callable[[Entry], bool]) -> list[Entry]:
-        """Move waiting requests to free places, in order, until one does not fit."""
+        """Move waiting requests to free places, in order, until one does not fit.
+
+        A named client holds at most so many places for each free one, so that one of its calls with many samples leaves room
+        for the others (dynamic thresholds: Choudhury, Hahne 1998).
+        """
         admitted: list[Entry] = []
         if len(self.running) == self.max_batch:
             return admitted
+        held = Counter([entry.client for entry in self.running])
         for entry in list(self.waiting):
+            num_free = self.max_batch - len(self.running)
+            if num_free and entry.client and held[entry.client] >= PLACES_PER_FREE_ONE * num_free:
+                continue  # what is free is left to clients that hold fewer places
             source = self.find(entry.fork_of) if entry.fork_of else None
             if source is not None and source.state is not State.DECODE:
                 continue  # a sample waits until the prompt it shares is cached; others may go first
-            if len(self.running) == self.max_batch or not fits(entry):
+            if num_free == 0 or not fits(entry):
                 break  # strictly in order, or a large request might wait for ever
             if source is None:
                 entry.fork_of = None
             self.waiting.serve(entry)
             self.running.append(entry)
+            held[entry.client] += 1
             entry.state = State.PREFILL
             admitted.append(entry)
         return admitted

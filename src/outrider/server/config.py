@@ -7,7 +7,7 @@ import hmac
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outrider.errors import OutriderError
@@ -66,11 +66,12 @@ class Client:
     name: str = "anonymous"
     priority: int = 0
     connection: str = ""  # without API keys, each connection counts as a client
+    is_only: bool = False  # whether this client has the only key
 
     @property
     def turn(self) -> str:
-        """Key for fair scheduling: requests with different keys take turns."""
-        return f"{self.name} {self.connection}"
+        """Key for fair scheduling: requests with different keys take turns. Empty if there is only one client."""
+        return "" if self.is_only else f"{self.name} {self.connection}"
 
 
 ANYONE = Client()
@@ -80,7 +81,8 @@ class KeyRing:
     """API keys, stored as digests; without keys, everyone has access."""
 
     def __init__(self, keys: Sequence[tuple[str, Client]] = ()) -> None:
-        self._clients = [(_digest(key), client) for key, client in keys]
+        is_only = len({client.name for _, client in keys}) == 1
+        self._clients = [(_digest(key), replace(client, is_only=is_only)) for key, client in keys]
 
     def __len__(self) -> int:
         return len(self._clients)

@@ -1,0 +1,67 @@
+"""The machine's memory bandwidth, measured in the run whose speeds it is compared with, and a model's bytes per token."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import struct
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MEGABYTES = 1024  # of each array: far more than any cache
+REPEATS = 5
+
+
+def bandwidth(threads: int) -> dict[str, float]:
+    """Return GB/s of a large copy (bytes read and bytes written) and of a large read, by all threads together; medians."""
+    length = (MEGABYTES << 20) // 4
+    source, target = np.ones(length, np.float32), np.ones(length, np.float32)
+    pieces = [slice(length * i // threads, length * (i + 1) // threads) for i in range(threads)]
+
+    def copy(piece: slice) -> None:
+        np.copyto(target[piece], source[piece])
+
+    def read(piece: slice) -> None:
+        np.dot(source[piece], source[piece])
+
+    with ThreadPoolExecutor(threads) as pool:
+        return {
+            "copy_gb_s": 2 * source.nbytes / 1e9 / _seconds(pool, copy, pieces),
+            "read_gb_s": source.nbytes / 1e9 / _seconds(pool, read, pieces),
+        }
+
+
+def _seconds(pool: ThreadPoolExecutor, task: Callable[[slice], None], pieces: list[slice]) -> float:
+    times = []
+    for _ in range(REPEATS + 1):
+        start = time.perf_counter()
+        list(pool.map(task, pieces))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])  # the first one touches the pages
+
+
+def weights_read(model: Path) -> int:
+    """Return the parameters that one token reads: all, without an input embedding that is not the output head, too."""
+    shapes: dict[str, Any] = {}
+    for file in model.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            size = struct.unpack("<Q", opened.read(8))[0]
+            shapes |= {name: entry["shape"] for name, entry in json.loads(opened.read(size)).items() if "shape" in entry}
+    has_head = any(name.startswith("lm_head.") for name in shapes)
+    return sum(prod(shape) for name, shape in shapes.items() if not (has_head and "embed_tokens" in name))
+
+
+def add_shares(cells: list[dict[str, Any]], parameters: int, measured: list[dict[str, float]]) -> None:
+    """Put into every cell of 16-bit plain decoding which share of the bandwidth reading its weights takes."""
+    for cell in cells:
+        if cell["method"] == "plain" and cell["bits"] == 16 and "decode_tok_s" in cell and measured:
+            gb_s = cell["decode_tok_s"] * 2 * parameters / 1e9
+            cell["weights_gb_s"] = gb_s
+            for name in ("copy", "read"):
+                cell[f"{name}_share"] = gb_s / statistics.median(each[f"{name}_gb_s"] for each in measured)

@@ -1,0 +1,274 @@
+"""The comparison with other engines: what is measured, what is kept when an engine fails, and what its tables say."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+PEERS = Path(__file__).parent.parent / "bench" / "peers"
+FAKE = """
+import sys
+sys.path.insert(0, {peers!r})
+from pathlib import Path
+from protocol import Sample, serve
+
+class Fake:
+    def __init__(self, args):
+        if args.dtype == "int4" and Path({broken!r}).exists():
+            raise ValueError("no memory")
+        self.args = args
+    def prepare(self, request):
+        if request.method == "draft" and Path({broken!r}).exists():
+            import os
+            os._exit(3)
+    def generate(self, prompt, request):
+        other = request.method == "draft" and self.args.dtype == "int8" and prompt[0] == 1
+        ids = [prompt[0] + other] * request.max_tokens
+        return Sample(ids, {seconds} * len(ids) / (1 + request.k), {seconds}, 1)
+    def drop(self): ...
+    def meta(self): return {{}}
+
+serve(Fake)
+"""
+
+
+@pytest.fixture(scope="module")
+def peers() -> Any:
+    """The scripts' modules, imported as they import each other."""
+    sys.path.insert(0, str(PEERS))
+    try:
+        import bandwidth
+        import client
+        import compare
+        import engines
+        import prompts
+        import protocol
+        import report
+        import rounds
+        import worker_llamacpp
+    finally:
+        sys.path.remove(str(PEERS))
+    names = dict(bandwidth=bandwidth, client=client, compare=compare, engines=engines, prompts=prompts, protocol=protocol)
+    return type("Peers", (), names | {"report": report, "rounds": rounds, "llamacpp": worker_llamacpp})
+
+
+def test_every_engine_names_number_formats_that_its_worker_takes(peers: Any) -> None:
+    for spec in peers.engines.ENGINES.values():
+        assert {*spec.dtypes, *spec.by_bits.values()} <= set(peers.protocol.DTYPES)
+        assert set(spec.by_bits) <= set(peers.engines.BITS)
+    assert set(peers.engines.ENGINES["llamacpp"].by_bits) == set(peers.engines.ENGINES["openvino"].by_bits) == {16, 8, 4}
+
+
+def test_rounds_take_the_next_prompts_and_start_again(peers: Any) -> None:
+    assert peers.rounds.deal(6, 6, 2) == [[0, 1, 2, 3, 4, 5]] * 2
+    assert peers.rounds.deal(6, 4, 3) == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]]
+
+
+def test_windows_have_the_wanted_length_and_do_not_repeat(peers: Any) -> None:
+    windows = peers.prompts.windows(list(range(10)), 7, 3)
+    assert windows == [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 0, 1, 2, 3], [4, 5, 6, 7, 8, 9, 0]]
+    with pytest.raises(peers.prompts.BadInput):
+        peers.prompts.windows([], 3, 1)
+
+
+def test_numbers_of_options_are_checked(peers: Any) -> None:
+    assert peers.compare._numbers("--k", "8, 4,8") == [8, 4]
+    assert peers.compare._bits("16,4") == [16, 4]
+    for wrong in ("3", "0", "x", "16,-8"):
+        with pytest.raises(peers.prompts.BadInput, match="--bits"):
+            peers.compare._bits(wrong)
+    with pytest.raises(peers.prompts.BadInput, match="needs --bits"):
+        peers.compare._groups(["plain"], [], [128])
+
+
+def test_groups_are_bits_by_methods_or_by_lengths(peers: Any) -> None:
+    group = peers.rounds.Group
+    assert peers.compare._groups(["plain", "draft"], [], []) == [group("plain"), group("draft")]
+    assert peers.compare._groups(["plain", "draft"], [8], []) == [group("plain", 8), group("draft", 8)]
+    assert peers.compare._groups(["draft"], [8, 4], [128]) == [group("plain", 8, 128), group("plain", 4, 128)]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_parameters_of_a_token_leave_out_an_embedding_that_is_only_looked_up(
+    peers: Any, tmp_path: Path, tied: bool
+) -> None:
+    tensors = {"model.embed_tokens.weight": torch.zeros(5, 4), "model.layers.0.q.weight": torch.zeros(4, 4)}
+    if not tied:
+        tensors["lm_head.weight"] = torch.zeros(5, 4)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert peers.bandwidth.weights_read(tmp_path) == 5 * 4 + 4 * 4
+
+
+def test_the_bandwidth_is_positive_and_shares_are_of_its_median(peers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers.bandwidth, "MEGABYTES", 1)
+    assert all(value > 0 for value in peers.bandwidth.bandwidth(2).values())
+    cells = [{"method": "plain", "bits": bits, "decode_tok_s": 10.0} for bits in (16, 8)]
+    measured = [{"copy_gb_s": value, "read_gb_s": 2 * value} for value in (10.0, 40.0, 90.0)]
+    peers.bandwidth.add_shares(cells, 10**9, measured)
+    assert cells[0]["copy_share"] == pytest.approx(20 / 40) and cells[0]["read_share"] == pytest.approx(20 / 80)
+    assert "copy_share" not in cells[1]
+
+
+def test_llamacpp_times_are_the_servers_and_a_cached_prompt_is_refused(peers: Any) -> None:
+    answer = {"tokens": [4, 5, 6], "timings": {"prompt_n": 7, "prompt_ms": 250.0, "predicted_ms": 500.0}}
+    sample = peers.llamacpp.sample_of(answer, 7)
+    assert (sample.token_ids, sample.seconds, sample.first_seconds, sample.first_tokens) == ([4, 5, 6], 0.75, 0.25, 1)
+    with pytest.raises(RuntimeError, match="processed 7 of 9 prompt tokens"):
+        peers.llamacpp.sample_of(answer, 9)
+    assert peers.llamacpp.draft_dtype("q4_k_m") == "bfloat16" and peers.llamacpp.draft_dtype("float32") == "float32"
+
+
+def test_a_converted_model_is_named_by_its_content(peers: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    before = peers.protocol.content_key(tmp_path)
+    assert peers.protocol.content_key(tmp_path) == before
+    (tmp_path / "config.json").write_text("{ }")
+    assert peers.protocol.content_key(tmp_path) != before
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_time_and_memory_count_the_servers_that_a_worker_started(peers: Any) -> None:
+    alone = peers.protocol.peak_mb()
+    code = "x = bytearray(1 << 26)\nprint(sum(range(10**6)), flush=True)\ninput()"
+    before = peers.protocol.cpu_seconds()
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline()
+        assert peers.protocol.peak_mb() - alone > 60
+        running = peers.protocol.cpu_seconds()
+        assert running > before
+        child.communicate(b"\n")
+    assert peers.protocol.cpu_seconds() >= running - 0.02  # a server that has ended counts on; its time is in clock ticks
+
+
+def test_drafts_that_change_the_text_are_counted(peers: Any) -> None:
+    def entry(method: str, bits: int, texts: dict[str, str], dtype: str = "int8") -> dict[str, Any]:
+        return {"engine": "x", "method": method, "bits": bits, "texts": texts, "meta": {"dtype": dtype}}
+
+    cells = [
+        entry("plain", 8, {"0": "a", "1": "b", "2": "c"}),
+        entry("draft", 8, {"0": "a", "1": "z", "3": "d"}),
+        entry("plain", 4, {"0": "a"}),
+        entry("draft", 4, {"0": "b"}, dtype="other"),
+    ]
+    peers.rounds.mark_changed_texts(cells)
+    assert (cells[1]["changed_texts"], cells[1]["compared_texts"]) == (1, 2)
+    assert "changed_texts" not in cells[0] and "changed_texts" not in cells[3]
+
+
+@pytest.fixture
+def race(peers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``race(groups, before)`` runs two fake engines, `outrider` and `slow`; `slow` fails while the file `broken` exists."""
+    for name, seconds in (("outrider", 0.01), ("slow", 0.02)):
+        broken = tmp_path / ("broken" if name == "slow" else "never")
+        code = FAKE.format(peers=str(PEERS), broken=str(broken), seconds=seconds)
+        (tmp_path / f"worker_{name}.py").write_text(code)
+
+    class FakeSpec(peers.engines.EngineSpec):  # type: ignore[misc]
+        def python(self, venvs: Path) -> Path:
+            return Path(sys.executable)
+
+        def script(self) -> Path:
+            return tmp_path / f"worker_{self.name}.py"
+
+    bits = {16: "bfloat16", 8: "int8", 4: "int4"}
+    ours, slow = (
+        FakeSpec("outrider", ("auto",), schedules=(("auto", 0),), by_bits=bits),
+        FakeSpec("slow", ("auto",), by_bits=bits),
+    )
+    monkeypatch.setattr(peers.compare, "ENGINES", {"outrider": ours, "slow": slow})
+    monkeypatch.setattr(peers.rounds, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(peers.compare, "bandwidth", lambda threads: {"copy_gb_s": 10.0, "read_gb_s": 10.0})
+
+    def run(prompts: dict[int | None, list[list[int]]], groups: list[Any], cells: list[dict[str, Any]]) -> dict[str, Any]:
+        plan = peers.compare.Plan(["outrider", "slow"], groups, [2, 4], {}, prompts, 2, 1, 2, "decode_tok_s")
+        job = peers.client.Job(
+            tmp_path, None, tmp_path, tmp_path / "cache", 1, 64, 1 if None not in prompts else 8, 0.0, 0, 60.0
+        )
+        document = {"parameters_read": 10**6, "bandwidth": [], "cells": copy.deepcopy(cells), "best_by": plan.rate}
+        peers.compare._run(plan, job, document, tmp_path / "out.json")
+        assert json.loads((tmp_path / "out.json").read_text())["cells"] == document["cells"]
+        return document
+
+    return run
+
+
+def outcome(document: dict[str, Any]) -> dict[tuple[str, str, int], dict[str, Any]]:
+    return {(cell["engine"], cell["method"], cell["bits"]): cell for cell in document["cells"]}
+
+
+def test_a_failing_engine_loses_only_its_own_cells_and_resuming_measures_only_those(
+    peers: Any, race: Any, tmp_path: Path
+) -> None:
+    group = peers.rounds.Group
+    groups = [group(method, bits) for bits in (8, 4) for method in ("plain", "draft")]
+    prompts: dict[int | None, list[list[int]]] = {None: [[1, 2], [3, 4], [5, 6]]}
+    (tmp_path / "broken").touch()
+    first = outcome(race(prompts, groups, []))
+    assert len(first) == 8
+    errors = {key: cell["error"] for key, cell in first.items() if cell["error"]}
+    assert errors.keys() == {("slow", "draft", 8), ("slow", "plain", 4), ("slow", "draft", 4)}
+    assert "ended with code 3" in errors["slow", "draft", 8] and "no memory" in errors["slow", "plain", 4]
+
+    (tmp_path / "broken").unlink()
+    conditions = dict.fromkeys(peers.compare.SAME_ON_RESUME, 1)
+    before = conditions | {"cells": list(first.values())}
+    kept = peers.compare.kept_cells(before, conditions)
+    assert len(kept) == 5
+    with pytest.raises(peers.prompts.BadInput, match="cannot resume: its threads is 1, now it is 2"):
+        peers.compare.kept_cells(before, conditions | {"threads": 2})
+    document = race(prompts, groups, kept)
+    second = outcome(document)
+    assert len(document["cells"]) == 8 and not any(cell["error"] for cell in second.values())
+    assert all(
+        second[key] == {**first[key], **{k: second[key][k] for k in second[key] if "share" in k}}
+        for key in first
+        if key not in errors
+    )
+    assert second["slow", "draft", 8]["decode_ratio"] > 0  # ours ran again beside it
+    assert len(document["bandwidth"]) == 3
+
+
+def test_cells_say_what_was_measured(peers: Any, race: Any) -> None:
+    group = peers.rounds.Group
+    document = race({None: [[1, 2], [3, 4], [5, 6]]}, [group("plain", 8), group("draft", 8)], [])
+    cells = outcome(document)
+    plain, drafted = cells["slow", "plain", 8], cells["slow", "draft", 8]
+    assert plain["ratio"] == pytest.approx(2.0) and plain["first_ratio"] == pytest.approx(2.0) and plain["same_text"] == 1.0
+    assert drafted["k"] == 4 and [row["k"] for row in drafted["screening"]] == [2, 4]  # the faster one
+    assert cells["outrider", "draft", 8]["schedule"] == "auto" and cells["outrider", "draft", 8]["screening"] == []
+    assert (drafted["changed_texts"], drafted["compared_texts"], drafted["unstable"]) == (1, 3, 0)
+    assert plain["texts"].keys() == {"0", "1", "2"}  # two rounds of two of three prompts
+    titles = [str(view.title) for view in peers.report.tables(document)]
+    assert [title.split(",")[0] for title in titles[:2]] == ["Tokens per second", "At equal bits"]
+
+
+def test_first_token_times_have_a_table_of_their_own(peers: Any, race: Any) -> None:
+    group = peers.rounds.Group
+    prompts = {length: peers.prompts.windows([7, 8, 9], length, 2) for length in (5, 2000)}
+    document = race(prompts, [group("plain", 8, 5), group("plain", 8, 2000)], [])
+    assert [(len(cell["first_s_rounds"]), cell["prompt_tokens"]) for cell in document["cells"]] == [
+        (2, 5),
+        (2, 5),
+        (1, 2000),
+        (1, 2000),
+    ]
+    assert document["cells"][1]["first_ratio"] == pytest.approx(2.0) and "tok_s" not in document["cells"][1]
+    view = peers.report.tables(document)[0]
+    assert (
+        view.row_count == 2
+        and list(view.columns[2].cells) == ["10", "10"]
+        and list(view.columns[4].cells) == ["2.00x", "2.00x"]
+    )
+
+
+def test_the_best_of_each_engine_is_its_fastest_cell(peers: Any) -> None:
+    cells = [{"engine": name, "tok_s": rate} for name, rate in (("a", 1.0), ("a", 3.0), ("b", 2.0), ("a", 2.0))]
+    assert {name: cell["tok_s"] for name, cell in peers.report.best_of_each(cells, "tok_s").items()} == {"a": 3.0, "b": 2.0}
