@@ -2,9 +2,10 @@
 
     python bench/grammar_check.py --answers 500 --out results/grammar.json
 
-One engine after the other drafts for the embedded target, or for ``--target``. Methods that the target cannot have are named
-with the reason. Exit code 1 where an answer does not validate, such a draft was scored, or no method was left. The last line of
-output is the result as JSON.
+One engine after the other drafts for the embedded target, or for ``--target``: each method alone and, as ``grammar+METHOD``,
+with drafts of what the form leaves no choice about. Methods that the target cannot have are named with the reason. Exit code 1
+where an answer does not validate, such a draft was scored, or no method was left. The last line of output is the result as
+JSON.
 """
 
 from __future__ import annotations
@@ -81,9 +82,10 @@ class Watch:
         return self._score(context, proposal, hidden)
 
 
-def check(method: str, args: argparse.Namespace) -> dict[str, Any]:
+def check(method: str, grammar_drafts: bool, args: argparse.Namespace) -> dict[str, Any]:
     """One method. Raises ``OutriderError`` where the target cannot have it."""
-    llm = LLM(args.target, draft=args.draft, method=method, num_draft_tokens=args.k, max_batch=16, max_len=512)
+    options: dict[str, Any] = {"max_batch": 16, "max_len": 512, "grammar_drafts": grammar_drafts}
+    llm = LLM(args.target, draft=args.draft, method=method, num_draft_tokens=args.k, **options)
     compiler = GrammarCompiler(tools(llm))
     watch, invalid, count = Watch(llm), [], 0
     while count < args.answers:
@@ -95,15 +97,18 @@ def check(method: str, args: argparse.Namespace) -> dict[str, Any]:
                 jsonschema.validate(json.loads(answer.text), schema)
             except (ValueError, jsonschema.ValidationError) as error:
                 invalid.append(f"{answer.finish_reason}: {answer.text!r}: {str(error).splitlines()[0]}")
-    accepted = llm.stats.num_accepted / watch.num_drafts if watch.num_drafts else 0.0
+    stats = llm.stats
     return {
         "answers": count,
         "invalid": len(invalid),
         "examples": invalid[:5],
         "drafts": watch.num_drafts,
         "forbidden_drafts": watch.num_forbidden,
-        "draft_acceptance_rate": round(accepted, 3),
-        "faults": llm.stats.faults,
+        "draft_acceptance_rate": round(stats.draft_acceptance_rate, 3),
+        "tokens_per_answer": round(stats.num_tokens / count, 2),
+        "rounds_per_answer": round(stats.num_rounds / count, 2),
+        "forced_per_answer": round(stats.num_forced / count, 2),
+        "faults": stats.faults,
     }
 
 
@@ -119,11 +124,12 @@ def main() -> int:
     check_out(args.out)
     found: dict[str, Any] = {}
     for method in args.method.split(",") if args.method else PROPOSERS:
-        try:
-            found[method] = check(method, args)
-        except OutriderError as error:
-            found[method] = {"skipped": str(error)}
-        print(f"{method}: {json.dumps(found[method])}", file=sys.stderr, flush=True)
+        for name, grammar_drafts in ((method, False), (f"grammar+{method}", True)):
+            try:
+                found[name] = check(method, grammar_drafts, args)
+            except OutriderError as error:
+                found[name] = {"skipped": str(error)}
+            print(f"{name}: {json.dumps(found[name])}", file=sys.stderr, flush=True)
     return told({**origin(), "methods": found, "holds": holds(found)}, args.out)
 
 

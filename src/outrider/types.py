@@ -170,6 +170,8 @@ class Proposal:
     probs: Tensor | None = None  # [B, N, V] float32; None: every draft is a point mass
     parents: Tensor | None = None  # [B, N] int64; None: a chain
     partial_pass: PartialPass | None = None  # where the target's own first layers drafted
+    forced: Tensor | None = None
+    # [B, N] bool, on the CPU: drafts that a grammar leaves no choice about; None: there are none. Set by the engine alone
 
     @staticmethod
     def empty(batch: int, device: torch.device | str = "cpu") -> Proposal:
@@ -223,7 +225,8 @@ class Proposal:
     def _with(self, change: Callable[[Tensor], Tensor], lens: Tensor) -> Proposal:
         probs = None if self.probs is None else change(self.probs)
         parents = None if self.parents is None else change(self.parents)
-        return replace(self, token_ids=change(self.token_ids), lens=lens, probs=probs, parents=parents)
+        forced = None if self.forced is None else change(self.forced)
+        return replace(self, token_ids=change(self.token_ids), lens=lens, probs=probs, parents=parents, forced=forced)
 
 
 @dataclass(frozen=True)
@@ -284,16 +287,20 @@ class PhaseTimes:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round in numbers, as the ledger booked it: drafts asked for, proposed and accepted, and seconds."""
+    """One round in numbers, as the ledger booked it: drafts asked for, proposed and accepted, and seconds.
+
+    Depths and what was accepted are those of the proposer's drafts, without those that a grammar left no choice about.
+    """
 
     k: int  # drafts asked for
-    lens: list[int]  # drafts proposed, per request
+    lens: list[int]  # drafts scored, per request
     depths: list[int]  # the longest path of drafts, per request: lens, unless they are trees
     num_accepted: list[int]
     times: PhaseTimes
     first_layer: int = 0  # of the target pass: drafting ran the layers before it
     is_cold: bool = False  # a plain round with cold CPU caches, soon after a model drafted
     judged: list[int] | None = None  # steps of depth reached; given for trees, whose accepted path may end at a leaf early
+    forced: list[int] | None = None  # drafts per request, among ``lens``, that a grammar left no choice about; None: no such
 
     @property
     def num_judged(self) -> list[int]:

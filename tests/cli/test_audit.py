@@ -70,6 +70,15 @@ def test_a_recurrent_hybrid_is_certified(outrider: Run, tiny_hybrid: Path, tmp_p
 
 
 @pytest.mark.usefixtures("two_controls")
+def test_drafts_of_one_pass_over_mask_tokens_are_certified(outrider: Run, target: Path, tmp_path: Path) -> None:
+    draft, out = make_folder(tmp_path / "parallel", seed=1, pard_token=9), tmp_path / "audit.json"
+    code, shown, err = outrider("audit", "--target", target, "--draft", draft, *QUICK, "--method", "draft", "--out", out)
+    assert code == 0, (shown, err)
+    (method,) = read(out)["methods"]
+    assert method["verdict"] == "certified" and method["sampling"]["parts"][sampling.AS_IS]["origins"]["accepted"] > 0
+
+
+@pytest.mark.usefixtures("two_controls")
 def test_a_certificate_is_written_and_the_exit_code_is_0(outrider: Run, models: list[object], tmp_path: Path) -> None:
     out, html = tmp_path / "audit.json", tmp_path / "audit.html"
     code, shown, err = outrider("audit", *models, *QUICK, "--method", "draft", "--out", out, "--html", html)

@@ -60,6 +60,30 @@ def test_generate_says_what_plain_decoding_says(outrider: Run, target: Path, dra
     assert "30 tokens" in err and "tok/s" in err and "time: draft" in err
 
 
+def test_generate_follows_a_json_schema(outrider: Run, target: Path, tmp_path: Path) -> None:
+    schema = tmp_path / "form.json"
+    schema.write_text(json.dumps({"type": "array", "items": {"enum": ["weather", "climate"]}, "minItems": 1, "maxItems": 2}))
+    texts = []
+    for flags in ([], ["--no-grammar-drafts"]):
+        options = ["--target", target, "--method", "plain", "--compile", "never", "--json-schema", schema, *flags, "--show"]
+        code, out, err = outrider("generate", *options, "x")
+        assert code == 0 and ("drafted by the grammar" in err) == (not flags)
+        assert ("\x1b[35m" in out) == (not flags)
+        texts.append(re.sub(r"\x1b\[[0-9;]*m", "", out))
+    assert texts[0] == texts[1] and set(json.loads(texts[0])) <= {"weather", "climate"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("[1]", "expected an object, got a list"), ("{", "cannot read the JSON schema"), (None, "No such file")]
+)
+def test_a_file_without_a_schema_is_named(outrider: Run, target: Path, tmp_path: Path, text: str | None, message: str) -> None:
+    schema = tmp_path / "form.json"
+    if text is not None:
+        schema.write_text(text)
+    code, _, err = outrider("generate", "--target", target, "--json-schema", schema, "x")
+    assert code == 2 and message in err and "form.json" in err and err.count("\n") == 1
+
+
 def test_the_summary_s_shares_come_to_the_whole() -> None:
     text = console.summary(GenerationStats(num_tokens=9, times=PhaseTimes(1.0, 1.0, 0.0, 1.0, read=1.0)), 4.0).plain
     assert "read 1.00 s (25%)" in text and sum(map(int, re.findall(r"\((\d+)%\)", text))) == 100

@@ -58,6 +58,7 @@ def test_a_head_is_trained_and_drafts(outrider: Run, target: Path, text: Path, t
     "kind, options",
     [
         ("draft", ("--layers", "1", "--width", "8", "--loss", "tv", "--on-policy", "0.5", "--prompt-len", "6")),
+        ("draft", ("--layers", "1", "--parallel", "3", "--keep", "0.8", "--keep-least", "0.5")),
         ("early-exit", ("--regenerate", "--prompt-len", "8", "--rotation", "2")),
     ],
 )
@@ -86,6 +87,10 @@ def test_mistakes_in_training_a_model_are_one_line(outrider: Run, target: Path, 
     assert_one_line(train("draft", "--start", tmp_path / "none"), "none")
     assert_one_line(train("draft", "--from-layers", "first"), "--from-layers")
     assert_one_line(train("draft", "--loss", "mse"), "kl or tv")
+    assert_one_line(train("draft", "--parallel", 0), "--parallel 0: expected at least 1")
+    assert_one_line(train("draft", "--parallel", 1), "parallel drafts 1: expected at least 2")
+    assert_one_line(train("draft", "--parallel", 4, "--keep", 0), "invalid keep 0")
+    assert_one_line(train("draft", "--parallel", 40), "rows of 24 tokens are too short for 40 parallel drafts")
     assert_one_line(train("early-exit", "--max-drop", 1.5), "--max-drop 1.5")
     assert_one_line(train("early-exit", "--rotation", 0), "--rotation 0")
     assert_one_line(train("early-exit"), "at least three layers")

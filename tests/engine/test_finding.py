@@ -23,6 +23,7 @@ from outrider.engine import finding
 from outrider.engine.methods import auto_choice
 from outrider.proposers.draft_model import DraftModelMethod, DraftModelProposer
 from outrider.registry import DEFAULT_METHOD, PROPOSERS, VERIFIERS
+from outrider.runner.parallel_draft import ParallelDraft
 from outrider.types import OutriderError
 
 VOCAB, LAYERS = 320, 12
@@ -174,6 +175,18 @@ def test_of_several_the_draft_model_comes_first_and_a_head_called_as_its_method_
 def test_a_folder_with_another_name_beside_the_target_is_not_looked_at(made, target):
     copied(made / "draft", target.parent / "small")
     assert chosen(target).method == DEFAULT_METHOD
+
+
+def test_a_draft_that_reads_mask_tokens_is_found_and_drafts_in_one_pass(made, target, said):
+    draft = copied(made / "draft", target.parent / "draft")
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | {"pard_token": 7}))
+    llm = loaded(target)
+    assert llm.drafter == f"drafts with parallel draft model {draft} (found beside the target)"
+    assert isinstance(llm.proposer.draft, ParallelDraft) and greedy(llm) == greedy(loaded(target, method="plain"))
+    (draft / "config.json").write_text(json.dumps(config | {"pard_token": -1}))
+    assert chosen(target).method == "suffix"
+    assert any("invalid pard_token -1" in line and str(draft) in line for line in said())
 
 
 def test_a_known_pair_drafts_from_the_cache(made, target, monkeypatch, tmp_path):

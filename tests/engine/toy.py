@@ -116,11 +116,11 @@ def _end(text: list[int]) -> tuple[int, int]:
     return (text[-2] if len(text) > 1 else 0, text[-1])
 
 
-def make_engine(proposer=None, k=0, policy=None, runner=None, detokenizer=None, verifier=None, coupled=False) -> Engine:
+def make_engine(proposer=None, k=0, policy=None, runner=None, detokenizer=None, verifier=None, **options) -> Engine:
     runner = runner or TableRunner()
     scheduler = Scheduler(runner.max_batch, runner.max_len, [EOS], detokenizer)
     verifiers = (verifier or RejectionVerifier(), ExactMatchVerifier())
-    return Engine(runner, proposer or PlainProposer(), verifiers, policy or FixedLength(k), scheduler, coupled)
+    return Engine(runner, proposer or PlainProposer(), verifiers, policy or FixedLength(k), scheduler, **options)
 
 
 def make_request(request_id: str, prompt: list[int], **params) -> Request:

@@ -39,6 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     make_folder(folder / "target", **SIZES)
     make_folder(folder / "draft", num_hidden_layers=1)
+    make_folder(folder / "parallel", num_hidden_layers=1, pard_token=7, spd_type="pard")
     make_folder(folder / "foreign", tokenizer=letter_tokenizer(60, 3), num_hidden_layers=1)
     writers.write_eagle3(folder / "eagle3", VOCAB, 64)  # names its layers in one of the two counts only
     writers.write_speculators(folder / "speculators", VOCAB, 64)
@@ -124,6 +125,22 @@ def test_methods_in_the_words_of_vllm(method: str, num_draft_tokens: Any, says: 
         says = says | {"model": str(models / method.split("=")[1])}
     assert found == says
     assert bool([note for note in said.notes if "typical" in note]) == (num_draft_tokens == "auto")
+
+
+def test_a_draft_that_reads_mask_tokens_is_vllm_s_parallel_drafting(export: Any, models: Path) -> None:
+    folder, _ = export("vllm", draft="parallel", num_draft_tokens="auto")
+    config = {"method": "draft_model", "model": str(models / "parallel"), "draft_sample_method": "probabilistic"}
+    at_once = {"parallel_drafting": True, "num_speculative_tokens": 8}
+    assert vllm_settings(folder)["speculative-config"] == config | at_once
+    folder, _ = export("vllm", draft="parallel", method="draft:parallel=false", num_draft_tokens="auto")
+    assert vllm_settings(folder)["speculative-config"] == config | {"num_speculative_tokens": 4}
+    for to, name in (("sglang", "SGLang"), ("transformers", "transformers")):
+        with pytest.raises(OutriderError, match=f"{name} cannot draft with a draft model that reads mask tokens") as error:
+            export(to, draft="parallel", method="draft")
+        assert "parallel=false, or export to vLLM" in str(error.value)
+        export(to, draft="parallel", method="draft:parallel=false")
+    with pytest.raises(OutriderError, match="names no mask token"):
+        export("vllm", draft="draft", method="draft:parallel=true")
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang", "transformers"])

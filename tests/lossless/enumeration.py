@@ -108,6 +108,18 @@ def draw_drafts(
     return Drafts(Proposal(token_ids[possible], bare.lens[possible], claimed[possible], tree_rows), weights[possible])
 
 
+def draw_in_parallel(output: Text, params: SamplingParams, num_drafts: int) -> Drafts:
+    """All ways to draw a chain whose distributions come from mask tokens: they know of earlier drafts what penalties count."""
+    mask = VOCAB  # a token of its own
+    token_ids = torch.tensor(list(itertools.product(range(VOCAB), repeat=num_drafts)))
+    batch, sampler = len(token_ids), sampler_after(output, params, len(token_ids))
+    logits = [DRAFT.logits(PROMPT + output + (mask,) * depth).expand(batch, 1, -1) for depth in range(num_drafts)]
+    probs = torch.cat([sampler.probs(each, token_ids[:, :depth], start=depth) for depth, each in enumerate(logits)], 1)
+    weights = probs.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1).prod(dim=-1)
+    possible, lens = weights > 0, torch.full((batch,), num_drafts)
+    return Drafts(Proposal(token_ids[possible], lens[possible], probs[possible]), weights[possible])
+
+
 def fixed_drafts(rows: Sequence[Sequence[int]], parents: Sequence[int] | None = None) -> Drafts:
     """A deterministic proposer: point masses, one proposal."""
     token_ids = torch.tensor(rows)

@@ -30,6 +30,7 @@ from .enumeration import (
     continued,
     distance,
     draw_drafts,
+    draw_in_parallel,
     expected_accepted,
     fixed_drafts,
     generation_law,
@@ -122,6 +123,11 @@ def shared_tokens(output: Text, params: SamplingParams) -> Drafts:
     return draw_drafts(output, replace(params, allowed_token_ids=(0, 2)), CHAIN)
 
 
+def in_parallel(output: Text, params: SamplingParams) -> Drafts:
+    """A draft of one pass over mask tokens: each position is drawn without the drafts before it."""
+    return draw_in_parallel(output, params, len(CHAIN))
+
+
 DRAFTINGS = [
     likeliest,
     top_tree,
@@ -132,8 +138,9 @@ DRAFTINGS = [
     three_siblings,
     other_temperature,
     shared_tokens,
+    in_parallel,
 ]
-CHAINS = [likeliest, chain, other_temperature, shared_tokens]
+CHAINS = [likeliest, chain, other_temperature, shared_tokens, in_parallel]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

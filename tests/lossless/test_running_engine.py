@@ -52,6 +52,8 @@ def tiny_model(seed: int, vocab_size: int = VOCAB, sharpness: float = 12.0, laye
 
 
 TARGET, DRAFT = tiny_model(1), tiny_model(2, layers=1)
+PARALLEL = tiny_model(3, vocab_size=VOCAB + 1, layers=1)  # drafts in one pass, with a mask token of its own
+PARALLEL.config.pard_token = VOCAB
 
 
 @torch.no_grad()
@@ -72,8 +74,11 @@ def excess(token_ids: list[list[int]], law: torch.Tensor) -> float:
     """Pearson's chi-square of samples against a law, over its critical value at p = 1e-4; rare cells are pooled."""
     flat = law.flatten()
     places = torch.tensor(token_ids) @ torch.tensor([VOCAB**2, VOCAB, 1])
-    counts = torch.bincount(places, minlength=flat.numel()).double()
-    expected = flat * len(token_ids)
+    return excess_of(torch.bincount(places, minlength=flat.numel()).double(), flat * len(token_ids))
+
+
+def excess_of(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    """The same of counts [cells] against those expected."""
     rare = expected < 5
     seen = torch.cat([counts[~rare], counts[rare].sum().view(1)])
     due = torch.cat([expected[~rare], expected[rare].sum().view(1)])
@@ -157,6 +162,18 @@ def test_samples_follow_it_whatever_drafts(method: str, name: str) -> None:
     options = {"method_options": {"min_first": 1}} if "+" in method else {}
     samples = sample(SETTINGS[name], method=method, **tokenizers(VOCAB, method), **options)
     assert excess(samples, exact_law(SETTINGS[name])) < 1
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "block"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_samples_follow_it_where_one_pass_makes_all_drafts(name: str, verifier: str) -> None:
+    assert excess(sample(SETTINGS[name], draft=PARALLEL, verifier=verifier), exact_law(SETTINGS[name])) < 1
+
+
+@pytest.mark.parametrize("options", [{"method": "suffix+draft", "method_options": {"min_first": 1}}, {"same_text": True}])
+def test_so_they_do_with_another_method_first_with_coupled_noise_and_with_uneven_lengths(options: dict[str, Any]) -> None:
+    law = exact_law(SETTINGS["penalties"])
+    assert excess(sample(SETTINGS["penalties"], draft=PARALLEL, num_draft_tokens=Uneven(), **options), law) < 1
 
 
 @pytest.mark.parametrize("method", ["early-exit", "low-bit"])

@@ -112,6 +112,40 @@ def test_drafts_change_no_constrained_answer(method: str, load: Callable[..., LL
         assert found == [completion.token_ids for completion in outputs_of(plain.generate("The ship", params))]
 
 
+@pytest.mark.parametrize("stop", [('born"',), (", ",), ('"ki', "tags"), ("ship", "quay", "dawn"), ("}",)])
+@pytest.mark.parametrize("method", ["plain", "ngram", "draft"])
+def test_a_stop_string_inside_what_is_forced_ends_the_answer_there(
+    method: str, stop: tuple[str, ...], load: Callable[..., LLM]
+) -> None:
+    """Text, tokens and log-probabilities are those without drafts from the grammar."""
+    found = []
+    for grammar_drafts in (False, True):
+        llm = load(method, 0 if not grammar_drafts else "auto" if method == "plain" else 3, grammar_drafts=grammar_drafts)
+        form = compiler(llm).json(SCHEMA)
+        params = SamplingParams(max_tokens=90, seed=3, grammar=form, stop=stop, logprobs=2, presence_penalty=0.4)
+        found.append(outputs_of(llm.generate(["The ship", '{"name": "Ada", "born": 1815}\n'], params)))
+        assert (llm.stats.num_forced > 10) == grammar_drafts
+    for without, completion in zip(*found, strict=True):
+        assert completion.finish_reason == without.finish_reason == "stop" and not any(each in completion.text for each in stop)
+        assert (completion.text, completion.token_ids) == (without.text, without.token_ids)
+        assert completion.logprobs is not None and without.logprobs is not None
+        pairs = zip(completion.logprobs, without.logprobs, strict=True)
+        assert all(ours.logprob == pytest.approx(theirs.logprob, abs=1e-3) for ours, theirs in pairs)
+        assert len(completion.origins) == len(completion.token_ids)
+
+
+def test_what_is_forced_is_said_and_no_draft_of_the_method(load: Callable[..., LLM]) -> None:
+    llm = load("ngram", 3, max_batch=4)
+    params = [SamplingParams(max_tokens=90, grammar=compiler(llm).json(SCHEMA)), SamplingParams(max_tokens=30)]
+    constrained, free = outputs_of(llm.generate(["The ship", "The ship"], params))
+    assert constrained.origins.count("grammar") == constrained.stats.num_forced == llm.stats.num_forced > 20
+    assert "grammar" not in free.origins and free.stats.num_forced == 0
+    stats = constrained.stats
+    assert stats.num_accepted <= stats.num_judged <= stats.num_drafts and max(stats.acceptance_histogram) <= 3
+    assert len(constrained.token_ids) <= stats.num_rounds + stats.num_accepted + stats.num_forced
+    assert stats.tokens_per_round > stats.mean_acceptance_length
+
+
 def test_what_a_grammar_allows_is_what_its_answers_are_made_of(plain: LLM) -> None:
     """Every answer of a small language is found, and nothing else."""
     params = SamplingParams(max_tokens=40, temperature=3.0, seed=0, n=60, grammar=compiler(plain).json(SMALL))
@@ -134,6 +168,7 @@ def test_over_http_schemas_hold_and_bad_ones_are_refused(served: Served) -> None
     assert answer.status_code == 200, answer.text
     for choice in answer.json()["choices"]:
         jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+    assert float(served.get("/metrics").text.split("outrider:grammar_tokens_total{")[1].split()[1]) > 20
     form["json_schema"]["schema"] = {"type": "nonsense"}  # type: ignore[index]
     refused = served.post("/v1/chat/completions", messages=messages, response_format=form)
     assert refused.status_code == 400 and "schema" in refused.json()["error"]["message"]

@@ -82,6 +82,7 @@ class Cell:
     lengths: tuple[int, ...] = LENGTHS
     seed: int = 0
     temperature: float = 0.0
+    forced: tuple[int, ...] = (0,)  # tokens that a grammar forces on every request before the drafts of a round, by turns
     others: tuple[Text, ...] = ()  # texts that the requests after the first have by turns, where they have others
 
 
@@ -99,10 +100,10 @@ class _Row:
     def left(self) -> int:
         return self.length - self.request.num_output_tokens
 
-    def draft(self, k: int) -> tuple[int, int]:
+    def draft(self, k: int, num_forced: int) -> tuple[int, int]:
         """(drafts made, accepted) of a round that asks for k."""
-        text, at = self.text, self.request.num_output_tokens
-        num_drafts = min(k, self.left - 1)
+        text, at = self.text, self.request.num_output_tokens + num_forced
+        num_drafts = min(k, self.left - num_forced - 1)
         if num_drafts <= 0 or self.makes[at] >= text.at(text.made, at):
             return 0, 0
         count = 0
@@ -119,7 +120,7 @@ def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) ->
     """
     noise, luck = random.Random(cell.seed + 1), random.Random(cell.seed)
     texts, wanted = (cell.text, *cell.others), sum(cell.lengths) * cell.batch
-    lengths = [cycle(cell.lengths) for _ in range(cell.batch)]
+    lengths, turns = [cycle(cell.lengths) for _ in range(cell.batch)], cycle(cell.forced)
     rows: list[_Row] = []
     requests: tuple[Request, ...] = ()
     seen: dict[_Row, int] = {}
@@ -134,11 +135,13 @@ def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) ->
             fresh = []
         context = Context(requests, tuple(row.left - 1 for row in rows), None)  # type: ignore[arg-type]
         asked_lengths = policy.next_lengths(context)
-        drafts = [row.draft(k) for row, k in zip(rows, asked_lengths, strict=True)]
-        lens, accepted = [made for made, _ in drafts], [count for _, count in drafts]
+        forced = _forced_of(rows, next(turns))
+        drafts = [row.draft(k, run) for row, k, run in zip(rows, asked_lengths, forced, strict=True)]
+        depths, accepted = [made for made, _ in drafts], [count for _, count in drafts]
+        lens = [made + run for made, run in zip(depths, forced, strict=True)]
         asked = context.limited(asked_lengths)
         drafted_for = [row for row, limit in zip(rows, asked.limits, strict=True) if limit > 0]
-        behind = sum(len(row.request.token_ids) - seen.get(row, 0) for row in drafted_for)
+        behind = sum(len(row.request.token_ids) + forced[rows.index(row)] - seen.get(row, 0) for row in drafted_for)
         times = cell.machine.times(asked_lengths, lens, behind, num_plain)
         num_plain = 0 if any(asked_lengths) else num_plain + 1
         is_cold = cell.machine.cold > 0 and 0 < num_plain <= NUM_COLD
@@ -149,24 +152,36 @@ def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) ->
             seconds += prompt
         if cell.machine.unsteady and noise.random() < times.total * 1e3 / DWELL:
             slowness = SLOW + 1 - slowness
-        times = PhaseTimes(*(slowness * phase for phase in times.by_phase().values()))
-        times.score *= noise.gauss(1, NOISE) + (HICCUP if noise.random() < HICCUP_RATE else 0)
-        times.draft *= noise.gauss(1, NOISE) + (HICCUP if noise.random() < HICCUP_RATE else 0)
-        for row, count in zip(rows, accepted, strict=True):
-            row.request.token_ids.extend([0] * (count + 1))
-            num_tokens += count + 1
+        times = _as_measured(times, slowness, noise)
+        for row, count, run in zip(rows, accepted, forced, strict=True):
+            row.request.token_ids.extend([0] * (run + count + 1))
+            num_tokens += run + count + 1
             if row in drafted_for:
                 seen[row] = len(row.request.token_ids)
         if costs is not None and not fresh:
             outside = times.verify + times.host
             costs.record_round(lens, NUM_PROMPT_TOKENS, times.score, outside, cell.temperature == 0, is_cold=is_cold)
-        policy.observe(asked, Round(max(asked_lengths), lens, lens, accepted, times, is_cold=is_cold), bool(fresh))
+        found = Round(
+            max(asked_lengths), lens, depths, accepted, times, is_cold=is_cold, forced=forced if any(forced) else None
+        )
+        policy.observe(asked, found, bool(fresh))
         ended = [row.request.request_id for row in rows if row.left <= 0]
         if ended:
             policy.release(ended)
             rows = [row for row in rows if row.left > 0]
             requests = tuple(row.request for row in rows)
     return num_tokens / seconds
+
+
+def _forced_of(rows: Sequence[_Row], count: int) -> list[int]:
+    return [min(count, row.left - 1) for row in rows]
+
+
+def _as_measured(times: PhaseTimes, slowness: float, noise: random.Random) -> PhaseTimes:
+    times = PhaseTimes(*(slowness * phase for phase in times.by_phase().values()))
+    times.score *= noise.gauss(1, NOISE) + (HICCUP if noise.random() < HICCUP_RATE else 0)
+    times.draft *= noise.gauss(1, NOISE) + (HICCUP if noise.random() < HICCUP_RATE else 0)
+    return times
 
 
 def automatic(cell: Cell) -> float:

@@ -66,6 +66,18 @@ def test_a_hopeless_draft_is_hardly_ever_asked():
     assert 1 <= sum(k > 0 for k in policy.asked) < 0.04 * len(policy.asked)
 
 
+@pytest.mark.parametrize("forced", [(0, 4), (3, 0, 0, 12), (5,)])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("machine", [EMBEDDED, LARGE, LOOKUP])
+def test_forced_tokens_speak_neither_for_drafts_nor_against_them(machine, batch, forced):
+    """What a grammar forces comes with any K: the baseline has it too. Where it is much, good drafts can lose against none."""
+    good = Cell(machine, Text((0.9,)), forced=forced, batch=batch)
+    assert automatic(good) > 0.87 * best_fixed(good)
+    bad = Cell(machine, Text((0.02,)), forced=forced, batch=batch)
+    assert automatic(bad) > 0.9 * plain(bad)
+    assert sum(k > 0 for k in recorded(bad).asked) <= 15
+
+
 def test_text_that_turns_predictable_is_found():
     cell = Cell(LARGE, Text((0.1, 0.95), stretch=64), lengths=(192,) * 4)
     assert automatic(cell) > 0.92 * best_fixed(cell) > 1.1 * plain(cell)

@@ -31,7 +31,10 @@ def engine_for(llm: LLM, proposer: Proposer, policy: LengthPolicy) -> Engine:
     runner, tokenizer = llm.runner, llm.tokenizer
     make_detokenizer = DetokenizerFactory(tokenizer) if tokenizer is not None else None
     scheduler = Scheduler(1, runner.max_len, sorted(eos_token_ids(runner, tokenizer)), make_detokenizer)
-    return Engine(runner, proposer, build_verifiers(llm.speculation), policy, scheduler, llm.speculation.same_text)
+    asked = llm.speculation
+    return Engine(
+        runner, proposer, build_verifiers(asked), policy, scheduler, asked.same_text, grammar_drafts=asked.grammar_drafts
+    )
 
 
 @dataclass

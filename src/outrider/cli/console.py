@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from outrider.engine import LLM, Chunk, Emission, GenerationStats
     from outrider.engine.detokenizer import Detokenizer
 
-STYLES = {"accepted": "green", "corrected": "bold yellow", "bonus": "cyan", "plain": ""}
-CODES = {"accepted": "32", "corrected": "1;33", "bonus": "36", "plain": "0"}  # ANSI codes
+STYLES = {"accepted": "green", "corrected": "bold yellow", "bonus": "cyan", "grammar": "magenta", "plain": ""}
+CODES = {"accepted": "32", "corrected": "1;33", "bonus": "36", "grammar": "35", "plain": "0"}  # ANSI codes
 err = Console(stderr=True, highlight=False)
 
 
@@ -98,7 +98,7 @@ def legend() -> Text:
     """Return the legend of ``--show``."""
     return Text.assemble(
         ("accepted draft", STYLES["accepted"]), " · ", ("corrected", STYLES["corrected"]), " · ", ("bonus", STYLES["bonus"]),
-        " · plain", style="dim",
+        " · ", ("grammar", STYLES["grammar"]), " · plain", style="dim",
     )  # fmt: skip
 
 
@@ -141,13 +141,15 @@ def summary(stats: GenerationStats, seconds: float) -> Text:
     """Return the summary: speed, acceptance, time by phase, and predicted speed of plain decoding."""
     lines = [f"{stats.num_tokens} tokens in {seconds:.2f} s, {stats.tok_s:.1f} tok/s"]
     plain = stats.plain_tok_s
-    if stats.num_drafts:
+    if stats.num_drafts or stats.num_forced:
         if plain is not None:
             lines[0] += f"; plain decoding: about {plain:.1f} tok/s (x{stats.tok_s / plain:.2f})"
-        lines.append(
-            f"{stats.mean_acceptance_length:.2f} tokens per target pass; {stats.acceptance_rate:.0%} of the drafts reached "
-            f"were accepted; {stats.num_rounds} rounds"
-        )
+        parts = [f"{stats.tokens_per_round:.2f} tokens per target pass"]
+        if stats.num_drafts:
+            parts.append(f"{stats.acceptance_rate:.0%} of the drafts reached were accepted")
+        if stats.num_forced:
+            parts.append(f"{stats.num_forced} tokens drafted by the grammar")
+        lines.append("; ".join([*parts, f"{stats.num_rounds} rounds"]))
     total = stats.times.total
     if total:
         shares = stats.times.by_phase()

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, with_groups
+from outrider.options import SAMPLING
 
 if TYPE_CHECKING:
     from outrider.engine import LLM, Chunk, GenerationStats
-    from outrider.types import SamplingParams
+    from outrider.types import Grammar, SamplingParams
 
 EXAMPLES = """Examples:
 
@@ -24,6 +26,8 @@ outrider generate "def quicksort("
 outrider generate --show -k 4 "Once upon a time"
 
 outrider generate --target Qwen/Qwen3-8B --download-draft "Dear Sir,"
+
+outrider generate --json-schema person.json "Ada Lovelace, born in 1815, as JSON: "
 
 outrider generate --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --temperature 0.7 --seed 1 "Dear Sir,"
 
@@ -37,6 +41,9 @@ def command(
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; - or no argument reads standard input.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Colour each token: accepted draft, corrected, bonus.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the text.")] = False,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON schema: the answer is JSON that matches it.", rich_help_panel=SAMPLING)
+    ] = None,
     models: ModelOptions,
     methods: MethodOptions,
     sampling: SamplingOptions,
@@ -47,7 +54,10 @@ def command(
 
     start()
     text, params = read_prompt(prompt), sampling.params()
+    schema = None if json_schema is None else read_schema(json_schema)
     llm = load(models, methods, max_batch=1)
+    if schema is not None:
+        params = replace(params, grammar=grammar_of(schema, llm))
     prepare(llm, models)
     if as_json:
         document = _document(llm, text, params)
@@ -58,6 +68,31 @@ def command(
         _, interrupt = stream_to_screen(llm, text, params, show)
         if interrupt is not None:
             raise interrupt
+
+
+def read_schema(file: Path) -> dict[str, Any]:
+    """Read a JSON schema. Raises ``OutriderError`` for a file that holds no JSON object."""
+    from outrider.types import OutriderError
+
+    try:
+        schema = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise OutriderError(f"cannot read the JSON schema: {file}: {error}") from error
+    if not isinstance(schema, dict):
+        raise OutriderError(f"{file} is no JSON schema: expected an object, got a {type(schema).__name__}")
+    return schema
+
+
+def grammar_of(schema: dict[str, Any], llm: LLM) -> Grammar:
+    """Compile a JSON schema for the tokenizer. Raises ``OutriderError`` for one that cannot be followed."""
+    from outrider.types import OutriderError
+
+    try:
+        from outrider.server.grammar import GrammarCompiler
+        from outrider.server.prompts import tools
+    except ModuleNotFoundError as error:
+        raise OutriderError(f"a JSON schema needs {error.name}: pip install 'outrider[serve]'") from error
+    return GrammarCompiler(tools(llm)).json(schema)
 
 
 def stream_to_screen(
@@ -122,6 +157,7 @@ def stats_document(stats: GenerationStats) -> dict[str, Any]:
         "plain_tok_s": stats.plain_tok_s,
         "num_tokens": stats.num_tokens,
         "num_rounds": stats.num_rounds,
+        "num_forced": stats.num_forced,
         "mean_acceptance_length": stats.mean_acceptance_length,
         "acceptance_rate": stats.acceptance_rate,
         "acceptance_histogram": {str(n): stats.acceptance_histogram[n] for n in sorted(stats.acceptance_histogram)},

@@ -64,6 +64,7 @@ class MethodOptions:
 
     method: str | None = given(Speculation)
     num_draft_tokens: str | int | None = given(Speculation)
+    grammar_drafts: bool = given(Speculation, True)
 
 
 @dataclass(frozen=True)

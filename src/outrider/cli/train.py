@@ -28,6 +28,8 @@ outrider train draft --target ./my-model --text notes.jsonl --layers 2 --width 5
 
 outrider train draft --target ./my-model --start ./small-model --text notes.jsonl --regenerate --out my-draft
 
+outrider train draft --target ./my-model --start ./small-model --parallel 8 --text notes.jsonl --out my-parallel-draft
+
 outrider train early-exit --target ./my-model --text notes.jsonl --minutes 60 --out my-model-early
 
 outrider generate --target ./my-model --method eagle --draft heads/eagle3 "Dear Sir,"
@@ -35,6 +37,7 @@ outrider generate --target ./my-model --method eagle --draft heads/eagle3 "Dear 
 WHAT, TEXT, LONG = "What", "Text", "How long"
 Out = Annotated[Path, typer.Option(help="Output folder.", rich_help_panel=WHAT)]
 MODEL_RATES = {"muon_lr": 0.002, "adam_lr": 0.0001}  # learning rates for already trained weights
+MASK_RATES = {"muon_lr": 0.006, "adam_lr": 0.0015}  # the same where they learn to read mask tokens
 
 
 @dataclass(frozen=True)
@@ -223,6 +226,19 @@ def draft(  # noqa: PLR0913 - one parameter an option
         str,
         typer.Option(help="kl (forward KL) or tv (total variation, the rejection rate when sampling).", rich_help_panel=WHAT),
     ] = "kl",
+    parallel: Annotated[
+        int | None,
+        typer.Option(help="Train it to make so many drafts in one pass, with mask tokens (PARD).", rich_help_panel=WHAT),
+    ] = None,
+    keep: Annotated[
+        float,
+        typer.Option(
+            help="With --parallel: share of the chains that goes on from each depth to the next.", rich_help_panel=WHAT
+        ),
+    ] = 0.7,
+    keep_least: Annotated[
+        float, typer.Option(help="With --parallel: least share of the chains at any depth.", rich_help_panel=WHAT)
+    ] = 0.2,
     on_policy: Annotated[
         float, typer.Option(help="Share of a step's rows that the current draft generates itself.", rich_help_panel=TEXT)
     ] = 0.0,
@@ -234,16 +250,19 @@ def draft(  # noqa: PLR0913 - one parameter an option
     from outrider.train.distillation import Distillation
     from outrider.train.draft_model import DraftShape
     from outrider.train.model_runs import DraftRun, train_draft
+    from outrider.train.parallel import Parallel
     from outrider.types import OutriderError
 
-    check(layers=layers, width=width)
+    check(layers=layers, width=width, parallel=parallel)
     check_source(start)
     if start is not None and (layers, width, from_layers) != (None, None, None):
         raise OutriderError("--start determines the draft's size: omit --layers, --width and --from-layers")
     chosen = parse_list("--from-layers", from_layers, int) if from_layers is not None else None
     teaching = Distillation(loss=loss, on_policy=on_policy, **given(text, "prompt_len"))
-    run = DraftRun(DraftShape(layers, width, chosen), start, teaching)
-    how = plan_of(length, MODEL_RATES if start is not None else {})
+    masks = None if parallel is None else Parallel(parallel, keep, keep_least)
+    run = DraftRun(DraftShape(layers, width, chosen), start, teaching, masks)
+    rates = MODEL_RATES if parallel is None else MASK_RATES
+    how = plan_of(length, rates if start is not None else {})
     done(train_draft(bench_of(text, out), out, how, run), f"--draft {out}")
 
 

@@ -210,3 +210,8 @@ def longest_draft(speculation: Speculation, proposer: Proposer) -> int:
     """The most drafts that a round asks for: the fixed number, or what ``auto`` may choose."""
     k = speculation.num_draft_tokens
     return min(k if isinstance(k, int) else proposer.auto_drafts, proposer.max_drafts)
+
+
+def uses_grammar_drafts(speculation: Speculation) -> bool:
+    """Whether forced tokens of constrained requests are drafted: not where K = 0 asks for plain decoding."""
+    return speculation.grammar_drafts and speculation.num_draft_tokens != 0

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from outrider.engine.clock import ClockedProposer, ClockedRunner, PhaseClock
+from outrider.engine.forced import ForcedDrafts
 from outrider.engine.guard import GuardedProposer
 from outrider.engine.ledger import Ledger
 from outrider.engine.logprobs import token_logprobs
@@ -51,8 +52,12 @@ class Engine:
         policy: LengthPolicy,
         scheduler: Scheduler,
         coupled: bool = False,
+        grammar_drafts: bool = True,
     ) -> None:
-        """``verifiers``: for sampled rounds, and for deterministic rounds."""
+        """``verifiers``: for sampled rounds, and for deterministic rounds.
+
+        ``grammar_drafts``: draft what a request's grammar leaves no choice about, whatever the proposer and the policy do.
+        """
         self.runner = runner
         self.proposer = proposer
         self.policy = policy
@@ -65,7 +70,10 @@ class Engine:
         self._guard = GuardedProposer(
             ClockedProposer(proposer, self._clock), runner.vocab_size, self._ledger.add_faults, runner.takes_trees
         )
-        self._parts = Parts(self._guard, ClockedRunner(runner, self._clock), scheduler, verifiers, self._hidden)
+        ahead = proposer.drafts_ahead and not self._hidden  # the target has not computed those of a token that it has not read
+        forced = ForcedDrafts(self._guard, self._make_sampler, drafts_ahead=ahead, max_drafts=runner.max_drafts)
+        self._forced = forced if grammar_drafts else None
+        self._parts = Parts(self._forced or self._guard, ClockedRunner(runner, self._clock), scheduler, verifiers, self._hidden)
         if proposer.drafts_trees:
             check_handles_trees(verifiers[0])
 
@@ -125,6 +133,8 @@ class Engine:
 
     def _round(self, batch: Batch) -> list[Emission]:
         """Run one round; where the target fails, one for each request alone, so that only those that cause it fail."""
+        if self._forced is not None:
+            self._forced.look(batch.context)
         lengths = self._lengths(batch)
         k, asked = max(lengths), batch.context
         if lengths.count(k) < len(lengths):

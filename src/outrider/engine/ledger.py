@@ -47,24 +47,32 @@ class Ledger:
     def record(self, result: RoundResult, times: PhaseTimes, is_prefill: bool) -> tuple[Round, list[list[str]]]:
         """Book a round. Return it in numbers, and the origin of each emitted token of each request.
 
-        Origins are "accepted", "corrected" (after a rejection), "bonus" (after all drafts were accepted), or "plain" in a round
-        without drafts. ``is_prefill``: the pass also read prompts, so its seconds are no price of decoding.
+        Origins are "accepted", "corrected" (after a rejection), "bonus" (after all drafts were accepted), "plain" in a round
+        without drafts, or "grammar" for drafts that a grammar left no choice about, which no other count includes.
+        ``is_prefill``: the pass also read prompts, so its seconds are no price of decoding.
         """
         proposal, lens = result.proposal, result.proposal.lens.tolist()
+        is_forced = [[False] * n for n in lens] if proposal.forced is None else proposal.forced.tolist()
+        forced = None if proposal.forced is None else [sum(each) for each in is_forced]
         accepted, judged, origins = [], [], []
         rows = zip(result.context.requests, lens, result.paths, result.token_ids, strict=True)
-        for b, (request, num_drafts, path, token_ids) in enumerate(rows):
-            last = _last_origin(proposal, b, num_drafts, path) if num_drafts else "plain"
-            accepted.append(len(path))
-            judged.append(len(path) + (last == "corrected"))
-            origins.append((["accepted"] * len(path) + [last])[: len(token_ids)])
+        for b, (request, num_scored, path, token_ids) in enumerate(rows):
+            num_drafts = num_scored - (forced[b] if forced is not None else 0)
+            last = _last_origin(proposal, b, num_scored, path) if num_drafts else "plain"
+            found = ["grammar" if is_forced[b][node] else "accepted" for node in path]
+            accepted.append(found.count("accepted"))
+            judged.append(accepted[b] + (last == "corrected"))
+            origins.append([*found, last][: len(token_ids)])
+            num_forced = origins[b].count("grammar")
             for stats in (self.of(request.request_id), self.total):
-                stats.count(num_drafts, judged[b], accepted[b], len(token_ids))
+                stats.count(num_drafts, judged[b], accepted[b], len(token_ids), num_forced)
         is_cold = not any(lens) and self._num_cold > 0
         drafted_with_model = self._drafts_with_model and result.k > 0
         self._num_cold = NUM_COLD if drafted_with_model else max(self._num_cold - 1, 0)
         depths = path_depths(proposal, lens)
-        round_ = Round(result.k, lens, depths, accepted, times, result.scores.first_layer, is_cold, judged)
+        if forced is not None:  # they are on every path
+            depths = [depth - n for depth, n in zip(depths, forced, strict=True)]
+        round_ = Round(result.k, lens, depths, accepted, times, result.scores.first_layer, is_cold, judged, forced)
         self._clock(result, round_, is_prefill)
         return round_, origins
 

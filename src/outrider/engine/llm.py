@@ -23,6 +23,7 @@ from outrider.engine.config import (
     eos_token_ids,
     load_tokenizer,
     longest_draft,
+    uses_grammar_drafts,
     warn_of_limits,
 )
 from outrider.engine.detokenizer import DetokenizerFactory
@@ -71,6 +72,7 @@ class LLM:
         draft_tokenizer: TokenizerSource | None = None,
         method_options: Mapping[str, Any] | None = None,
         same_text: bool = False,
+        grammar_drafts: bool = True,
         dtype: str | torch.dtype = "auto",
         weights: str | None = None,
         device: str | torch.device = "auto",
@@ -106,7 +108,8 @@ class LLM:
             self.runner.borders,
         )
         verifiers, coupled = build_verifiers(self.speculation), self.speculation.same_text
-        self.engine = Engine(self.runner, self.proposer, verifiers, self.policy, scheduler, coupled)
+        grammar_drafts = uses_grammar_drafts(self.speculation)
+        self.engine = Engine(self.runner, self.proposer, verifiers, self.policy, scheduler, coupled, grammar_drafts)
         self._is_closed = False
         self._ids = itertools.count()
         self._inbox: dict[str, deque[Emission]] = {}  # emissions of requests whose reader did not run the step

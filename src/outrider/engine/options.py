@@ -118,6 +118,13 @@ class Speculation:
     same_text: bool = option(
         Flag(), False, "Emit the same tokens with and without drafts, at a small cost.", panel=MODELS, in_plan=True
     )
+    grammar_drafts: bool = option(
+        Flag(),
+        True,
+        "Draft what the grammar of a request leaves no choice about, whatever the method; not with 0 drafts per round.",
+        panel=METHOD,
+        in_plan=True,
+    )
 
     def __post_init__(self) -> None:
         check(self)

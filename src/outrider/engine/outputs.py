@@ -14,7 +14,7 @@ class Emission:
 
     request_id: str
     token_ids: list[int] = field(default_factory=list)  # including a stop token, whose text is not in ``text``
-    origins: list[str] = field(default_factory=list)  # origin of each token: "accepted", "corrected", "bonus" or "plain"
+    origins: list[str] = field(default_factory=list)  # of each token: "accepted", "corrected", "bonus", "grammar" or "plain"
     text: str = ""  # may be empty while a character or a stop string is undecided
     logprobs: list[TokenLogprobs] | None = None  # where SamplingParams.logprobs asks for them
     finish_reason: str | None = None  # None while it runs, then "stop", "length", "error" or "abort"

@@ -27,6 +27,7 @@ class GenerationStats:
 
     acceptance_histogram: dict[int, int] = field(default_factory=dict)  # {num_accepted: rounds}
     num_tokens: int = 0  # emitted tokens, after truncation at a stop
+    num_forced: int = 0  # those of them drafted because a grammar left no choice; counted as drafts nowhere else
     num_drafts: int = 0  # drafted tokens
     num_drafted_rounds: int = 0  # rounds with drafts
     most_drafts: int = 0  # drafted tokens of the round with most
@@ -42,11 +43,12 @@ class GenerationStats:
     pass_seconds: float = 0.0  # one plain pass per decoding round, for the cost ratio
     num_timed_rounds: int = 0
 
-    def count(self, num_drafts: int, num_judged: int, num_accepted: int, num_emitted: int) -> None:
+    def count(self, num_drafts: int, num_judged: int, num_accepted: int, num_emitted: int, num_forced: int = 0) -> None:
         """Add one request's part of a round. ``num_judged``: accepted drafts, plus one if the next was rejected."""
         histogram = self.acceptance_histogram
         histogram[num_accepted] = histogram.get(num_accepted, 0) + 1
         self.num_tokens += num_emitted
+        self.num_forced += num_forced
         self.num_drafts += num_drafts
         self.num_drafted_rounds += num_drafts > 0
         self.most_drafts = max(self.most_drafts, num_drafts)
@@ -95,8 +97,13 @@ class GenerationStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Return tau = 1 + accepted / rounds, the tokens per target pass."""
+        """Return tau = 1 + accepted / rounds, the tokens per target pass by the proposer's drafts alone."""
         return 1 + self.num_accepted / max(self.num_rounds, 1)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Return the tokens per target pass: tau, and the forced tokens of a grammar."""
+        return self.mean_acceptance_length + self.num_forced / max(self.num_rounds, 1)
 
     @property
     def acceptance_rate(self) -> float:

@@ -15,6 +15,7 @@ from outrider.proposers.portable import Portable
 from outrider.types import OutriderError
 
 SCRIPT = "run.sh"
+ONE_BY_ONE = "let it make one draft in a pass, with the method's option parallel=false, or export to vLLM"
 
 
 @dataclass(frozen=True)

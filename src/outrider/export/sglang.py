@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from outrider.export import heads
-from outrider.export.engine import Engine, Export, gpu_environment
+from outrider.export.engine import ONE_BY_ONE, Engine, Export, gpu_environment
 from outrider.export.wanted import Wanted
 from outrider.proposers.portable import (
     FeatureHead,
@@ -21,6 +21,7 @@ from outrider.proposers.portable import (
     OwnHead,
     Pair,
     ParallelHeads,
+    ParallelModel,
     Portable,
     SmallModel,
     TextDrafts,
@@ -43,6 +44,7 @@ class Sglang(Engine):
         FewerBits: SMALLER,
         ParallelHeads: "train an EAGLE head, or export to vLLM",
         TextDrafts: "use n-grams, or export to vLLM, which takes Outrider's own proposer",
+        ParallelModel: ONE_BY_ONE,
         Pair: "name one of the two",
     }
 
@@ -80,7 +82,7 @@ class Sglang(Engine):
         }
         if isinstance(kind, NoDrafts):
             return {}, []
-        if isinstance(kind, SmallModel):
+        if isinstance(kind, SmallModel) and not isinstance(kind, ParallelModel):
             if kind.other_tokenizer:
                 raise OutriderError(
                     "SGLang needs a draft with the target's tokenizer: give the plan another draft, or export to transformers"

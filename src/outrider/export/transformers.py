@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from outrider.export.engine import Engine, Export
+from outrider.export.engine import ONE_BY_ONE, Engine, Export
 from outrider.export.wanted import Wanted
 from outrider.proposers.portable import (
     FeatureHead,
@@ -18,6 +18,7 @@ from outrider.proposers.portable import (
     OwnHead,
     Pair,
     ParallelHeads,
+    ParallelModel,
     Portable,
     SmallModel,
     TextDrafts,
@@ -56,6 +57,7 @@ class Transformers(Engine):
         FeatureHead: HEADS,
         OwnHead: HEADS,
         TextDrafts: "use n-grams, or export to vLLM, which takes Outrider's own proposer",
+        ParallelModel: ONE_BY_ONE,
         Pair: "name one of the two",
     }
 
@@ -88,7 +90,7 @@ class Transformers(Engine):
             layers = kind.layers or max(1, wanted.config.num_hidden_layers // EXIT_SHARE)
             program["more"] = _given("model", assisted)
             return {**assisted, "assistant_early_exit": layers}, program
-        if isinstance(kind, SmallModel):
+        if isinstance(kind, SmallModel) and not isinstance(kind, ParallelModel):
             program["constants"] = f"DRAFT = {kind.source!r}\n"
             program["more"] = "assistant = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=model.dtype).to(model.device)\n"
             program["more"] += _given("assistant", assisted)

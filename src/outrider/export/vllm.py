@@ -22,6 +22,7 @@ from outrider.proposers.portable import (
     OwnHead,
     Pair,
     ParallelHeads,
+    ParallelModel,
     Portable,
     SmallModel,
     TextDrafts,
@@ -82,10 +83,7 @@ class Vllm(Engine):
             note = "vLLM continues the earliest match, Outrider the latest; --own-code uses Outrider's."
             return {"method": "ngram", **count, **window, **judged}, [note]
         if isinstance(kind, SmallModel):
-            config: dict[str, Any] = {"method": "draft_model", "model": kind.source, **count, **rule}
-            if kind.other_tokenizer:
-                config |= {"use_heterogeneous_vocab": True, "draft_sample_method": "greedy"}
-            return config, []
+            return _small_model(kind) | count | rule | _other_tokenizer(kind), []
         if isinstance(kind, ParallelHeads):
             source, num_heads = heads.parallel_heads(kind, wanted, folder)
             k = min(wanted.k, num_heads)
@@ -101,6 +99,15 @@ class Vllm(Engine):
             model = heads.own_head(kind, wanted)
             return {"method": "mtp", **({} if model is None else {"model": model}), **count, **rule}, notes
         raise self.refuse(kind, wanted)
+
+
+def _small_model(kind: SmallModel) -> dict[str, Any]:
+    at_once = {"parallel_drafting": True} if isinstance(kind, ParallelModel) else {}
+    return {"method": "draft_model", "model": kind.source, **at_once}
+
+
+def _other_tokenizer(kind: SmallModel) -> dict[str, Any]:
+    return {"use_heterogeneous_vocab": True, "draft_sample_method": "greedy"} if kind.other_tokenizer else {}
 
 
 def _settings(wanted: Wanted) -> dict[str, Any]:

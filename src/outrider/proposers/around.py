@@ -15,6 +15,7 @@ class Around(Proposer):
         self.inner = inner
         self.name, self.needs_hidden, self.drafts_trees = inner.name, inner.needs_hidden, inner.drafts_trees
         self.max_drafts, self.auto_drafts, self.reads_text_only = inner.max_drafts, inner.auto_drafts, inner.reads_text_only
+        self.drafts_ahead = inner.drafts_ahead
 
     @property
     def memory(self) -> object:

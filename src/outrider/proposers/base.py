@@ -24,6 +24,7 @@ class Proposer(ABC):
     drafts_trees: bool = False  # whether its proposals can be trees, which the verifier must support
     max_drafts: int = 64  # maximum path length
     auto_drafts: int = 15  # maximum path length where K is chosen each round: passes of 16 rows
+    drafts_ahead: bool = True  # whether it can draft after tokens that are certain but that the target has not read yet
     reads_text_only: bool = False  # whether it looks at committed tokens alone, and runs no model
     memory: Any = None  # what it learned from requests that ended; None: nothing yet
 

@@ -85,6 +85,7 @@ class CombinedProposer(Proposer):
         self.max_drafts = max(first.max_drafts, second.max_drafts)
         self.auto_drafts = max(first.auto_drafts, second.auto_drafts)
         self.reads_text_only = first.reads_text_only and second.reads_text_only
+        self.drafts_ahead = first.drafts_ahead and second.drafts_ahead
         self._rows: dict[str, int] = {}  # row of each request in this round
         self._owners: list[_Part] = []  # source of each row's drafts
         self._proposal = Proposal.empty(0)

@@ -20,9 +20,16 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.proposers.base import chain_proposal, merged
-from outrider.proposers.draft_model import DraftModelMethod, DraftModelProposer, draft_tokenizer
-from outrider.proposers.method import NoOptions, Setting
-from outrider.proposers.portable import SmallModel
+from outrider.proposers.draft_model import (
+    DraftModelMethod,
+    DraftModelProposer,
+    DraftOptions,
+    draft_tokenizer,
+    drafts_at_once_elsewhere,
+    load_draft,
+)
+from outrider.proposers.method import Setting
+from outrider.proposers.portable import ParallelModel, SmallModel
 from outrider.proposers.recognition import TargetFiles
 from outrider.proposers.sample_text import TEXT
 from outrider.runner import ModelRunner
@@ -127,7 +134,7 @@ class CrossTokenizerProposer(DraftModelProposer):
             written[:, step : step + 1] = logits.argmax(dim=-1)
             return written[:, step : step + 1]
 
-        self.draft.rollout(ids, self.draft.extend(ids, list(texts.values())), steps, pick)
+        self.draft.rollout(ids, list(texts.values()), steps, pick)
         chains: list[list[int]] = [[] for _ in requests]
         for b, drafted in zip(texts, written.tolist(), strict=True):
             translation = self._translation(requests[b])
@@ -157,19 +164,19 @@ class CrossTokenizerMethod(DraftModelMethod):
     def build(self, setting: Setting) -> CrossTokenizerProposer:
         """Load the draft. Raises ``OutriderError`` if it or one of the tokenizers is missing."""
         setting = setting.of(self)
-        setting.config(NoOptions)
+        options = setting.config(DraftOptions)
         tokenizer = draft_tokenizer(setting)
         for whose, found in (("target", setting.tokenizer), ("draft", tokenizer)):
             if found is None:
                 raise OutriderError(f"method {self.name!r} needs the {whose}'s tokenizer: none was given and none found")
         assert setting.tokenizer is not None and tokenizer is not None
-        draft = ModelRunner.load(setting.draft, setting.target.config.for_draft())  # type: ignore[arg-type]
+        draft = load_draft(setting, options)
         return CrossTokenizerProposer(draft, setting.target.vocab_size, TokenizerPair(setting.tokenizer, tokenizer))
 
     def portable(self, setting: Setting) -> SmallModel:
         setting = setting.of(self)
-        setting.config(NoOptions)
-        return SmallModel(str(setting.draft), other_tokenizer=True)
+        kind = ParallelModel if drafts_at_once_elsewhere(setting) else SmallModel
+        return kind(str(setting.draft), other_tokenizer=True)
 
     def examine_vocabulary(self, setting: Setting, draft: PreTrainedConfig) -> Iterator[Finding]:
         """Check how much of the target's vocabulary the draft has."""

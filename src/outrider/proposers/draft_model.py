@@ -1,8 +1,12 @@
-"""Draft model: K steps, each one pass of a smaller model (Leviathan et al. 2023; Chen et al. 2023)."""
+"""Draft model: a smaller model drafts, one pass per token (Leviathan et al. 2023; Chen et al. 2023).
+
+One that was trained with mask tokens drafts all of a round in one pass (``runner/parallel_draft.py``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,11 +17,12 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 from outrider.heads.checkpoint import MODEL, kind_of, read_folder
 from outrider.options import shown
 from outrider.proposers.base import Proposer, spread
-from outrider.proposers.method import MethodSpec, NoOptions, Setting
-from outrider.proposers.portable import Portable, SmallModel
+from outrider.proposers.method import MethodSpec, Setting
+from outrider.proposers.portable import ParallelModel, SmallModel
 from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.runner import ModelRunner
 from outrider.runner.loading import load_config, text_config
+from outrider.runner.parallel_draft import MASK_KEYS, ParallelDraft, mask_token_of
 from outrider.runner.self_draft import SelfDraft
 from outrider.runner.tokenizers import check_same_files, check_same_vocabulary
 from outrider.types import UNSAID, Context, Finding, OutriderError, Proposal, Request, Verdict
@@ -34,6 +39,7 @@ class DraftModelProposer(Proposer):
 
     def __init__(self, draft: ModelRunner | SelfDraft, vocab_size: int) -> None:
         self.draft = draft
+        self.drafts_ahead = isinstance(draft, ModelRunner) or draft.drafts_ahead
         self._vocab_size = vocab_size  # the target's; padding rows of the embeddings may differ
 
     @torch.inference_mode()
@@ -45,8 +51,7 @@ class DraftModelProposer(Proposer):
             return Proposal.empty(len(requests))
         able = list(texts)
         ids = [requests[index].request_id for index in able]
-        logits = self.draft.extend(ids, list(texts.values()))
-        drafts = torch.zeros(len(requests), k, dtype=torch.long, device=logits.device)
+        drafts = torch.zeros(len(requests), k, dtype=torch.long, device=self.draft.device)
         probs: list[Tensor] = []
 
         def pick(logits: Tensor, step: int) -> Tensor:
@@ -59,7 +64,7 @@ class DraftModelProposer(Proposer):
             drafts[:, step : step + 1] = token
             return self.in_draft(token if len(able) == len(requests) else token[able])
 
-        partial = self.draft.rollout(ids, logits, k, pick)
+        partial = self.draft.rollout(ids, list(texts.values()), k, pick)
         lens = torch.tensor([min(k, context.limits[i]) if i in texts else 0 for i in range(len(requests))])
         return Proposal(drafts, lens, torch.cat(probs, 1) if probs else None, partial_pass=partial)
 
@@ -108,8 +113,20 @@ class DraftModelProposer(Proposer):
         self.release(request_ids)
 
 
+@dataclass(frozen=True)
+class DraftOptions:
+    """How the model drafts."""
+
+    parallel: bool | None = None  # all drafts in one pass; None: if the draft's config names a mask token
+
+    def __post_init__(self) -> None:
+        if type(self.parallel) not in (bool, type(None)):
+            raise OutriderError(f"invalid parallel {shown(self.parallel)}: expected true or false")
+
+
 class DraftModelMethod(MethodSpec):
     proposer: type[Proposer] = DraftModelProposer
+    options: type = DraftOptions
     takes_draft = True
     own_draft = "draft"
     precedence = 3
@@ -117,15 +134,16 @@ class DraftModelMethod(MethodSpec):
     def build(self, setting: Setting) -> DraftModelProposer:
         """Load the draft. Raises ``OutriderError`` if there is none or the vocabularies differ."""
         setting = setting.of(self)
-        setting.config(NoOptions)
+        options = setting.config(DraftOptions)
         tokenizer = draft_tokenizer(setting)
         if setting.tokenizer is not None and tokenizer is not None:
             check_same_vocabulary(setting.tokenizer, tokenizer)
-        draft = ModelRunner.load(setting.draft, setting.target.config.for_draft())  # type: ignore[arg-type]
-        if tokenizer is None and draft.vocab_size != setting.target.vocab_size:
-            raise OutriderError(
-                f"vocabulary sizes differ: {setting.target.vocab_size} in the target, {draft.vocab_size} in the draft"
-            )
+        draft = load_draft(setting, options)
+        own = draft.vocab_size
+        if isinstance(draft, ParallelDraft) and draft.mask_token == own - 1 == setting.target.vocab_size:
+            own -= 1  # the mask token was added to the target's
+        if tokenizer is None and own != setting.target.vocab_size:
+            raise OutriderError(f"vocabulary sizes differ: {setting.target.vocab_size} in the target, {own} in the draft")
         return DraftModelProposer(draft, setting.target.vocab_size)
 
     def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
@@ -133,23 +151,26 @@ class DraftModelMethod(MethodSpec):
         if not folder.is_dir() or kind_of(folder) is not MODEL:
             return None
         check_same_files(target.folder, folder)
-        config = text_config(load_config(folder))
+        config = load_config(folder)
+        what = "draft model" if mask_token_of(config) is None else "parallel draft model"
         with torch.device("meta"):
             read_folder(folder)
-        return Recognised("draft model", _num_weights(config) / _num_weights(target.config))
+        return Recognised(what, _num_weights(text_config(config)) / _num_weights(target.config))
 
-    def portable(self, setting: Setting) -> Portable:
+    def portable(self, setting: Setting) -> SmallModel:
         setting = setting.of(self)
-        setting.config(NoOptions)
-        return SmallModel(str(setting.draft))
+        kind = ParallelModel if drafts_at_once_elsewhere(setting) else SmallModel
+        return kind(str(setting.draft))
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Check vocabulary, context, RoPE, dtype and size from the draft's config and tokenizer."""
         setting = setting.of(self)
-        is_loaded = isinstance(setting.draft, PreTrainedModel)
-        config = text_config(setting.draft if is_loaded else load_config(setting.draft))  # type: ignore[arg-type]
-        yield from self.examine_vocabulary(setting, config)
-        yield from _compared(text_config(setting.target.model), config, setting.target.max_len)
+        options, config = setting.config(DraftOptions), _config_of(setting.draft)
+        yield from self.examine_vocabulary(setting, text_config(config))
+        is_parallel = drafts_at_once(config, options, setting.draft)
+        if is_parallel:
+            yield _mask_token(config)
+        yield from _compared(text_config(setting.target.model), text_config(config), setting.target.max_len, is_parallel)
 
     def examine_vocabulary(self, setting: Setting, draft: PreTrainedConfig) -> Iterator[Finding]:
         """Check whether ids mean the same tokens in both."""
@@ -171,6 +192,40 @@ class DraftModelMethod(MethodSpec):
 METHOD = DraftModelMethod()
 
 
+def load_draft(setting: Setting, options: DraftOptions) -> ModelRunner:
+    """Load a draft model with the target's settings. Raises ``OutriderError``, as ``drafts_at_once`` does, too."""
+    target, draft = setting.target.config, setting.draft
+    is_parallel = drafts_at_once(_config_of(draft, target.trust_remote_code), options, draft)
+    kind = ParallelDraft if is_parallel else ModelRunner
+    return kind.load(draft, target.for_draft())  # type: ignore[arg-type]
+
+
+def drafts_at_once(config: PreTrainedConfig, options: DraftOptions, draft: object) -> bool:
+    """Return whether a draft with this config makes all drafts of a round in one pass.
+
+    Raises ``OutriderError`` if it should and names no mask token.
+    """
+    if options.parallel is False:
+        return False
+    token = mask_token_of(config)
+    if options.parallel and token is None:
+        raise OutriderError(
+            f"{shown(draft)} makes one draft in a pass, because its config names no mask token ({MASK_KEYS[0]}): leave out"
+            " parallel=true, or train it further with `outrider train draft --start DRAFT --parallel 8`"
+        )
+    return token is not None
+
+
+def drafts_at_once_elsewhere(setting: Setting) -> bool:
+    """Return whether another engine drafts all at once; of a hub id out of reach only the option ``parallel`` is known."""
+    options = setting.config(DraftOptions)
+    try:
+        config = _config_of(setting.draft)
+    except OutriderError:
+        return bool(options.parallel)
+    return drafts_at_once(config, options, setting.draft)
+
+
 def draft_tokenizer(setting: Setting) -> PreTrainedTokenizerBase | None:
     """Return the draft's tokenizer, if any. Raises ``OutriderError`` for what cannot be a draft."""
     draft = setting.draft
@@ -179,7 +234,20 @@ def draft_tokenizer(setting: Setting) -> PreTrainedTokenizerBase | None:
     return setting.draft_tokenizer or _tokenizer_of(draft, setting.target.config.trust_remote_code)
 
 
-def _compared(target: PreTrainedConfig, draft: PreTrainedConfig, window: int) -> Iterator[Finding]:
+def _config_of(draft: object, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """Return the config of a folder, a hub id or a loaded model. Raises ``OutriderError``."""
+    return draft.config if isinstance(draft, PreTrainedModel) else load_config(draft, trust_remote_code)  # type: ignore[arg-type]
+
+
+def _mask_token(config: PreTrainedConfig) -> Finding:
+    said = f"the draft reads mask token {mask_token_of(config)}: one pass makes all drafts of a round"
+    if getattr(config, "pard2", False) or getattr(config, "spd_type", None) == "pard2":
+        more = "it can read hidden states of its target, too (PARD-2), which Outrider does not give it"
+        return Finding("note", "mask token", f"{said}; {more}")
+    return Finding("ok", "mask token", said)
+
+
+def _compared(target: PreTrainedConfig, draft: PreTrainedConfig, window: int, is_parallel: bool) -> Iterator[Finding]:
     """Compare the two configs."""
     reach = int(getattr(draft, "max_position_embeddings", None) or window)
     if reach < window:
@@ -196,7 +264,7 @@ def _compared(target: PreTrainedConfig, draft: PreTrainedConfig, window: int) ->
     said = f"the draft is about {share:.0%} of the target's size"
     yield (
         Finding("suspicious", "size", f"{said}: its drafts cost too much to gain much")
-        if share > 0.4
+        if share > (1.0 if is_parallel else 0.4)
         else Finding("ok", "size", said)
     )
 

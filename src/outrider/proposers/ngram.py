@@ -40,7 +40,7 @@ class NgramProposer(Proposer):
         """Return at most k point masses per request; none without a match."""
         return chain_proposal(
             [
-                self._index(request).continuation(min(k, limit))
+                self._index(request).continuation(request.token_ids, min(k, limit))
                 for request, limit in zip(context.requests, context.limits, strict=True)
             ]
         )
@@ -52,8 +52,8 @@ class NgramProposer(Proposer):
     def _index(self, request: Request) -> NgramIndex:
         index = self._indexes.get(request.request_id)
         if index is None:
-            index = self._indexes[request.request_id] = NgramIndex(request.token_ids, self._config)
-        index.catch_up()
+            index = self._indexes[request.request_id] = NgramIndex(self._config)
+        index.catch_up(request.token_ids)
         return index
 
 
@@ -73,26 +73,26 @@ METHOD = NgramMethod()
 
 
 class NgramIndex:
-    """Index from n-grams to the position after their last occurrence in a request's committed tokens."""
+    """Index from n-grams to the position after their last occurrence in a request's committed tokens.
 
-    def __init__(self, token_ids: list[int], config: NgramConfig) -> None:
-        self._token_ids = token_ids
+    Every call takes the tokens so far: one round's list need not be that of the next.
+    """
+
+    def __init__(self, config: NgramConfig) -> None:
         self._sizes = range(config.min_n, config.max_n + 1)
         self._follows: list[dict[tuple[int, ...], int]] = [{} for _ in self._sizes]  # n-gram -> position after it
         self._num_indexed = 0  # n-grams that end before this position are indexed
 
-    def catch_up(self) -> None:
+    def catch_up(self, token_ids: Sequence[int]) -> None:
         """Index the n-grams that have a successor; the last one would only match itself."""
-        token_ids = self._token_ids
         for end in range(max(self._num_indexed, 1), len(token_ids)):
             for n, follows in zip(self._sizes, self._follows, strict=True):
                 if n <= end:
                     follows[tuple(token_ids[end - n : end])] = end
         self._num_indexed = max(len(token_ids), 1)
 
-    def continuation(self, k: int) -> list[int]:
+    def continuation(self, token_ids: Sequence[int], k: int) -> list[int]:
         """Return at most k tokens that followed the longest, most recent match; they may overlap the end."""
-        token_ids = self._token_ids
         if k <= 0:
             return []
         for n, follows in zip(reversed(self._sizes), reversed(self._follows), strict=True):
@@ -100,7 +100,7 @@ class NgramIndex:
                 continue
             start = follows.get(tuple(token_ids[-n:]))
             if start is not None:
-                drafts = token_ids[start : start + k]
+                drafts = list(token_ids[start : start + k])
                 period = len(token_ids) - start
                 while len(drafts) < k:  # the match overlaps the end: continue the repetition
                     drafts.append(drafts[len(drafts) - period])

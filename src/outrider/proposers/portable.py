@@ -36,6 +36,14 @@ class SmallModel(Portable):
 
 
 @dataclass(frozen=True)
+class ParallelModel(SmallModel):
+    """A draft model that makes all drafts of a round in one pass over mask tokens, which its config names."""
+
+    what: ClassVar[str] = "a draft model that reads mask tokens"
+    usual_k: ClassVar[int] = 8
+
+
+@dataclass(frozen=True)
 class Lookup(Portable):
     """Continuations of earlier n-grams."""
 

@@ -207,22 +207,22 @@ class _Track:
     """One request: its own automaton and its matches in earlier texts."""
 
     def __init__(self, request: Request) -> None:
-        self.token_ids = request.token_ids  # the request's list, which grows
+        self.token_ids = request.token_ids  # the request's list, which grows; a round's may be longer
         self.own = SuffixAutomaton()
         self.cursors: list[Cursor] = []
         self._num_read = 0
 
-    def catch_up(self, blocks: Sequence[SuffixAutomaton]) -> None:
-        """Process the newly committed tokens."""
-        fresh = self.token_ids[self._num_read :]
+    def catch_up(self, token_ids: Sequence[int], blocks: Sequence[SuffixAutomaton]) -> None:
+        """Process the tokens that are new."""
+        fresh = token_ids[self._num_read :]
         for token in fresh:
             self.own.extend(token)
         if blocks or self.cursors:
             known = {id(cursor.block): cursor for cursor in self.cursors}
             self.cursors = [known.get(id(block)) or Cursor(block) for block in blocks]
             for cursor in self.cursors:
-                cursor.read(fresh if id(cursor.block) in known else self.token_ids[-MAX_ENTRY:])
-        self._num_read = len(self.token_ids)
+                cursor.read(fresh if id(cursor.block) in known else token_ids[-MAX_ENTRY:])
+        self._num_read = len(token_ids)
 
     def longest(self) -> Cursor:
         """Return the longest match; on ties the request's own, then the newest block's."""
@@ -255,6 +255,12 @@ class SuffixProposer(Proposer):
         size = self._config.earlier_tokens
         self._earlier = known if known is not None or not size else EarlierTexts(size)
 
+    def prefill(self, requests: Sequence[Request]) -> list[bool]:
+        """Nothing in advance, but the requests' own lists of tokens are here: those of a round may be copies."""
+        for request in requests:
+            self._track(request)
+        return [True] * len(requests)
+
     def propose(self, context: Context, k: int) -> Proposal:
         """Return point masses; none without a match."""
         return chain_proposal(
@@ -270,11 +276,15 @@ class SuffixProposer(Proposer):
             if track is not None and self._earlier is not None:
                 self._earlier.add(track.token_ids)
 
-    def _drafts(self, request: Request, k: int) -> list[int]:
+    def _track(self, request: Request) -> _Track:
         track = self._tracks.get(request.request_id)
         if track is None:
             track = self._tracks[request.request_id] = _Track(request)
-        track.catch_up(self._earlier.blocks if self._earlier is not None else ())
+        return track
+
+    def _drafts(self, request: Request, k: int) -> list[int]:
+        track = self._track(request)
+        track.catch_up(request.token_ids, self._earlier.blocks if self._earlier is not None else ())
         match, config = track.longest(), self._config
         if match.length < config.min_match:
             return []

@@ -64,7 +64,7 @@ class CostBook:
         for table in self._passes.values():
             table.renew()
 
-    def width(self, lens: Sequence[int]) -> float:
+    def width(self, lens: Sequence[float]) -> float:
         """The width of a pass that scores that many drafts of each request."""
         return 1 + max(lens) if self.is_padded else 1 + round(sum(lens) * STEPS / len(lens)) / STEPS
 
@@ -168,9 +168,10 @@ class MethodCosts:
         """Adds a drafting of ``k`` tokens (the longest draft, or what was asked for in vain) for ``num_drafting`` requests."""
         self._draft.setdefault(num_drafting, Line()).add(k, seconds)
 
-    def record_drafted_round(self, batch: int, outside: float, first_layer: int) -> None:
-        """Adds verifier and host of a decoding round that had drafts, and where its pass began."""
-        self._first_layer = first_layer
+    def record_drafted_round(self, batch: int, outside: float, first_layer: int | None) -> None:
+        """Adds verifier and host of a decoding round that had drafts, and where its pass began; None: they were no method's."""
+        if first_layer is not None:
+            self._first_layer = first_layer
         _average(self._outside, batch, outside)
 
     def record_catch_up(self, seconds: float, num_tokens: int, plain_round: float) -> float:
@@ -208,21 +209,31 @@ class MethodCosts:
         """Seconds of a round that asked ``num_drafting`` requests for k drafts and scored ``lens``, ``longest`` the deepest."""
         batch = len(lens)
         plain_pass = score = self._book.pass_seconds(1, batch, cache_len) or 0.0
-        if longest:
+        if any(lens):
             score = self._book.scores(batch, cache_len, self._first_layer)(self._book.width(lens))
         return self.draft(longest or k, num_drafting, plain_pass) + score + self.outside(batch, longest > 0)
 
-    def prices(self, batch: int, cache_len: int) -> RoundPrices | None:
-        """Seconds of rounds of this batch, by the drafts in them; None until a round of this batch size ran."""
+    def widening(self, lens: Sequence[float], cache_len: int) -> float:
+        """Seconds that a pass over that many drafts per request takes beyond a plain one."""
+        score = self._book.scores(len(lens), cache_len)
+        return score(self._book.width(lens)) - score(1.0)
+
+    def prices(self, batch: int, cache_len: int, forced: Sequence[float] = ()) -> RoundPrices | None:
+        """Seconds of rounds of this batch, by the drafts in them; None until a round of this batch size ran.
+
+        ``forced``: drafts per request that every round scores, with other drafts and without.
+        """
         plain_pass = self._book.pass_seconds(1, batch, cache_len)
         is_known = batch in self._outside or self._book.plain_outside(batch, self._is_greedy) is not None
         if plain_pass is None or not is_known:
             return None
+        score = self._book.scores(batch, cache_len, self._first_layer)
+        further = self._book.width(forced) - 1 if any(forced) else 0.0
         return RoundPrices(
-            plain_pass + self.outside(batch, False),
+            plain_pass + self.outside(batch, False) + (self.widening(forced, cache_len) if further else 0.0),
             self.outside(batch, True),
             lambda k, num_drafting: self.draft(k, num_drafting, plain_pass),
-            self._book.scores(batch, cache_len, self._first_layer),
+            (lambda width: score(width + further)) if further else score,
             self._book.is_padded,
         )
 

@@ -238,11 +238,12 @@ class ModelRunner:
             self.cache.cached_lens[row] = len(text)
         return logits
 
-    def rollout(self, request_ids: Sequence[str], logits: Tensor, steps: int, pick: Pick) -> PartialPass | None:
-        """Generate token by token after the cached ones: ``pick(logits [B, 1, V], step)`` chooses the tokens [B, 1].
+    def rollout(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], steps: int, pick: Pick) -> PartialPass | None:
+        """Generate token by token after each sequence: ``pick(logits [B, 1, V], step)`` chooses the tokens [B, 1].
 
-        ``logits`` [B, V] are those of ``extend``. The last step's tokens are picked but not fed.
+        The last step's tokens are picked but not fed.
         """
+        logits = self.extend(request_ids, texts)
         rows = [self.cache.row(request_id) for request_id in request_ids]
         bases = [self.cache.cached_lens[row] for row in rows]
         for _ in self.roll(self.passes.runner_of(), rows, bases, logits, steps, pick):

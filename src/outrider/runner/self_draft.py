@@ -28,6 +28,9 @@ class SelfDraft:
     def __init__(self, runner: ModelRunner, passes: PassRunner | None = None, depth: int | None = None) -> None:
         """``depth``: draft with the first layers and the head; else ``passes``: of another form of the weights."""
         self._runner, self._depth = runner, depth
+        self.drafts_ahead = (
+            runner.max_drafts is None
+        )  # states that drafting reads past the committed tokens are the target's own
         self.passes = passes or runner.passes
         self._layers = () if depth is None else (behind(depth),)
         self._span = LayerSpan(0, depth)
@@ -63,11 +66,12 @@ class SelfDraft:
         self._hidden = [] if self._depth is None else hidden[behind(self._depth)]
         return logits
 
-    def rollout(self, request_ids: Sequence[str], logits: Tensor, steps: int, pick: Pick) -> PartialPass | None:
-        """Feed token after token after what ``extend`` fed, as ``ModelRunner.rollout`` does.
+    def rollout(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], steps: int, pick: Pick) -> PartialPass | None:
+        """Feed token after token after each sequence, as ``ModelRunner.rollout`` does.
 
         Return what the first layers computed; None where another form of the weights drafts.
         """
+        logits = self.extend(request_ids, texts)
         bases = [slot + len(fed) for slot, fed in zip(self._slots, self._fed, strict=True)]
         run = self.passes.runner_of(self._layers, self._span)
         rolling = self._runner.roll(run, self._rows, bases, logits, steps, pick)

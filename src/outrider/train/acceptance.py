@@ -44,3 +44,15 @@ def summary(pairs: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
         tau = {k: round(expected_tau(accepted, k), 3) for k in lengths}
         found[name] = {"acceptance": round(float(accepted.mean()), 4), "expected_tau": tau}
     return found
+
+
+def chain_summary(pairs: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """Return what ``summary`` does for rounds of K drafts [B, A, K] each, and the mean acceptance of each depth."""
+    greedy, sampled = (torch.cat(each).flatten(0, 1).cpu() for each in zip(*pairs, strict=True))
+    found: dict[str, Any] = {}
+    for name, accepted in (("greedy", greedy), ("sampled", sampled)):
+        alive = accepted.cumprod(-1).mean(0)
+        tau = {k: round(1 + float(alive[:k].sum()), 3) for k in LENGTHS if k <= accepted.shape[1]}
+        by_depth = [round(float(mean), 4) for mean in accepted.mean(0)]
+        found[name] = {"acceptance": round(float(accepted.mean()), 4), "by_depth": by_depth, "expected_tau": tau}
+    return found

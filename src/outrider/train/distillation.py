@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers import PreTrainedModel
 
 from outrider.train.continuation import continue_rows
+from outrider.train.parallel import Masks
 from outrider.train.precision import arithmetic
 
 DIVERGENCES = ("kl", "tv")
@@ -62,6 +63,7 @@ class DistillationLoss:
     how: Distillation
     dtype: torch.dtype = torch.float32  # of the arithmetic
     seed: int = 0
+    masks: Masks | None = None  # of a draft that drafts in parallel: positions of masks count as those of tokens
     divergence: Divergence = divergence
 
     def __call__(self, ids: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
@@ -73,7 +75,12 @@ class DistillationLoss:
             text = self.written(ids, step)[:, :-1]
             with torch.no_grad():
                 said = self.target(input_ids=text, use_cache=False).logits
-            loss, hit = self.divergence(self.draft(input_ids=text, use_cache=False).logits, said, self.how.loss)
+            if self.masks is None:
+                drafted = self.draft(input_ids=text, use_cache=False).logits
+            else:
+                drafted, positions = self.masks.drawn(text, self.seed, step)
+                said = said[:, positions]
+            loss, hit = self.divergence(drafted, said, self.how.loss)
         return loss, {self.how.loss: loss.detach(), "hit_draft": hit}
 
     def written(self, ids: Tensor, step: int) -> Tensor:

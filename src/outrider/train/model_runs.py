@@ -9,6 +9,7 @@ import logging
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from outrider.runner import ModelRunner
 from outrider.runner.loading import decoder_layers
+from outrider.runner.parallel_draft import mask_token_of
 from outrider.runner.tokenizers import check_same_vocabulary
 from outrider.train.acceptance import acceptance, summary
 from outrider.train.claims import once
@@ -25,6 +27,7 @@ from outrider.train.decoder import Decoder
 from outrider.train.distillation import DIVERGENCES, Distillation, DistillationLoss
 from outrider.train.draft_model import DraftShape, new_draft
 from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
+from outrider.train.parallel import Masks, Parallel
 from outrider.train.precision import autocast_dtype
 from outrider.train.runs import Bench, HeadPlan, Latest, checkpoint_dtype, finish, run_job
 from outrider.train.text import TextRows
@@ -90,6 +93,7 @@ class DraftRun:
     shape: DraftShape = field(default_factory=DraftShape)
     start: str | None = None  # folder or hub id of a draft to continue, instead of a shape
     teaching: Distillation = field(default_factory=Distillation)
+    parallel: Parallel | None = None  # train it to draft in parallel, with mask tokens
 
 
 def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRun()) -> bool:
@@ -111,20 +115,23 @@ def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRu
     if kind.start is None:
         draft, said = new_draft(target, kind.shape)
     else:
-        draft, said = _existing(kind.start, bench), f"continuing {kind.start}"
+        draft, said = _existing(kind.start, bench, kind.parallel is not None), f"continuing {kind.start}"
+    masks = None if kind.parallel is None else Masks.prepare(draft, bench.tokenizer, kind.parallel, bench.seq_len)
+    said += "" if masks is None else f"; mask token {masks.token}"
     share = draft.num_parameters() / target.num_parameters()
     logger.info("draft with %.1fM parameters, %.0f%% of the target's; %s", draft.num_parameters() / 1e6, 100 * share, said)
-    bench.claim("draft", shape=asdict(kind.shape), start=kind.start, teaching=asdict(teaching))
+    shape, parallel = asdict(kind.shape), kind.parallel and asdict(kind.parallel)
+    bench.claim("draft", shape=shape, start=kind.start, teaching=asdict(teaching), parallel=parallel)
     rows = TextRows(bench.training_rows())
-
-    held_out = Latest(lambda: measure_draft(draft, target, rows.held_out))
+    on_text = partial(measure_draft, draft, target) if masks is None else partial(masks.measure, target)
+    held_out = Latest(lambda: on_text(rows.held_out))
 
     def measure(final: bool) -> dict[str, Any]:
-        found = held_out.again() if final else measure_draft(draft, target, rows.held_out[: 4 * ROWS])
+        found = held_out.again() if final else on_text(rows.held_out[: 4 * ROWS])
         return {f"held_{name}": found[name]["acceptance"] for name in ("greedy", "sampled")}
 
-    before = once(bench.work / "draft" / "before.json", lambda: measure_draft(draft, target, rows.held_out))
-    loss = DistillationLoss(draft, target, teaching, autocast_dtype(runner.device), how.seed)
+    before = once(bench.work / "draft" / "before.json", lambda: on_text(rows.held_out))
+    loss = DistillationLoss(draft, target, teaching, autocast_dtype(runner.device), how.seed, masks)
     if how.compiled:
         for layer in (*decoder_layers(draft), *decoder_layers(target)):
             layer.compile(dynamic=False)
@@ -167,15 +174,22 @@ def trainable(runner: ModelRunner, source: str | None = None) -> PreTrainedModel
     return found
 
 
-def _existing(source: str, bench: Bench) -> PreTrainedModel:
-    """Load an existing draft. Raises ``OutriderError`` if its vocabulary differs from the target's."""
+def _existing(source: str, bench: Bench, is_parallel: bool) -> PreTrainedModel:
+    """Load an existing draft. Raises ``OutriderError`` if its vocabulary differs from the target's.
+
+    Also for one that drafts in parallel and would forget how to.
+    """
     if bench.tokenizer is not None:
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
         except (OSError, ValueError, KeyError) as error:
             raise OutriderError(f"cannot load a tokenizer from {source}: {str(error).strip().splitlines()[0]}") from error
         check_same_vocabulary(bench.tokenizer, tokenizer)
-    return trainable(bench.runner, source)
+    draft = trainable(bench.runner, source)
+    token = mask_token_of(draft.config)
+    if token is not None and not is_parallel:
+        raise OutriderError(f"{source} drafts in parallel, with mask token {token}: give --parallel, such as --parallel 8")
+    return draft
 
 
 def _save(bench: Bench, model: Any, out: Path) -> None:

@@ -155,8 +155,7 @@ def _written(runner: ModelRunner, batch: Tensor, prompt_len: int, temperature: f
         return token
 
     try:
-        logits = runner.extend(names, batch[:, :prompt_len].tolist())
-        runner.rollout(names, logits, steps, pick)
+        runner.rollout(names, batch[:, :prompt_len].tolist(), steps, pick)
     finally:
         runner.release(names)
     return ids

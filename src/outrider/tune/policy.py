@@ -54,12 +54,18 @@ class Track:
     num_seen: int = 0  # committed tokens at the last call of the proposer
     rest: int = FIRST_PAUSE  # rounds until a draft for it is tried again while others draft
     pause: int = FIRST_PAUSE  # initial value of that rest
+    forced: float = 0.0  # running mean of the tokens of a round that its grammar forces, which come with any K
+    num_rounds: int = 0
 
     def worths(self, expected: Sequence[float], most: int) -> list[float]:
         """Chances that a draft at depth 1, 2, ... survives, if there is one; 0 below ``most``. As many as ``expected``."""
         worths = list(accumulate(self.own.rates(self.shared.rates(expected)), mul))
         most = max(most, 0)
         return worths[:most] + [0.0] * len(worths[most:])
+
+    def add_forced(self, count: int) -> None:
+        self.num_rounds += 1
+        self.forced += max(1 / self.num_rounds, 1 - DECAY) * (count - self.forced)
 
     def made_rate(self) -> float:
         return self.own.made_rate(self.shared.made_rate(1.0))
@@ -84,6 +90,7 @@ class DraftLengthPolicy:
         self._tried: list[int] = []  # requests for which a single draft is tried this round, though none was decided on
         self._edge = 1.0  # its expected speed over that of plain decoding
         self._plain: float | None = None  # seconds of a plain round
+        self._worth = 1.0  # tokens per request that so many seconds bring without drafts: more where a grammar forces some
         self._age = 0  # rounds since
         self._wait, self._pause = 0, FIRST_PAUSE
         self._stake = 1.0  # plain rounds that the last probe could lose: the dearer, the longer the pause behind it
@@ -130,14 +137,16 @@ class DraftLengthPolicy:
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
         """Learn from a round: acceptance, cost, and gained or lost time."""
         batch, longest, times = len(round_.depths), max(round_.depths), round_.times
-        drafted_for = [b for b in range(batch) if context.limits[b] > 0]
+        forced = self._learn_forced(round_, is_prefill)
+        # One with nothing but forced tokens was perhaps not drafted for.
+        drafted_for = [b for b in range(batch) if context.limits[b] > 0 and (round_.depths[b] or not forced[b])]
         if round_.k == 0 or self._is_plain:
-            if not is_prefill and not round_.is_cold:
+            if not is_prefill and not round_.is_cold and not any(forced):
                 self._num_unchecked = 0
             self._wait -= 1
             if self._plain is not None:
                 self._budget = min(self._budget + EXPLORATION_SHARE * times.total / self._plain, MAX_BUDGET)
-        if round_.k == 0:
+        if round_.k == 0 or not drafted_for:
             return
         # Committed tokens that the proposer had not been asked about, before those of this round.
         num_unseen = sum([self._num_unseen(b) - round_.num_accepted[b] - 1 for b in drafted_for])
@@ -212,6 +221,15 @@ class DraftLengthPolicy:
                 track.pause = min(2 * track.pause, MAX_PAUSE)
             track.rest = track.pause
 
+    def _learn_forced(self, round_: Round, is_prefill: bool) -> list[int]:
+        """Learn how many tokens of a round a grammar forces. Return those of this round, per request."""
+        forced = round_.forced or [0] * len(round_.depths)
+        for track, count in zip(self._batch, forced, strict=True):
+            track.add_forced(count)
+        if any(forced) and not any(round_.depths) and not is_prefill:  # perhaps no round is without them
+            self.costs.record_drafted_round(len(forced), round_.times.verify + round_.times.host, None)
+        return forced
+
     def _learn(self, drafted_for: Sequence[int], round_: Round) -> None:
         self._num_drafted += 1
         self._num_unchecked += 1
@@ -241,7 +259,9 @@ class DraftLengthPolicy:
         seconds = self.costs.round(round_.k, round_.lens, max(round_.depths), num_drafting, cache_len)
         if not is_prefill:
             seconds = min(round_.times.total, seconds)
-        won = 1 + sum(round_.num_accepted) / batch - (seconds + catch_up) / plain
+        if round_.forced is not None:  # those rows would have been scored without drafts too
+            seconds -= self.costs.widening(round_.forced, cache_len)
+        won = sum(round_.num_accepted) / batch - self._worth * ((seconds + catch_up) / plain - 1)
         income = EXPLORATION_SHARE * (round_.times.total / plain + won)
         self._budget = min(self._budget + won + income, MAX_BUDGET)
 
@@ -251,11 +271,13 @@ class DraftLengthPolicy:
         """Chooses anew; what the requests had ``before`` is kept unless something else promises more."""
         batch = len(self._batch)
         self._age = 0
-        prices = self._prices(context)
-        self._plain = None if prices is None else prices.plain
-        if prices is None:
+        bare, prices = self._prices(context), self._prices(context, [track.forced for track in self._batch])
+        self._plain = None if bare is None else bare.plain
+        if bare is None or prices is None:
             self._lens = [0] * batch
             return
+        emitted = batch + sum([track.forced for track in self._batch])
+        self._worth = emitted / batch * bare.plain / prices.plain
         longest = min(2 * self._reach + 1, self.max_k)
         expected, worths, made, reading = [OPTIMISTIC_RATE] * longest, [], [], []
         for b, (track, request) in enumerate(zip(self._batch, self._requests, strict=True)):
@@ -263,13 +285,13 @@ class DraftLengthPolicy:
             worths.append(track.worths(expected, longest if own is None else own))  # no more than it wants
             made.append(track.made_rate())
             reading.append(self.costs.catch_up(self._num_unseen(b)) / min(READ_HORIZON, 1 + limit))
-        shares = Shares(worths, made, self._nodes(longest), reading, prices)
+        shares = Shares(worths, made, self._nodes(longest), reading, prices, emitted - batch)
         lengths = [k for k in self._lengths if 0 < k <= longest]
         speed, lens = shares.best_together(lengths)
         if not shares.are_alike(ALIKE):
             apart = shares.best([k for k in lengths if k in CAPS or k == lengths[-1]])
             speed, lens = apart if apart[0] >= SEPARATE_GAIN * speed else (speed, lens)
-        plain = batch / prices.plain
+        plain = emitted / prices.plain
         if max(before) <= longest:
             kept = shares.speed(before) if any(before) else plain
             if max(speed, plain) < HYSTERESIS * kept:
@@ -287,8 +309,8 @@ class DraftLengthPolicy:
         totals = [self._num_nodes(depth) for depth in range(k + 1)]
         return [max(1, after - before) for before, after in pairwise(totals)]
 
-    def _prices(self, context: Context) -> RoundPrices | None:
-        return self.costs.prices(len(self._batch), max([len(request.token_ids) for request in context.requests]))
+    def _prices(self, context: Context, forced: Sequence[float] = ()) -> RoundPrices | None:
+        return self.costs.prices(len(self._batch), max([len(request.token_ids) for request in context.requests]), forced)
 
     def _probe(self, context: Context) -> int:
         """Probe with a few drafts after a pause, in case the text became predictable."""
@@ -301,7 +323,7 @@ class DraftLengthPolicy:
         k = shares.best_together(range(1, longest + 1))[1][0]
         seconds = self.costs.round(k, [sum(nodes[:k])] * batch, k, batch, len(context.requests[0].token_ids))
         seconds += self.costs.catch_up(sum([self._num_unseen(b) for b in range(batch)]))
-        lacking = seconds / prices.plain - 1 - self._budget
+        lacking = self._worth * (seconds / prices.plain - 1) - self._budget
         if lacking > 0:
             self._wait = 1 + int(lacking / EXPLORATION_SHARE)
             return 0

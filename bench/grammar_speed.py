@@ -1,0 +1,214 @@
+"""What drafts from a grammar gain: every method with and without them, in turns, prompt by prompt, on one loaded target.
+
+    python bench/grammar_speed.py --inflate 1b --prompts WikiQuestions.json --out results/grammar-1b.json
+
+``--prompts`` holds questions with a context, as a JSON list of objects with "context" and "question" (ArcticInference's
+json_mode). Each is asked for two forms: "question", a truth value and a text, and "record", many keys and short values. Exit
+code 1 where an answer does not validate. The last line of output is the result as JSON; ``gain`` is the speed of the best
+method with drafts from the grammar over that of the best without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+from outcome import check_out, count, told
+
+from outrider import LLM, SamplingParams, family
+from outrider.bench.inflate import inflated
+from outrider.bench.provenance import device_name, origin
+from outrider.bench.statistics import Timings, speed_interval, speedup_interval
+from outrider.engine import Engine
+from outrider.engine.config import build_policy, build_proposer, build_verifiers
+from outrider.server.grammar import GrammarCompiler
+from outrider.server.prompts import tools
+from outrider.types import OutriderError
+
+TEXT = {"type": "string", "maxLength": 80}
+DAY = {"type": "string", "pattern": "^(19|20)[0-9]{2}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9])$"}
+FORMS: dict[str, dict[str, Any]] = {
+    "question": {
+        "type": "object",
+        "properties": {"answerable": {"type": "boolean"}, "answer": TEXT},
+        "required": ["answerable", "answer"],
+        "additionalProperties": False,
+    },
+    "record": {
+        "type": "object",
+        "properties": {
+            "subject_category": {"enum": ["person", "organisation", "location", "event", "artefact"]},
+            "first_mentioned": DAY,
+            "confidence_percent": {"type": "integer", "minimum": 0, "maximum": 100},
+            "requires_human_review": {"type": "boolean"},
+            "summary": {"type": "string", "maxLength": 40},
+            "source_reliability": {"enum": ["primary_source", "secondary_source", "unknown_source"]},
+        },
+        "required": [
+            "subject_category",
+            "first_mentioned",
+            "confidence_percent",
+            "requires_human_review",
+            "summary",
+            "source_reliability",
+        ],
+        "additionalProperties": False,
+    },
+}
+PROMPT = "{context}\n\nQuestion: {question}\nAnswer as JSON:\n"
+MAX_TOKENS, MAX_CONTEXT = 256, 1200  # tokens of an answer; characters of a context
+
+
+@dataclass
+class Lane:
+    """One method, with or without drafts from the grammar, and what it did with one form."""
+
+    name: str
+    engine: Engine
+    tokens: list[list[float]] = field(default_factory=list)  # [repeats][prompts]
+    seconds: list[list[float]] = field(default_factory=list)
+    num_rounds: int = 0
+    num_forced: int = 0
+    num_accepted: int = 0
+    num_drafts: int = 0
+    texts: list[list[int]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> float:
+        return sum(map(sum, self.tokens))
+
+    @property
+    def timings(self) -> Timings:
+        return Timings.of(self.tokens, self.seconds)
+
+    @property
+    def tok_s(self) -> float:
+        return self.num_tokens / sum(map(sum, self.seconds))
+
+
+def lanes(llm: LLM, methods: Sequence[str], k: int | str) -> Iterator[Lane]:
+    """Two engines for each method, over one proposer: no request runs in both. Raises ``OutriderError`` for a wrong method."""
+    for method in methods:
+        speculation = replace(llm.speculation, method=method, num_draft_tokens=k)
+        proposer = build_proposer(speculation, llm.runner, llm.tokenizer)
+        verifiers = build_verifiers(speculation)
+        for name, grammar_drafts in ((method, False), (f"grammar+{method}", True)):
+            policy, coupled = build_policy(speculation, llm.runner, proposer), speculation.same_text
+            engine = Engine(llm.runner, proposer, verifiers, policy, llm.engine.scheduler, coupled, grammar_drafts)
+            yield Lane(name, engine)
+
+
+def measure(llm: LLM, form: str, prompts: Sequence[str], args: argparse.Namespace) -> tuple[list[Lane], list[str]]:
+    """Every lane on every prompt, each time another one first. Returns the lanes, and why answers are not of the form."""
+    grammar, invalid = GrammarCompiler(tools(llm)).json(FORMS[form]), []
+    found = list(lanes(llm, args.methods, args.k))
+    for repeat in range(args.repeats + 1):  # the first round of all is a warm-up
+        is_measured = repeat > 0
+        for lane in found if is_measured else ():
+            lane.tokens.append([])
+            lane.seconds.append([])
+        for at, prompt in enumerate(prompts if is_measured else prompts[: args.warmup]):
+            params = SamplingParams(MAX_TOKENS, args.temperature, seed=at, grammar=grammar)
+            first = (at + repeat) % len(found)
+            for lane in found[first:] + found[:first]:
+                llm.engine, llm.proposer = lane.engine, lane.engine.proposer
+                started = time.perf_counter()
+                answer = llm.generate(prompt, params)[0].outputs[0]
+                seconds, stats = time.perf_counter() - started, answer.stats
+                if not is_measured:
+                    continue
+                lane.tokens[-1].append(len(answer.token_ids))
+                lane.seconds[-1].append(seconds)
+                lane.texts.append(answer.token_ids)
+                lane.num_rounds += stats.num_rounds
+                lane.num_forced += stats.num_forced
+                lane.num_accepted += stats.num_accepted
+                lane.num_drafts += stats.num_drafts
+                try:
+                    jsonschema.validate(json.loads(answer.text), FORMS[form])
+                except (ValueError, jsonschema.ValidationError) as error:
+                    invalid.append(f"{lane.name}: {answer.finish_reason}: {answer.text!r}: {str(error).splitlines()[0]}")
+            print(f"{form}: repeat {repeat}, prompt {at + 1} of {len(prompts)}", file=sys.stderr, flush=True)
+    return found, invalid
+
+
+def report(found: Sequence[Lane]) -> dict[str, Any]:
+    """Rounds and speeds of each lane; each with drafts from the grammar as a ratio to the one without."""
+    rows: dict[str, Any] = {}
+    for at, lane in enumerate(found):
+        num_answers = len(lane.texts)
+        without = found[at - at % 2]
+        rows[lane.name] = {
+            "answers": num_answers,
+            "tokens_per_answer": round(lane.num_tokens / num_answers, 2),
+            "rounds_per_answer": round(lane.num_rounds / num_answers, 2),
+            "tokens_per_round": round(lane.num_tokens / lane.num_rounds, 3),
+            "forced_share": round(lane.num_forced / lane.num_tokens, 3),
+            "draft_acceptance_rate": round(lane.num_accepted / lane.num_drafts, 3) if lane.num_drafts else None,
+            "same_answers_as_first": sum(a == b for a, b in zip(lane.texts, found[0].texts, strict=True)),
+            "tok_s": round(lane.tok_s, 2),
+            "tok_s_interval": speed_interval(lane.timings),
+            "speedup": round(lane.tok_s / found[0].tok_s, 3),
+            "gain": round(lane.tok_s / without.tok_s, 3),
+            "gain_interval": None if lane is without else speedup_interval(lane.timings, without.timings),
+        }
+    best = [max(found[start::2], key=lambda lane: lane.tok_s) for start in (0, 1)]
+    return {
+        "lanes": rows,
+        "best_without": best[0].name,
+        "best_with": best[1].name,
+        "gain": round(best[1].tok_s / best[0].tok_s, 3),
+        "gain_interval": speedup_interval(best[1].timings, best[0].timings),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON list of objects with context and question")
+    parser.add_argument("--num-prompts", type=count, default=10)
+    parser.add_argument("--repeats", type=count, default=3)
+    parser.add_argument("--warmup", type=count, default=2, help="prompts that are run once before, not measured")
+    parser.add_argument("--forms", default=",".join(FORMS), help="separated by commas")
+    parser.add_argument("--methods", default="plain,suffix,draft", help="separated by commas; the first is the baseline")
+    parser.add_argument("--k", default="auto")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--target", type=Path, help="folder; left out: the embedded family")
+    parser.add_argument("--draft")
+    parser.add_argument("--inflate", help="run the target at the cost of this size, such as 1b")
+    parser.add_argument("--compile", default="auto")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    args.methods, args.forms = args.methods.split(","), args.forms.split(",")
+    args.k = args.k if args.k == "auto" else int(args.k)
+    check_out(args.out)
+    rows = json.loads(args.prompts.read_text())[: args.num_prompts]
+    prompts = [PROMPT.format(context=row["context"][:MAX_CONTEXT], question=row["question"]) for row in rows]
+    target = args.target or family.TARGET
+    drafts = family.drafts() if args.target is None else {}
+    try:
+        folder = inflated(Path(target), args.inflate) if args.inflate else target
+        options = {"max_batch": 1, "max_len": 2048, "compile": args.compile}
+        llm = LLM(str(folder), draft=args.draft, drafts=drafts, method="plain", num_draft_tokens="auto", **options)
+        if args.compile != "never":
+            llm.warmup()
+        forms, invalid = {}, []
+        for form in args.forms:
+            found, wrong = measure(llm, form, prompts, args)
+            forms[form] = report(found)
+            invalid += wrong
+    except OutriderError as error:
+        raise SystemExit(f"error: {error}") from None
+    setting = {"k": args.k, "temperature": args.temperature, "inflate": args.inflate, "device": device_name(llm.runner.device)}
+    result = {**origin(), **setting, "forms": forms, "invalid": invalid[:5], "holds": not invalid}
+    return told(result, args.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

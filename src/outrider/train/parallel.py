@@ -1,0 +1,200 @@
+"""Training of drafts that read mask tokens: K drafts from one pass (PARD: An et al. 2025, arXiv 2504.18583).
+
+The masks of a chain follow the first tokens of a row, up to its anchor, as they do when the draft is used: each sees the row up
+to the anchor and the masks of its own chain. One pass reads a row and the chains of many anchors. Deeper masks cost as much and
+teach less, so only a part of the chains reaches each depth (conditional drop-token, COD).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from outrider.runner.loading import text_config
+from outrider.runner.parallel_draft import MASK_KEYS, mask_token_of
+from outrider.train.acceptance import acceptance, chain_summary
+from outrider.types import OutriderError, first_line
+
+TOLERANCE = 1e-3  # relative to the largest logit: two ways of running round alike in float32
+SPARE_NAME = re.compile(r"[<\[]\|?(reserved|unused)[ _\w-]*\|?[>\]]")  # of a token that tokenizers keep for later use
+ROWS = 2  # held-out rows in a pass
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Drafts of one pass to train for, and which part of the chains reaches each of their depths.
+
+    Raises ``OutriderError`` for invalid values.
+    """
+
+    depths: int = 8  # the first one is the draft after the anchor itself, without a mask
+    keep: float = 0.7  # depth d has a mask for keep ** d of the positions ...
+    least: float = 0.2  # ... and for no smaller part
+
+    def __post_init__(self) -> None:
+        if self.depths < 2:
+            raise OutriderError(f"invalid number of parallel drafts {self.depths}: expected at least 2")
+        for name, share in (("keep", self.keep), ("least", self.least)):
+            if not 0 < share <= 1:
+                raise OutriderError(f"invalid {name} {share} of parallel drafts: expected a share above 0, at most 1")
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The entries of a pass: S tokens of a row, then masks. [T] each."""
+
+    anchors: Tensor  # the last token that an entry sees; of a token itself
+    depths: Tensor  # masks of its chain up to an entry; 0 for tokens
+
+    @classmethod
+    def of(cls, seq_len: int, by_depth: Sequence[Tensor]) -> Entries:
+        """``by_depth``: the anchors of the masks at depth 1, 2, ...; those of a depth are among those of the one before."""
+        tokens = torch.arange(seq_len)
+        counts = [seq_len, *map(len, by_depth)]
+        depths = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        return cls(torch.cat((tokens, *by_depth)), depths)
+
+    @classmethod
+    def drawn(cls, seq_len: int, how: Parallel, generator: torch.Generator) -> Entries:
+        """Draw anchors. The number of entries depends on the row's length only, so that a compiled pass has one shape."""
+        order = torch.randperm(seq_len - how.depths + 1, generator=generator)
+        shares = [max(how.keep**depth, how.least) for depth in range(1, how.depths)]
+        return cls.of(seq_len, [order[: max(1, round(share * len(order)))] for share in shares])
+
+    @property
+    def positions(self) -> Tensor:
+        """[T]: an entry predicts the token after this one."""
+        return self.anchors + self.depths
+
+    def visible(self) -> Tensor:
+        """Return bool [T, T]: what each entry attends to."""
+        anchors, depths = self.anchors, self.depths
+        in_row = (depths == 0) & (anchors <= anchors[:, None])
+        in_chain = (depths > 0) & (depths <= depths[:, None]) & (anchors == anchors[:, None])
+        return in_row | in_chain
+
+
+@dataclass(frozen=True)
+class Masks:
+    """A draft in training and its mask token."""
+
+    draft: PreTrainedModel
+    token: int
+    how: Parallel
+
+    @classmethod
+    def prepare(cls, draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, how: Parallel, seq_len: int) -> Masks:
+        """Give a draft a mask token unless it has one, and check that it can read masks in rows of ``seq_len`` tokens.
+
+        Raises ``OutriderError`` for rows that are too short, and for a model that attends in another way.
+        """
+        if seq_len < how.depths + 2:
+            raise OutriderError(f"rows of {seq_len} tokens are too short for {how.depths} parallel drafts")
+        found = cls(draft, mask_token(draft, tokenizer), how)
+        found.check(seq_len - 1)
+        return found
+
+    def logits(self, text: Tensor, entries: Entries) -> Tensor:
+        """Read rows [B, S] and their masks in one pass: logits [B, T, V]."""
+        masks = text.new_full((len(text), len(entries.anchors) - text.shape[1]), self.token)
+        out: Tensor = self.draft(
+            input_ids=torch.cat((text, masks), 1),
+            attention_mask=entries.visible().to(text.device)[None, None],
+            position_ids=entries.positions.to(text.device)[None],
+            use_cache=False,
+        ).logits
+        return out
+
+    def drawn(self, text: Tensor, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        """Return the logits [B, T, V] of a training step, and the position in the row [T] after which each one predicts."""
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        entries = Entries.drawn(text.shape[1], self.how, generator)
+        return self.logits(text, entries), entries.positions.to(text.device)
+
+    @torch.no_grad()
+    def measure(self, target: PreTrainedModel, rows: Tensor) -> dict[str, Any]:
+        """Return the acceptance of each depth on rows [R, S], in rounds that begin after every K-th token."""
+        was_training, depths, seq_len = self.draft.training, self.how.depths, rows.shape[1]
+        self.draft.eval()
+        anchors = torch.arange(0, seq_len - depths + 1, depths)
+        entries = Entries.of(seq_len, [anchors] * (depths - 1))
+        masks = seq_len + torch.arange((depths - 1) * len(anchors)).view(depths - 1, -1)
+        places = torch.cat((anchors[None], masks)).T.to(target.device)  # [A, K]: of the entries of each round
+        after = (anchors[:, None] + torch.arange(depths)).to(target.device)
+        pairs = []
+        with torch.compiler.set_stance("force_eager"):  # shapes differ from training's
+            for ids in rows.to(target.device).split(ROWS):
+                said = target(input_ids=ids, use_cache=False).logits
+                pairs.append(acceptance(said[:, after], self.logits(ids, entries)[:, places]))  # [B, A, K] each
+        self.draft.train(was_training)
+        return chain_summary(pairs)
+
+    @torch.no_grad()
+    def check(self, seq_len: int) -> None:
+        """Raise ``OutriderError`` unless chains read together give what each gives alone."""
+        draft, kind, count = self.draft, type(self.draft).__name__, self.how.depths - 1
+        text = torch.arange(seq_len, device=draft.device)[None] * 7 % int(text_config(draft).vocab_size)
+        anchors = [seq_len // 2, seq_len - 1 - count]
+        was_training = draft.training
+        draft.eval()
+        try:
+            entries = Entries.of(seq_len, [torch.tensor(anchors)] * count)
+            together = self.logits(text, entries)[0, seq_len:].view(count, len(anchors), -1)
+            masks = text.new_full((1, count), self.token)
+            texts = [torch.cat((text[:, : anchor + 1], masks), 1) for anchor in anchors]
+            alone = torch.stack([draft(input_ids=each, use_cache=False).logits[0, -count:] for each in texts], 1)
+            close = TOLERANCE * alone.abs().max().clamp(min=1.0)
+            is_same = bool((together - alone).abs().max() <= close)
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as failure:  # model code can fail in any way
+            raise OutriderError(
+                f"unsupported model for parallel drafts: {kind} takes no mask: {first_line(failure)}"
+            ) from failure
+        finally:
+            draft.train(was_training)
+        if not is_same:
+            raise OutriderError(
+                f"unsupported model for parallel drafts: {kind} does not keep to a mask over rows of {seq_len} tokens, because"
+                " of recurrent layers or of attention to a window"
+            )
+
+
+@torch.no_grad()
+def mask_token(draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """Return the mask token that a draft's config names, or choose one and name it there.
+
+    A new one is a row of the embedding that no token uses, else an additional row; it begins as the mean of all rows.
+    """
+    config: Any = draft.config
+    known = mask_token_of(config)
+    if known is not None:
+        return known
+    size = int(text_config(draft).vocab_size)
+    token = spare_token(tokenizer, size)
+    if token == size:
+        draft.resize_token_embeddings(size + 1, mean_resizing=False)
+    rows: Any = draft.get_input_embeddings().weight
+    rows[token] = rows[:size].mean(0)
+    setattr(config, MASK_KEYS[0], token)
+    config.spd_type = "pard"
+    return token
+
+
+def spare_token(tokenizer: PreTrainedTokenizerBase | None, size: int) -> int:
+    """Return an id that no text has, ``size`` if the embedding of that size has none left.
+
+    The first row after those of the tokenizer's tokens, else the last token whose name says that it is reserved or unused.
+    """
+    if tokenizer is None:
+        return size
+    ids = tokenizer.get_vocab()
+    first = max(ids.values(), default=-1) + 1
+    if first < size:
+        return first
+    template = str(tokenizer.chat_template or "")
+    return max((token for name, token in ids.items() if SPARE_NAME.fullmatch(name) and name not in template), default=size)

@@ -1,0 +1,277 @@
+"""Forced tokens in the engine: where runs begin and end, what is booked, and what the proposer is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from toy_grammar import RuleGrammar
+
+from outrider.engine.forced import MAX_FORCED
+from outrider.engine.policy import FixedLength
+from outrider.proposers.base import Proposer, ScriptedProposer, chain_proposal
+from outrider.types import Context, Proposal, Request, Round, SamplingParams, Verdict
+
+from .toy import EOS, VOCAB, TableRunner, make_engine, make_request, oracle, outputs, run
+
+FREE = range(1, VOCAB)
+
+
+def forced(request_id: str, rule, prompt: Sequence[int] = (3, 4), **params) -> Request:
+    """A request whose output follows a rule."""
+    request = make_request(request_id, list(prompt), **params)
+    return replace(request, matcher=RuleGrammar(rule, VOCAB, EOS).matcher())
+
+
+def blocks(output: tuple[int, ...]) -> Sequence[int]:
+    """A free token, then four forced ones that depend on it, again and again."""
+    at = len(output) % 5
+    return FREE if at == 0 else [1 + (output[len(output) - at] + at) % (VOCAB - 1)]
+
+
+def plain_output(rule, runner: TableRunner | None = None, **params) -> tuple:
+    engine = make_engine(runner=runner, grammar_drafts=False)
+    return outputs(run(engine, [forced("a", rule, **params)]))["a"]
+
+
+class Recorder(Proposer):
+    """Drafts the same token k times, and keeps what it was asked and told."""
+
+    name = "recorder"
+
+    def __init__(self, **attributes) -> None:
+        self.seen: list[tuple[list[int], int]] = []  # text and limit
+        self.told: list[tuple[list[int], int]] = []  # text and accepted drafts
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def propose(self, context: Context, k: int) -> Proposal:
+        pairs = list(zip(context.requests, context.limits, strict=True))
+        self.seen += [(list(request.token_ids), limit) for request, limit in pairs]
+        return chain_proposal([[5] * min(k, limit) for _, limit in pairs])
+
+    def commit(self, context: Context, verdict: Verdict) -> None:
+        for request, accepted in zip(context.requests, verdict.num_accepted.tolist(), strict=True):
+            self.told.append((list(request.token_ids), accepted))
+
+
+def test_a_forced_run_is_one_pass() -> None:
+    engine = make_engine()
+    found = run(engine, [forced("a", blocks, max_tokens=50)])
+    assert outputs(found)["a"] == plain_output(blocks, max_tokens=50)
+    assert engine.runner.num_scores == 11  # the first round has nothing forced before it
+    stats = engine.stats
+    assert stats.num_tokens == 50 and stats.num_rounds == 11 and stats.num_forced == 39  # the last round has room for 3
+    assert stats.num_drafts == stats.num_judged == stats.num_drafted_rounds == 0 and stats.acceptance_histogram == {0: 11}
+    origins = [origin for emission in found["a"] for origin in emission.origins]
+    assert origins[:6] == ["plain", "grammar", "grammar", "grammar", "grammar", "plain"]
+
+
+@pytest.mark.parametrize("length", [3, MAX_FORCED, MAX_FORCED + 1, 40])
+def test_a_run_at_the_end_ends_with_the_text(length: int) -> None:
+    """The end of the text is forced too, and costs no row: the round's own token is that one."""
+
+    def rule(output: tuple[int, ...]) -> Sequence[int]:
+        return FREE if not output else [EOS] if len(output) > length else [1 + len(output) % 9]
+
+    widths = []
+    engine = make_engine()
+    score = engine.runner.score
+
+    def watched(context, proposal, hidden=()):
+        widths.append(proposal.num_nodes)
+        return score(context, proposal, hidden)
+
+    engine.runner.score = watched
+    tokens, _, reason = outputs(run(engine, [forced("a", rule, max_tokens=90)]))["a"]
+    assert (tokens, "", reason) == plain_output(rule, max_tokens=90) and reason == "stop" and tokens[-1] == EOS
+    assert max(widths) <= MAX_FORCED and sum(widths) + len(widths) == len(tokens) == length + 2
+    assert len(widths) == 1 + -(-(length + 1) // (MAX_FORCED + 1))
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 13))
+def test_max_tokens_inside_a_run(max_tokens: int) -> None:
+    engine = make_engine(oracle(TableRunner()), k=3)
+    found = outputs(run(engine, [forced("a", blocks, max_tokens=max_tokens)]))["a"]
+    assert found == plain_output(blocks, max_tokens=max_tokens)
+    assert len(found[0]) == max_tokens and found[2] == "length"
+
+
+def test_a_stop_token_inside_a_run() -> None:
+    def rule(output: tuple[int, ...]) -> Sequence[int]:
+        return FREE if len(output) < 2 else [1 + len(output) % 9]
+
+    engine = make_engine()
+    found = run(engine, [forced("a", rule, stop_token_ids=(6,), max_tokens=40)])
+    tokens, _, reason = outputs(found)["a"]
+    assert tokens[2:] == [3, 4, 5, 6] and reason == "stop" and engine.stats.num_forced == 4
+    assert (tokens, "", reason) == plain_output(rule, stop_token_ids=(6,), max_tokens=40)
+
+
+@pytest.mark.parametrize("after", [0, 1, 4, MAX_FORCED, MAX_FORCED + 1])
+def test_a_dead_end_ends_the_request_where_plain_decoding_does(after: int) -> None:
+    """Its text up to there stays, and the other request of the batch goes on."""
+
+    def rule(output: tuple[int, ...]) -> Sequence[int]:
+        return FREE if len(output) < 2 else [] if len(output) == 2 + after else [2]
+
+    engine = make_engine()
+    found = run(engine, [forced("a", rule, max_tokens=60), make_request("b", [5, 6], max_tokens=20)])
+    assert outputs(found)["a"] == plain_output(rule, max_tokens=60)
+    assert outputs(found)["a"][2] == "error" and len(outputs(found)["a"][0]) == 2 + after
+    assert "fully masked" in found["a"][-1].error and len(outputs(found)["b"][0]) == 20
+
+
+@pytest.mark.parametrize("params", [{"banned_token_ids": (7,)}, {"allowed_token_ids": tuple(set(range(1, VOCAB)) - {7})}])
+def test_a_forced_token_that_the_request_forbids_is_a_dead_end(params: dict) -> None:
+    def rule(output: tuple[int, ...]) -> Sequence[int]:
+        return FREE if len(output) < 1 else [7] if len(output) == 4 else [2]
+
+    found = outputs(run(make_engine(), [forced("a", rule, max_tokens=60, **params)]))["a"]
+    assert found == plain_output(rule, max_tokens=60, **params)
+    assert found[2] == "error" and found[0][1:] == [2, 2, 2]
+
+
+def test_bias_and_penalties_do_not_matter_to_a_forced_token() -> None:
+    def rule(output: tuple[int, ...]) -> Sequence[int]:
+        return FREE if len(output) % 5 == 0 else [2]
+
+    params = {"max_tokens": 31, "logit_bias": {2: -100.0}, "repetition_penalty": 3.0, "frequency_penalty": 2.0}
+    for temperature in (0.0, 1.0):
+        engine = make_engine()
+        found = outputs(run(engine, [forced("a", rule, temperature=temperature, seed=3, **params)]))["a"]
+        assert found[0][1:5] == [2] * 4 and engine.stats.num_forced == 24 and engine.stats.num_rounds == 7
+        assert temperature or found == plain_output(rule, **params)
+
+
+def test_a_matcher_that_fails_ends_its_request_with_the_reason_and_no_other() -> None:
+    def rule(output: tuple[int, ...]) -> Sequence[int]:
+        if len(output) > 6:
+            raise RuntimeError("too complex")
+        return blocks(output)
+
+    engine = make_engine()
+    found = run(engine, [forced("a", rule, max_tokens=60), forced("b", blocks, max_tokens=20)])
+    assert "too complex" in found["a"][-1].error and len(outputs(found)["b"][0]) == 20
+    assert outputs(found)["a"] == plain_output(rule, max_tokens=60)
+
+
+def test_the_proposer_drafts_after_the_run_and_is_told_of_its_own_drafts() -> None:
+    recorder = Recorder()
+    engine = make_engine(recorder, k=2)
+    found = outputs(run(engine, [forced("a", blocks, max_tokens=16), make_request("b", [5, 6], max_tokens=16)]))
+    assert found["a"] == plain_output(blocks, max_tokens=16)
+    text = [3, 4, *found["a"][0]]
+    asked = [(seen, limit) for seen, limit in recorder.seen if seen[:2] == [3, 4]]
+    assert asked and all(seen == text[: len(seen)] for seen, _ in asked)
+    lens = [len(seen) for seen, _ in asked]
+    assert lens == [2, *lens[1:]] and all((length - 2) % 5 == 0 for length in lens)  # after whole runs: at a free token
+    assert all(limit <= 16 - (len(seen) - 2) - 1 for seen, limit in asked)
+    assert all(told == text[: len(told)] and accepted <= 2 for told, accepted in recorder.told if told[:2] == [3, 4])
+    assert engine.stats.faults == 0
+
+
+def test_a_proposer_that_needs_hidden_states_waits_until_the_run_is_read() -> None:
+    for recorder in (Recorder(needs_hidden=(1,)), Recorder(drafts_ahead=False)):
+        engine = make_engine(recorder, k=2)
+        found = outputs(run(engine, [forced("a", blocks, max_tokens=31), make_request("b", [5, 6], max_tokens=31)]))
+        assert found["a"] == plain_output(blocks, max_tokens=31)
+        assert all(len(text) == 2 for text, _ in recorder.seen if text[:2] == [3, 4])  # a run follows every other round
+        assert sum(text[:2] == [5, 6] for text, _ in recorder.seen) > 5 and engine.stats.faults == 0
+
+
+def test_trees_hang_on_the_last_forced_token() -> None:
+    runner = TableRunner()
+
+    def tree(context: Context, k: int) -> Proposal:
+        best = torch.stack([runner.logits_after(request.token_ids).topk(2).indices for request in context.requests])
+        third = best[:, 1:] % (VOCAB - 1) + 1
+        token_ids = torch.cat([best.flip(1), third], 1)
+        return Proposal(token_ids, torch.full((len(best),), 3), None, torch.tensor([[-1, -1, 1]] * len(best)))
+
+    proposer = ScriptedProposer(tree)
+    proposer.drafts_trees = True
+    engine = make_engine(proposer, k=2, runner=runner)
+    found = run(engine, [forced("a", blocks, max_tokens=40), make_request("b", [5, 6], max_tokens=40)])
+    assert outputs(found)["a"] == plain_output(blocks, max_tokens=40)
+    assert engine.stats.faults == 0 and engine.stats.num_accepted > 20
+    assert len(found["a"]) < 10  # a round: four forced tokens, a draft that is right, and the round's own
+
+
+@pytest.mark.parametrize("own", [0, 2, None])
+def test_a_request_for_plain_decoding_gets_it(own: int | None) -> None:
+    engine = make_engine(oracle(TableRunner()), k=3)
+    request = replace(forced("a", blocks, max_tokens=20), num_draft_tokens=own)
+    found = run(engine, [request, forced("b", blocks, max_tokens=20)])
+    assert outputs(found)["a"] == outputs(found)["b"]
+    origins = {origin for emission in found["a"] for origin in emission.origins}
+    assert ("grammar" in origins) == (own != 0) and (origins == {"plain"}) == (own == 0)
+    assert len(found["a"]) == 20 if own == 0 else len(found["a"]) < 8
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 9])
+def test_more_drafts_than_the_target_takes_in_a_pass_are_not_scored(most: int) -> None:
+    """A round's nine: four forced tokens, a draft for the free one after them, and four forced after that."""
+    runner = TableRunner()
+    runner.max_drafts = most
+    engine, score, widths = make_engine(oracle(runner), k=4, runner=runner), runner.score, []
+
+    def watched(context, proposal, hidden=()):
+        widths.append(proposal.num_nodes)
+        return score(context, proposal, hidden)
+
+    runner.score = watched
+    found = outputs(run(engine, [forced("a", blocks, max_tokens=40)]))["a"]
+    assert found == plain_output(blocks, max_tokens=40) and max(widths) == most
+
+
+def test_a_proposal_may_not_call_its_drafts_forced() -> None:
+    def propose(context: Context, k: int) -> Proposal:
+        return replace(chain_proposal([[5] * k for _ in context.requests]), forced=torch.ones(1, k, dtype=torch.bool))
+
+    engine = make_engine(ScriptedProposer(propose), k=2)
+    assert len(outputs(run(engine, [make_request("a", [3], max_tokens=9)]))["a"][0]) == 9
+    assert engine.stats.faults > 0 and engine.stats.num_forced == 0
+
+
+def test_rounds_book_forced_rows_in_the_pass_and_nowhere_else() -> None:
+    rounds: list[Round] = []
+    engine = make_engine(oracle(TableRunner(), right=1), k=2)
+    engine.observer = lambda seen: rounds.append(seen.round)
+    run(engine, [forced("a", blocks, max_tokens=60), make_request("b", [5, 6], max_tokens=60)])
+    with_runs = [round_ for round_ in rounds if round_.forced is not None and len(round_.lens) == 2]
+    assert max(round_.forced[0] for round_ in with_runs) > 4  # three before a draft, four after it
+    assert len(with_runs) > 5
+    for round_ in with_runs:
+        assert round_.depths[0] <= 1 and round_.depths[1] == 2 and round_.forced[1] == 0
+        assert round_.lens == [round_.forced[0] + round_.depths[0], 2]
+        counts = zip(round_.num_accepted, round_.num_judged, round_.depths, strict=True)
+        assert all(accepted <= judged <= depth for accepted, judged, depth in counts)
+    assert engine.stats.most_drafts == 2 and max(engine.stats.acceptance_histogram) <= 2
+
+
+class Asked(FixedLength):
+    """Remembers the rounds that it observed."""
+
+    def __init__(self, k: int) -> None:
+        super().__init__(k)
+        self.rounds: list[tuple[Context, Round]] = []
+
+    def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
+        self.rounds.append((context, round_))
+
+
+def test_the_policy_sees_the_requests_as_committed() -> None:
+    policy = Asked(2)
+    engine = make_engine(Recorder(), policy=policy)
+    request = forced("a", blocks, max_tokens=30)
+    run(engine, [request])
+    assert all(context.requests[0] is request for context, _ in policy.rounds)
+
+
+def test_sampling_params_with_a_grammar_of_ones_own() -> None:
+    """The protocol is ``allowed``: nothing of a library is asked for."""
+    params = SamplingParams(grammar=RuleGrammar(blocks, VOCAB, EOS))
+    assert params.grammar is not None and params.grammar.matcher().allowed([5], []).sum() == 1

@@ -1,0 +1,215 @@
+"""Drafts that a grammar leaves no choice about change nothing: by enumeration, and in the running engine with every method."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_hybrids import hybrid
+from toy import outputs_of, reference_probs
+from toy_grammar import RuleGrammar
+
+from outrider import LLM, SamplingParams
+from outrider.engine.forced import ForcedDrafts
+from outrider.proposers.base import ScriptedProposer
+from outrider.sampling import Sampler
+from outrider.types import Context, Proposal, Request
+from outrider.verifiers.base import Verifier
+from outrider.verifiers.block import BlockVerifier
+from outrider.verifiers.rejection import RejectionVerifier
+
+from . import enumeration
+from .drafts import draft_for
+from .enumeration import Drafts, Law, Text, distance, draw_drafts, fixed_drafts, round_law
+from .test_exact_law import CHAIN, EXACT, TREE
+from .test_exact_law import SETTINGS as EVERY_SETTING
+from .test_running_engine import DRAFT, METHODS, PROMPT, TARGET, excess_of, tiny_model, tokenizers
+
+# --- one round, by enumeration -----------------------------------------------------------------------------------------------
+
+
+def small_rule(output: Text) -> Sequence[int]:
+    """Two forced tokens after the first of four: 2, then one that depends on the first. All three elsewhere."""
+    at = len(output) % 4
+    return [2] if at == 1 else [output[-2] % 2] if at == 2 else [0, 1, 2]
+
+
+SMALL = RuleGrammar(small_rule, enumeration.VOCAB, eos=-1)
+FORBIDDING = ("allowed", "banned")  # settings that forbid what the grammar forces: such a request fails with drafts and without
+
+
+def constrained(output: Text, params: SamplingParams) -> Request:
+    prompt = enumeration.PROMPT
+    return replace(enumeration.make_request(prompt + output, params, num_prompt=len(prompt)), matcher=SMALL.matcher())
+
+
+def constrained_law(law: Law, output: Text, params: SamplingParams, length: int) -> Law:
+    """A law, shorter texts continued by the constrained target to ``length`` tokens."""
+    total = dict(law)
+    for short in range(length):
+        for text in [text for text in total if len(text) == short]:
+            weight, after = total.pop(text), output + text
+            logits = enumeration.TARGET.logits(enumeration.PROMPT + after)
+            masked = replace(params, allowed_token_ids=small_rule(after))
+            for token, prob in enumerate(reference_probs(logits, enumeration.PROMPT, after, masked)):
+                total[(*text, token)] = total.get((*text, token), 0.0) + weight * prob
+    return total
+
+
+def forced_first(output: Text, params: SamplingParams, own: Drafts) -> Drafts:
+    """Every proposal of ``own``, each between what the grammar forces, as the engine puts them together."""
+    batch = len(own.weights)
+    requests = [replace(constrained(output, params), request_id=str(b)) for b in range(batch)]
+    context = Context(tuple(requests), (9,) * batch, Sampler(requests, enumeration.VOCAB))
+    forced = ForcedDrafts(
+        ScriptedProposer(lambda context, k: own.proposal), lambda each: Sampler(each, enumeration.VOCAB), drafts_ahead=True
+    )
+    forced.look(context)
+    proposal = forced.propose(context, own.proposal.num_nodes)
+    assert proposal.forced is not None
+    num_own, is_chain = own.proposal.num_nodes, own.proposal.parents is None
+    num_after = 2 if num_own == 2 and is_chain else 0  # the fourth token after the first one is forced again
+    assert proposal.forced.tolist() == [[True] * 2 + [False] * num_own + [True] * num_after] * batch
+    return Drafts(replace(proposal, forced=None), own.weights)
+
+
+@pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])
+@pytest.mark.parametrize("setting", [name for name in EVERY_SETTING if name not in FORBIDDING])
+@pytest.mark.parametrize("drafting", ["none", "point masses", "chain", "tree"])
+def test_a_round_with_forced_tokens_is_lossless(drafting: str, setting: str, verifier: Verifier) -> None:
+    params, output = EVERY_SETTING[setting], (0,)
+    run = (2, 0)
+    if drafting == "none":
+        own = Drafts(Proposal.empty(1), torch.ones(1, dtype=torch.float64))
+    elif drafting == "point masses":
+        own = fixed_drafts([[1, 1, 0]])
+    else:
+        own = draw_drafts(output + run, params, CHAIN[:2] if drafting == "chain" else TREE[:3])
+    drafts = forced_first(output, params, own)
+    texts = enumeration.node_texts(drafts.proposal, output)
+    logits = torch.stack([enumeration.TARGET.batch([enumeration.PROMPT + text for text in row]) for row in texts])
+    sampler = Sampler([constrained(output, params)] * len(logits), enumeration.VOCAB)
+    target = sampler.probs(logits, drafts.proposal.token_ids, drafts.proposal.parents)
+    law = round_law(verifier, drafts, target)
+    assert all(text[:2] == run for text, weight in law.items() if weight > 0)  # never rejected
+    longest = drafts.proposal.num_nodes + 1
+    assert distance(constrained_law(law, output, params, longest), constrained_law({(): 1.0}, output, params, longest)) < EXACT
+
+
+# --- the running engine ------------------------------------------------------------------------------------------------------
+
+EOS, VOCAB = 2, 8
+
+
+def rule(output: Text) -> Sequence[int]:
+    """3, a choice, what follows from it, 6, a choice, the end of the text."""
+    at = len(output)
+    return [[3], [0, 1, 5, 7], [], [6], [1, 4], [EOS]][at] if at != 2 else [{0: 1, 1: 4, 5: 5, 7: 3}[output[1]]]
+
+
+GRAMMAR = RuleGrammar(rule, VOCAB, EOS)
+SETTINGS = {
+    "temperature 1": SamplingParams(temperature=1.0),
+    "top-p": SamplingParams(temperature=0.8, top_p=0.9),
+    "penalties and bias": SamplingParams(
+        temperature=1.0,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.7,
+        logit_bias={3: -9.0, 6: 2.0, 4: 1.0},
+    ),
+}
+SAMPLES = 1024
+
+
+@torch.no_grad()
+def exact_law(params: SamplingParams) -> Law:
+    law, open_texts = {}, {(): 1.0}
+    while open_texts:
+        text, weight = open_texts.popitem()
+        if text and text[-1] == EOS:
+            law[text] = weight
+            continue
+        logits = TARGET(torch.tensor([PROMPT + list(text)])).logits[0, -1].double().tolist()
+        masked = replace(params, allowed_token_ids=rule(text))
+        for token, prob in enumerate(reference_probs(logits, PROMPT, text, masked)):
+            if prob > 0:
+                open_texts[(*text, token)] = weight * prob
+    return law
+
+
+def engine(method: str, **options: object) -> LLM:
+    options = {"draft": draft_for(method, TARGET, DRAFT), "num_draft_tokens": 3, "compile": "never", **options}
+    return LLM(TARGET, method=method, **tokenizers(VOCAB, method), **options)
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [(method, "penalties and bias") for method in METHODS] + [("draft", name) for name in SETTINGS][:2]
+)
+def test_constrained_samples_follow_the_targets_law(method: str, name: str) -> None:
+    params = SETTINGS[name]
+    llm = engine(method, max_batch=256)
+    found = outputs_of(llm.generate([PROMPT], replace(params, n=SAMPLES, max_tokens=9, seed=7, grammar=GRAMMAR)))
+    assert llm.stats.faults == 0 and llm.stats.num_forced >= SAMPLES  # some draft the others themselves
+    law, counts = exact_law(params), Counter(tuple(completion.token_ids) for completion in found)
+    assert counts.keys() <= law.keys()
+    observed = torch.tensor([float(counts[text]) for text in law], dtype=torch.float64)
+    assert excess_of(observed, torch.tensor(list(law.values()), dtype=torch.float64) * SAMPLES) < 1
+
+
+@pytest.mark.parametrize("k", [0, 1, 4, "auto"])
+@pytest.mark.parametrize("same_text", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_constrained_and_free_requests_of_a_batch_have_the_texts_of_plain_decoding(
+    method: str, same_text: bool, k: int | str
+) -> None:
+    """Greedy without same text, sampled too with it: constrained and free, two samples each, prompts of different lengths."""
+    temperatures = (0.0, 1.0) if same_text else (0.0,)
+    params = [
+        SamplingParams(max_tokens=12, temperature=temperature, seed=5, n=2, grammar=grammar, frequency_penalty=0.3)
+        for temperature in temperatures
+        for grammar in (GRAMMAR, None)
+    ]
+    prompts = [PROMPT, [4] * 40, [7, 1, 7], [6]][: len(params)]
+
+    def texts(method: str, k: int | str) -> list[list[int]]:
+        llm = engine(method, max_batch=3, num_draft_tokens=k, same_text=same_text)
+        found = [completion.token_ids for completion in outputs_of(llm.generate(prompts, params))]
+        assert llm.stats.faults == 0 and (llm.stats.num_forced > 0) == (k != 0)
+        return found
+
+    assert texts(method, k) == texts("plain", 0)
+
+
+@pytest.mark.parametrize("method", ["ngram", "early-exit", "low-bit", "mtp", "eagle"])
+def test_a_recurrent_target_keeps_its_text(method: str) -> None:
+    """Its passes score at most ``max_drafts`` drafts of a request, forced ones included."""
+    target = hybrid("qwen3_5_text", vocab_size=VOCAB)
+    grammar = RuleGrammar(lambda output: [[6], [3]][len(output) % 2] if len(output) % 9 < 7 else [1, 3, 4, 5], VOCAB, EOS)
+    params = SamplingParams(max_tokens=60, temperature=0.8, seed=3, n=2, grammar=grammar)
+
+    def texts(method: str, grammar_drafts: bool) -> list[list[int]]:
+        options = {"draft": draft_for(method, target), "num_draft_tokens": 3, "max_drafts": 4, "same_text": True}
+        llm = LLM(target, method=method, compile="never", grammar_drafts=grammar_drafts, **options)
+        found = [completion.token_ids for completion in outputs_of(llm.generate([PROMPT, [5] * 50], params))]
+        assert llm.stats.faults == 0 and (llm.stats.num_forced > 0) == grammar_drafts
+        return found
+
+    assert texts(method, True) == texts("plain", False)
+
+
+def test_a_larger_vocabulary_and_longer_runs_keep_the_text_of_every_method() -> None:
+    """Runs that are longer than one round takes."""
+    target, draft = tiny_model(3, 40, 20.0), tiny_model(4, 40, 20.0, layers=1)
+    grammar = RuleGrammar(lambda output: [output[-1] % 7 + 3] if len(output) % 25 else range(3, 40), 40, EOS)
+    params = SamplingParams(max_tokens=70, temperature=0.9, seed=5, grammar=grammar)
+    texts = {}
+    for method in ("plain", "suffix", "draft", "early-exit", "eagle", "suffix+draft"):
+        options = {"draft": draft_for(method, target, draft), "num_draft_tokens": 3, "same_text": True, "compile": "never"}
+        llm = LLM(target, method=method, **options)
+        texts[method] = [completion.token_ids for completion in outputs_of(llm.generate([PROMPT, [9] * 20], params))]
+        assert llm.stats.faults == 0 and llm.stats.num_forced >= 100 and llm.stats.num_rounds <= 2 * 10
+    assert len(texts["plain"][0]) == 70 and all(found == texts["plain"] for found in texts.values())
