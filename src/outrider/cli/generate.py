@@ -71,7 +71,7 @@ def command(
 
 
 def read_schema(file: Path) -> dict[str, Any]:
-    """Read a JSON schema. Raises ``OutriderError`` for a file that holds no JSON object."""
+    """Read a JSON schema. Raises ``OutriderError`` if the file is not a JSON object."""
     from outrider.types import OutriderError
 
     try:
@@ -79,12 +79,12 @@ def read_schema(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise OutriderError(f"cannot read the JSON schema: {file}: {error}") from error
     if not isinstance(schema, dict):
-        raise OutriderError(f"{file} is no JSON schema: expected an object, got a {type(schema).__name__}")
+        raise OutriderError(f"{file} is not a JSON schema: expected an object, got a {type(schema).__name__}")
     return schema
 
 
 def grammar_of(schema: dict[str, Any], llm: LLM) -> Grammar:
-    """Compile a JSON schema for the tokenizer. Raises ``OutriderError`` for one that cannot be followed."""
+    """Compile a JSON schema for the tokenizer. Raises ``OutriderError`` for an unsupported schema."""
     from outrider.types import OutriderError
 
     try:

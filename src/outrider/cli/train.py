@@ -228,7 +228,7 @@ def draft(  # noqa: PLR0913 - one parameter an option
     ] = "kl",
     parallel: Annotated[
         int | None,
-        typer.Option(help="Train it to make so many drafts in one pass, with mask tokens (PARD).", rich_help_panel=WHAT),
+        typer.Option(help="Train the draft to make this many drafts in one pass, with mask tokens (PARD).", rich_help_panel=WHAT),
     ] = None,
     keep: Annotated[
         float,
@@ -237,7 +237,7 @@ def draft(  # noqa: PLR0913 - one parameter an option
         ),
     ] = 0.7,
     keep_least: Annotated[
-        float, typer.Option(help="With --parallel: least share of the chains at any depth.", rich_help_panel=WHAT)
+        float, typer.Option(help="With --parallel: minimum share of the chains at any depth.", rich_help_panel=WHAT)
     ] = 0.2,
     on_policy: Annotated[
         float, typer.Option(help="Share of a step's rows that the current draft generates itself.", rich_help_panel=TEXT)
