@@ -74,7 +74,8 @@ def test_generate_follows_a_json_schema(outrider: Run, target: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("[1]", "expected an object, got a list"), ("{", "cannot read the JSON schema"), (None, "No such file")]
+    ("text", "message"),
+    [("[1]", "expected an object, got a list"), ("{", "cannot read the JSON schema"), (None, "No such file")],
 )
 def test_a_file_without_a_schema_is_named(outrider: Run, target: Path, tmp_path: Path, text: str | None, message: str) -> None:
     schema = tmp_path / "form.json"

@@ -228,7 +228,7 @@ def draft(  # noqa: PLR0913 - one parameter an option
     ] = "kl",
     parallel: Annotated[
         int | None,
-        typer.Option(help="Train the draft to make this many drafts in one pass, with mask tokens (PARD).", rich_help_panel=WHAT),
+        typer.Option(help="Train the draft to make this many drafts per pass, with mask tokens (PARD).", rich_help_panel=WHAT),
     ] = None,
     keep: Annotated[
         float,
