@@ -176,7 +176,7 @@ def test_two_methods_in_turn_are_examined_as_each_of_them(target, tmp_path):
 def test_a_text_that_does_not_repeat_itself_is_no_draft_that_does_not_fit(target):
     found = examined(target, method="suffix")
     assert found.fits and level_of(found, "acceptance") == "note"
-    assert "hardly repeat" in text_of(found, "acceptance")
+    assert "little repetition" in text_of(found, "acceptance")
 
 
 def test_where_nothing_is_drafted_no_gain_is_promised(target):
@@ -238,12 +238,12 @@ def test_where_hardly_any_draft_is_accepted_the_alternative_that_fits_is_named(t
 @pytest.mark.usefixtures("guessing")
 def test_an_alternative_that_fits_better_is_named_where_much_is_accepted_too(target, monkeypatch):
     """One layer beside the right one costs a head some of its acceptance, seldom all."""
-    monkeypatch.setattr(checkup, "BETTER", 99.0)
+    monkeypatch.setattr(checkup, "MIN_GAIN", 99.0)
     found = examined(target, method="guessing:layer=2:tenths=6", params=LONG)
     assert found.acceptance.by_position[0] > checkup.DOUBTFUL
     assert found.fits and level_of(found, "options") == "suspicious"
     assert "guessing:layer=3:tenths=6 fits better" in text_of(found, "options")
-    monkeypatch.setattr(checkup, "CLEAR", 99.0)
+    monkeypatch.setattr(checkup, "MIN_STANDARD_ERRORS", 99.0)
     found = examined(target, method="guessing:layer=2:tenths=6", params=LONG)
     assert level_of(found, "options") == "note" and "not significant" in text_of(found, "options")
     found = examined(target, method="guessing:layer=3", params=LONG)
@@ -277,10 +277,10 @@ def test_the_command_lists_every_candidate_with_its_size_and_why_it_is_used_or_n
     ]
     assert [level for level, _ in found] == ["note", "note", "ok", "note"]
     texts = [text.replace(str(tmp_path), "") for _, text in found]
-    assert re.fullmatch(r"draft model /draft, \d+ MB, found beside the target: not used: it has \d+.\d% of the.*", texts[0])
-    assert re.fullmatch(r"/target-small, \d+ MB, found beside the target: not used: .* different vocabularies .*", texts[1])
-    assert re.fullmatch(r"EAGLE-3 head /eagle3, \d+ MB, found beside the target: used", texts[2])
-    assert re.fullmatch(r"EAGLE-3 head /eagle-later, .*: not used: another one comes first", texts[3])
+    assert re.fullmatch(r"draft model /draft, \d+ MB, found next to the target: not used: it has \d+.\d% of the.*", texts[0])
+    assert re.fullmatch(r"/target-small, \d+ MB, found next to the target: not used: .* different vocabularies .*", texts[1])
+    assert re.fullmatch(r"EAGLE-3 head /eagle3, \d+ MB, found next to the target: used", texts[2])
+    assert re.fullmatch(r"EAGLE-3 head /eagle-later, .*: not used: another one is preferred", texts[3])
     main([*given, "--method", "suffix"])
     assert not [each for each in json.loads(capsys.readouterr().out)["findings"] if each["topic"] == "drafter"]
 

@@ -118,4 +118,4 @@ def test_the_page_says_why_a_method_or_a_model_is_refused():
     assert "| llama | same | same | same | refused [1] | same |" in text
     assert "[1] it does not run its layers in parts" in text
     assert "| bloom | refused | because \\| so |" in text
-    assert "| other text | 1 | 0 |" in text
+    assert "| different output | 1 | 0 |" in text

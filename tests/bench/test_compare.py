@@ -33,22 +33,22 @@ def test_unchanged_documents_rarely_raise_an_alarm() -> None:
 
 def test_a_method_that_became_slower_is_found() -> None:
     found = compare(measured(1), measured(2, draft=120))
-    assert found.has_loss and found.verdict == "12 cells compared, 6 changed beyond noise, 6 for the worse"
+    assert found.has_loss and found.verdict == "12 cells compared, 6 changed significantly, 6 for the worse"
     said = words(measured(1), measured(2, draft=120))
-    assert said["code plain"] == "no change beyond noise" and said["code draft"] == "slower"
+    assert said["code plain"] == "no significant change" and said["code draft"] == "slower"
 
 
 def test_a_machine_that_became_slower_is_told_from_a_method() -> None:
     said = words(measured(1), measured(2, plain=75, draft=112.5))
-    assert said["code plain"] == "slower" and said["code draft"] == "slower, and so is plain decoding"
+    assert said["code plain"] == "slower" and said["code draft"] == "slower, like plain decoding"
     said = words(measured(1), measured(2, plain=140))
-    assert said["code plain"] == "faster" and said["code draft"] == "gains less over plain decoding"
+    assert said["code plain"] == "faster" and said["code draft"] == "smaller speedup over plain decoding"
     assert not compare(measured(1), measured(2, plain=140)).has_loss  # nothing is slower
 
 
 def test_an_improvement_is_no_loss() -> None:
     found = compare(measured(1), measured(2, draft=190))
-    assert not found.has_loss and {each.verdict for each in found.changes} == {"no change beyond noise", "faster"}
+    assert not found.has_loss and {each.verdict for each in found.changes} == {"no significant change", "faster"}
 
 
 def test_cells_of_one_document_only_are_named_and_settings_that_differ_told() -> None:

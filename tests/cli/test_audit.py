@@ -107,8 +107,8 @@ def test_a_lossy_verifier_ends_with_exit_code_3(outrider: Run, models: list[obje
     [
         (["--method", "nonsense"], "unknown method"),
         (["--method", "plain"], "the baseline"),
-        (["--method", "draft", "-k", "0"], "fixed number of drafts"),
-        (["--method", "draft", "-k", "1,2"], "need --same-text"),
+        (["--method", "draft", "-k", "0"], "expected an integer of at least 1"),
+        (["--method", "draft", "-k", "1,2"], "require --same-text"),
         (["--method", "medusa"], "medusa"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--same-text", "--resume"], "--out"),
@@ -164,7 +164,7 @@ def test_methods_that_all_ask_for_too_much_are_told(outrider: Run, models: list[
     options = [*QUICK, "--method", "draft,suffix", "--max-samples", 1, "--out", out, "--html", html]
     code, shown, _ = outrider("audit", *models, *options)
     assert code == 3 and "draft: the audit needs more than" in shown and "suffix: " in shown
-    assert set(read(out)["not_possible"]) == {"draft", "suffix"} and "not possible" in html.read_text()
+    assert set(read(out)["not_possible"]) == {"draft", "suffix"} and "not audited" in html.read_text()
 
 
 def test_brackets_are_no_markup_and_failing_drafts_are_told(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_the_command_prints_the_table_and_its_exit_code_tells(outrider: Run, tmp
     code, out, _ = outrider("bench", "compare", *files)
     assert code == 3 and "1 for the worse" in out and "slower" in out
     code, out, _ = outrider("bench", "compare", files[0], files[0])
-    assert code == 0 and "0 changed beyond noise" in out
+    assert code == 0 and "0 changed significantly" in out
     code, out, _ = outrider("bench", "compare", *files, "--json")
     found = json.loads(out)
     assert code == 3 and found["has_loss"] and len(found["cells"]) == 2

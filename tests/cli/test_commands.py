@@ -133,7 +133,7 @@ def test_generate_finds_what_drafts_and_says_so_in_one_line(outrider: Run, tmp_p
     assert outrider(*command)[2].splitlines().count(nothing) == 1
     make_folder(tmp_path / "draft", seed=1)
     code, out, err = outrider(*command)
-    said = f"drafts with draft model {tmp_path / 'draft'} (found beside the target)"
+    said = f"drafts with draft model {tmp_path / 'draft'} (found next to the target)"
     assert code == 0 and err.splitlines().count(said) == 1 and nothing not in err
     assert out == outrider(*command, "--method", "plain")[1]
     assert "drafts with" not in outrider(*command, "--method", "ngram")[2]

@@ -77,7 +77,7 @@ def test_an_empty_picture_is_shown_while_nothing_else_is() -> None:
         yield from rounds()
 
     drawn(view, watched())
-    assert "reading the prompt" in seen[0] and "running" in seen[0]
+    assert "processing the prompt" in seen[0] and "running" in seen[0]
 
 
 def test_a_long_race_is_followed_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def test_mistakes_in_training_a_model_are_one_line(outrider: Run, target: Path, 
         return outrider("train", kind, "--target", target, "--text", text, "--out", tmp_path / "made", *FAST, *options)
 
     assert_one_line(train("draft", "--layers", 0), "--layers 0: expected at least 1")
-    assert_one_line(train("draft", "--start", target, "--width", 8), "leave out --layers")
+    assert_one_line(train("draft", "--start", target, "--width", 8), "omit --layers")
     assert_one_line(train("draft", "--start", tmp_path / "none"), "none")
     assert_one_line(train("draft", "--from-layers", "first"), "--from-layers")
     assert_one_line(train("draft", "--loss", "mse"), "kl or tv")

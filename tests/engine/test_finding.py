@@ -375,10 +375,10 @@ def test_what_the_user_named_is_never_overridden(made, target, tmp_path):
     own = copied(made / "own", tmp_path / "own")
     copied(made / "eagle3", target.parent / "eagle3")
     assert loaded(own, method="ngram").proposer.name == "ngram"
-    assert loaded(own, method="plain").drafter == "drafts with plain, as named"
+    assert loaded(own, method="plain").drafter == "drafts with plain, as specified"
     assert loaded(target, method="suffix").proposer.name == "suffix"
     assert loaded(target, draft=made / "draft").proposer.name == "draft"
-    assert loaded(own, method="mtp", draft=own).drafter == "drafts with mtp, as named"
+    assert loaded(own, method="mtp", draft=own).drafter == "drafts with mtp, as specified"
     with pytest.raises(OutriderError, match="needs an EAGLE head: use method 'draft' with it"):
         loaded(target, method="eagle", draft=made / "draft")
 
@@ -386,7 +386,7 @@ def test_what_the_user_named_is_never_overridden(made, target, tmp_path):
 def test_a_named_draft_alone_is_used_as_what_it_is(made, target, tmp_path):
     for name, method in (("draft", "draft"), ("eagle3", "eagle"), ("eagle1", "eagle"), ("medusa", "medusa")):
         llm = loaded(target, draft=made / name)
-        assert llm.proposer.name == method and llm.drafter == f"drafts with {made / name}, as named"
+        assert llm.proposer.name == method and llm.drafter == f"drafts with {made / name}, as specified"
     foreign = make_folder(tmp_path / "foreign", tokenizer=make_tokenizer(300))
     assert loaded(target, draft=foreign).proposer.name == "cross-tokenizer"
     with pytest.raises(OutriderError, match="vocabulary of 321 tokens"):

@@ -115,7 +115,7 @@ def test_a_plan_of_everything_becomes_a_yaml_file_and_a_script_of_vllm(export: A
     assert (folder / SCRIPT).read_text() == (
         "#!/bin/sh\n"
         "# vLLM for target: method draft, 3 drafts per round.\n"
-        "# Written by outrider export; arguments are added to the command.\n"
+        "# Written by outrider export; arguments are appended to the command.\n"
         "# Block verification needs vLLM's newer model runner; on a CPU it verifies token by token.\n"
         "set -e\n"
         'cd "$(dirname "$0")"\n'

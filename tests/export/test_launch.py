@@ -140,4 +140,4 @@ def test_mistakes_are_one_line(
 
 def test_options_of_an_engine_need_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--", "--seed", "3"]) == 2
-    assert "need --engine" in capsys.readouterr().err
+    assert "require --engine" in capsys.readouterr().err

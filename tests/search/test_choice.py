@@ -51,7 +51,7 @@ def test_within_noise_the_simpler_is_chosen() -> None:
     found = measured({"plain": 100, "draft k=4": 151, "ngram k=4": 150}, noise=0.2)
     chosen = choice.choose([DRAFT, NGRAM], found.ratio, PROPOSERS)
     assert chosen.chosen == NGRAM and "within noise" in chosen.reason
-    assert "no faster" in chosen.others["draft k=4"]
+    assert "not significantly faster" in chosen.others["draft k=4"]
 
 
 def test_a_hiccup_in_one_turn_of_three_changes_no_choice() -> None:
@@ -75,7 +75,7 @@ def test_of_the_lengths_of_a_method_the_fastest_is_chosen_whatever_is_simpler() 
 def test_noise_is_no_reason_to_give_much_away() -> None:
     found = measured({"plain": 100, "draft k=4": 160, "ngram k=4": 150}, noise=0.3)
     lead = found.ratio(DRAFT.label, NGRAM.label)
-    assert lead.interval is not None and lead.interval[0] < 1 < lead.value - choice.ALIKE
+    assert lead.interval is not None and lead.interval[0] < 1 < lead.value - choice.MAX_LOSS
     assert choice.choose([DRAFT, NGRAM], found.ratio, PROPOSERS).chosen == DRAFT
 
 

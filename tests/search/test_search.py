@@ -82,7 +82,7 @@ def test_a_good_draft_is_found_and_plain_decoding_runs_in_every_turn(llm: LLM, t
     runs = {label: sum(each == label for each, _ in ran) for label, _ in ran}
     assert runs["draft k=1"] == runs["draft k=2"] == 2 and runs["draft k=4"] == runs[PLAIN] > 2
     assert [each.name for each in found.passed][:2] == ["rung 1", "rung 2"] and found.passed[-1].leader == "draft k=4"
-    assert "when draft k=4 reached 2." in chosen.others["draft k=1"] and found.tau("draft k=4") == 2.0
+    assert "draft k=4 reached 2." in chosen.others["draft k=1"] and found.tau("draft k=4") == 2.0
     document = result(found, chosen, "toy")
     json.dumps(document)
     assert document["chosen"] == {"method": "draft", "k": 4, "label": "draft k=4"}
@@ -165,7 +165,7 @@ def test_a_method_that_fails_is_dropped_with_the_reason(llm: LLM, twin: Proposer
     broken.propose = lambda context, k: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     found = started(llm, {"ngram": broken, "draft": twin})
     chosen = found.run()
-    assert "failed while it ran" in found.reasons["ngram"]
+    assert "failed during a run" in found.reasons["ngram"]
     assert chosen.chosen.method in (PLAIN, "draft") and not any(label.startswith("ngram") for label in found.taus)
     assert all("ngram" not in label for each in found.passed for label in each.standing.speedups)
     assert not llm.engine.has_work and llm.proposer.name == PLAIN
@@ -280,7 +280,7 @@ def test_a_journal_of_another_question_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="with another batch"):
         Journal(file, {"batch": [2], "traffic": "x"}, resume=True)
     file.write_text("[]")
-    with pytest.raises(OutriderError, match="not a document of outrider tune"):
+    with pytest.raises(OutriderError, match="was not written by outrider tune"):
         Journal(file, {}, resume=True)
 
 

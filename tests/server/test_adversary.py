@@ -149,7 +149,7 @@ def test_a_second_signal_ends_it_at_once_with_one_line(target: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(2.0) == 128 + signal.SIGTERM
         until(lambda: not server.reader.is_alive())
-        assert [json.loads(line)["event"] for line in server.log] == ["a second signal: the process ends at once"]
+        assert [json.loads(line)["event"] for line in server.log] == ["second signal received: exiting immediately"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes as Linux shows them")

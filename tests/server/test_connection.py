@@ -118,7 +118,7 @@ def test_connections_that_cannot_be_accepted_are_one_message_a_minute(caplog: py
         assert len(caplog.records) == 1 and "too many open files" in caplog.text
         quiet._last -= 61
         quiet(loop, context)
-        assert "tried 5000 times" in caplog.records[-1].getMessage()
+        assert "5000 failed attempts" in caplog.records[-1].getMessage()
         quiet(loop, {"message": "another"})
         assert caplog.records[-1].getMessage() == "another"
     loop.close()
@@ -149,13 +149,13 @@ def test_ready_says_what_does_not_move(load: Callable[..., LLM], monkeypatch: py
         asking = threading.Thread(target=lambda: server.text("x"))
         asking.start()
         until(lambda: ready()[0] == 503)
-        assert "not ready: the engine has not moved for" in ready()[1]
+        assert "not ready: the engine has made no progress for" in ready()[1]
         go.set()
         asking.join()
         assert ready() == (200, "ready")
         texts, schemas = server.service.pools
         monkeypatch.setattr(type(texts), "stalled_seconds", 1.0)
-        assert ready()[0] == 503 and "the workers have not moved for 1 s" in ready()[1]
+        assert ready()[0] == 503 and "the workers have made no progress for 1 s" in ready()[1]
         monkeypatch.undo()
         schemas._trouble = "no memory"
-        assert ready() == (503, "not ready: no process to compile a JSON schema starts: no memory")
+        assert ready() == (503, "not ready: cannot start a process to compile a JSON schema: no memory")

@@ -161,7 +161,7 @@ def _test(test: Test, adjusted: float, question: Question) -> dict[str, Any]:
 
 
 def _difference(each: Difference) -> dict[str, Any]:
-    """Replace infinity by None for JSON: the score of an impossible token, and the gap to it."""
+    """Return a difference as JSON-ready data, with None instead of infinite scores and gaps."""
     scores = [score if math.isfinite(score) else None for score in each.plain_logprobs]
     return asdict(each) | {"plain_logprobs": scores, "gap": each.gap if math.isfinite(each.gap) else None}
 

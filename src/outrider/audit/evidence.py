@@ -21,7 +21,7 @@ from outrider.audit.statistics import chi_square_tail, smallest_tv
 
 MIN_EXPECTED = 10.0  # minimum expected tokens per cell; rarer cells are pooled
 MIN_VARIANCE = 5.0  # minimum variance of a sum of cells, in tokens, for the normal approximation
-EDGES = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.25, 0.5)  # cell borders of calibration: the target's probability of the token
+EDGES = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.25, 0.5)  # borders of the calibration cells, in target probability
 NUM_CELLS = len(EDGES) + 1
 LEAKS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # mixture weights of the draft's distribution in the likelihood ratio
 Prefix = tuple[int, ...]
@@ -35,7 +35,7 @@ class Sample:
     token_ids: tuple[int, ...]
     origins: tuple[str, ...]
     draft_probs: dict[int, float] = field(default_factory=dict)
-    # place -> the draft's probability of the token there, where a round with drafts began
+    # position -> draft probability of the token there, for positions at which a round with drafts began
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Test:
     freedom: int | None  # degrees of freedom; None for the likelihood ratio
     p_value: float
     num_tokens: int  # number of tested tokens
-    effect: float  # sqrt(excess of the statistic over its mean / tokens); for the likelihood ratio the likeliest share
+    effect: float  # sqrt(excess of the statistic over its mean / tokens); likelihood ratio: the mixture weight that fits best
 
     def smallest_tv(self, alpha: float, power: float) -> float | None:
-        """See ``statistics.smallest_tv``; the likelihood ratio has a direction, and no such bound."""
+        """Return ``statistics.smallest_tv`` of this test; None for the likelihood ratio, which has no such bound."""
         return None if self.freedom is None else smallest_tv(self.freedom, self.num_tokens, alpha, power)
 
 
@@ -69,7 +69,7 @@ class Tally:
 
     @property
     def texts(self) -> list[Prefix]:
-        """Return sequences along which plain decoding visits every prefix."""
+        """Return token sequences that contain every sampled prefix."""
         return sorted({sample.token_ids[:-1]: sample.token_ids for sample in self.samples}.values())
 
     def fresh(self, prefixes: Sequence[Prefix]) -> list[int]:
@@ -123,7 +123,7 @@ class Evidence:
             self._add_group(int(places[row]), counts[row], laws[row].cpu().numpy(), int(totals[row]))
 
     def _add_calibration(self, places: IntArray, totals: IntArray, masses: np.ndarray[Any, Any]) -> None:
-        """What is due in the cells after texts of these lengths, met so many times: masses [A, cells]."""
+        """Add expected counts per cell. ``places``, ``totals``: length and count of each prefix; ``masses``: [A, cells]."""
         due = totals[:, None] * masses
         for place in np.unique(places):
             here = places == place
@@ -189,7 +189,7 @@ class Evidence:
             join[row, cells] = 1
         excess, variance = join @ self._excess[place], join @ self._variance[place] @ join.T
         values, vectors = np.linalg.eigh(variance)
-        is_free = values > MIN_VARIANCE  # cells sum to nothing, and a law that is certain varies in none
+        is_free = values > MIN_VARIANCE  # cells sum to zero, and a point mass has no variance
         freedom, tokens = int(is_free.sum()), int(self._tokens[place])
         if not freedom:
             return None
@@ -198,8 +198,8 @@ class Evidence:
         return Test("calibration", place + 1, statistic, freedom, chi_square_tail(statistic, freedom), tokens, effect)
 
     def _ratio_test(self) -> Test:
-        """Mixtures of target and draft against the target: the mean of the likelihood ratios has expectation 1, so that it
-        exceeds 1 / alpha with probability alpha at most, for any number of samples (Ville 1939)."""
+        """Test mixtures of target and draft against the target. Under the target the mean of the likelihood ratios has
+        expectation 1, so it exceeds 1 / alpha with probability at most alpha, for any number of samples (Ville 1939)."""
         highest = float(self._log_ratios.max())
         log_mean = highest + math.log(float(np.exp(self._log_ratios - highest).mean()))
         share = LEAKS[int(self._log_ratios.argmax())] if log_mean > 0 else 0.0
@@ -214,8 +214,8 @@ def cells_of(laws: Tensor) -> Tensor:
 def at_borders(laws: Tensor) -> Tensor:
     """Return distributions [B, V] in which impossible tokens are as likely as the least likely possible one.
 
-    Where passes round differently, a token at the border of top-k or top-p may be in or out; the verifier must not be blamed
-    for it.
+    If passes round differently, a token at the border of top-k or top-p may be kept in one and dropped in the other. This is
+    not an error of the verifier.
     """
     least = torch.where(laws > 0, laws, torch.inf).amin(-1, keepdim=True)
     return torch.where(laws > 0, laws, least)

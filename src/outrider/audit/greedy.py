@@ -11,7 +11,7 @@ from outrider.audit.rig import Rig, Text, Way
 from outrider.types import SamplingParams
 
 EXPLAINED = 1000  # floating-point steps; a larger difference, or more than one nat, is not rounding
-NUM_TOP = 16  # likeliest tokens per position that are compared between the two runs
+NUM_TOP = 16  # most likely tokens per position that are compared between the two runs
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Difference:
     place: int  # number of equal tokens before it
     plain_token: int
     speculative_token: int
-    plain_logprobs: tuple[float, float]  # of both tokens, after bias and penalties, in plain decoding's pass
-    speculative_logprobs: (
-        tuple[float, float] | None
-    )  # of both in the drafts' pass, before bias and penalties; None: one is far less likely
+    # scores of both tokens in plain decoding, after bias and penalties
+    plain_logprobs: tuple[float, float]
+    # scores of both tokens with drafts, before bias and penalties; None: one is not in the top tokens
+    speculative_logprobs: tuple[float, float] | None
     gap: float  # plain decoding's score of its token minus that of the other
     is_tie: bool
 
@@ -42,7 +42,7 @@ class GreedyResult:
 
     @property
     def threshold(self) -> float:
-        """Return the largest gap of a tie: each of two logits may move by the rounding, one up and one down."""
+        """Return the largest gap that counts as a tie: twice the rounding, since both logits may move."""
         return 2 * max(self.rounding, self.resolution)
 
     @property

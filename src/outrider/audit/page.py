@@ -29,7 +29,7 @@ GREEDY = {
 }  # fmt: skip
 DIFFERENCE = {
     "prompt": "prompt", "place": "equal tokens before", "plain_token": "plain token", "speculative_token": "speculative token",
-    "plain_logprobs": "plain's scores", "speculative_logprobs": "in the drafts' pass", "gap": "gap", "is_tie": "tie",
+    "plain_logprobs": "plain scores", "speculative_logprobs": "speculative scores", "gap": "gap", "is_tie": "tie",
 }  # fmt: skip
 CONTROL = {
     "name": "control", "text": "defect", "caught": "caught", "by": "by", "p_value": "p", "samples": "samples",
@@ -96,9 +96,7 @@ def _certificates(document: Mapping[str, Any]) -> Iterator[str]:
         {"method": each["method"], "verdict": each["verdict"], "meaning": VERDICTS[each["verdict"]]}
         for each in document["methods"]
     ]
-    rows += [
-        {"method": name, "verdict": "not possible", "meaning": reason} for name, reason in document["not_possible"].items()
-    ]
+    rows += [{"method": name, "verdict": "not audited", "meaning": reason} for name, reason in document["not_possible"].items()]
     yield table("Verdicts", {"method": "method", "verdict": "verdict", "meaning": "meaning"}, rows)
     for each in document["methods"]:
         yield from _method(each)
@@ -118,16 +116,16 @@ def _method(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _sampling(found: Mapping[str, Any]) -> Iterator[str]:
-    yield table("Wrong verifiers, which must be caught", CONTROL, found["controls"])
+    yield table("Controls: wrong verifiers, which must be caught", CONTROL, found["controls"])
     leak = found["smallest_leak_as_it_is"]
     yield (
         f"<p>Total variation distance of draft and target at the start of a round: {found['draft_distance']:.3g}; with half of"
-        f" the drafts replaced {found['draft_distance_stressed']:.3g}. With the drafts as they are, the smallest share of"
+        f" the drafts replaced {found['draft_distance_stressed']:.3g}. With unchanged drafts, the smallest share of"
         f" rejected drafts whose acceptance would have been detected at {found['power']:.0%} power is"
         f" {'more than all' if leak is None else format(leak, '.2g')}.</p>"
     )
     for name, part in found["parts"].items():
-        what = "Drafts as they are" if name == AS_IS else "Half of the drafts replaced"
+        what = "Unchanged drafts" if name == AS_IS else "Half of the drafts replaced"
         yield table(f"{what}: {part['samples']:,} samples of {found['tokens_per_sample']} tokens", TEST, part["tests"])
         origins = ", ".join(f"{count:,} {origin}" for origin, count in part["origins"].items())
         yield f"<p><small>Tokens by origin: {origins}.</small></p>"
@@ -139,7 +137,7 @@ def _grid(document: Mapping[str, Any]) -> Iterator[str]:
     yield table(f"Texts of {document['grid']['max_tokens']} tokens", CELL, document["cells"])
     if document["not_possible"]:
         rows = [{"method": name, "reason": reason} for name, reason in document["not_possible"].items()]
-        yield table("Not possible with this target", {"method": "method", "reason": "reason"}, rows)
+        yield table("Methods that could not be audited", {"method": "method", "reason": "reason"}, rows)
 
 
 def _provenance(document: Mapping[str, Any]) -> Iterator[str]:

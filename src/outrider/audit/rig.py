@@ -1,4 +1,4 @@
-"""Runs the engine for an audit: samples of one prompt, the target's distributions along them, and greedy output."""
+"""Run the engine for an audit: samples of one prompt, the target's distributions along them, and greedy output."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from outrider.verifiers.exact import ExactMatchVerifier
 from outrider.verifiers.rejection import RejectionVerifier
 
 WAVES = 12  # batches of samples per prefill of the prompt
-FRONT = "front"  # id of the request that they are forked from
+SOURCE_ID = "front"  # id of the request whose cache the samples copy
 
 
 @dataclass(frozen=True)
 class Way:
-    """Proposer, verifier and drafts per round."""
+    """How to generate: proposer, verifier and drafts per round."""
 
     proposer: Proposer = field(default_factory=PlainProposer)
     verifier: Verifier = field(default_factory=RejectionVerifier)
@@ -46,10 +46,10 @@ class Text:
 
 
 class Rig:
-    """One target's runner, and engines that share its cache and passes."""
+    """Run audits on one target: engines that share its runner."""
 
     def __init__(self, runner: ModelRunner, batch: int | None = None) -> None:
-        """``batch``: concurrent sequences; None: as many as the runner allows."""
+        """``batch``: number of concurrent sequences; None for the runner's maximum."""
         self.runner, self.batch = runner, batch or runner.max_batch
         self.faults = 0  # rounds with proposer failures so far
 
@@ -65,7 +65,7 @@ class Rig:
     ) -> Iterator[list[Sample]]:
         """Yield ``num_samples`` continuations of one prompt in waves; the first ``length`` tokens of each are tested.
 
-        One token more is generated, so that the last tested one comes from a round with drafts too.
+        One more token is generated, so that the last tested one can also come from a round with drafts.
         """
         params = _endless(replace(params, max_tokens=length + 1))
         watched = Watched(way.verifier)
@@ -89,12 +89,12 @@ class Rig:
         for start in range(0, len(texts), self._wave):
             part = texts[start : start + self._wave]
             requests = [_request(f"led-{i}", prompt, replace(params, max_tokens=len(text)), 0) for i, text in enumerate(part)]
-            told = {request.request_id: text for request, text in zip(requests, part, strict=True)}
+            tokens_of = {request.request_id: text for request, text in zip(requests, part, strict=True)}
 
             def shown(requests: Sequence[Request], probs: Tensor) -> None:
                 show([tuple(request.token_ids[request.num_prompt_tokens :]) for request in requests], probs)
 
-            self._run_from_one_prompt(self._engine(Way(verifier=Led(told, shown))), requests)
+            self._run_from_one_prompt(self._engine(Way(verifier=Led(tokens_of, shown))), requests)
 
     @property
     def _wave(self) -> int:
@@ -109,12 +109,12 @@ class Rig:
     def _run_from_one_prompt(self, engine: Engine, requests: Sequence[Request]) -> dict[str, Text]:
         """Run requests with one prompt: the first prefills it, the others copy its cache while it runs.
 
-        If they do not fit at once, an additional request runs until they are done, as the source of the copies.
+        If they do not fit into one batch, an additional request runs until they are done, as the source of the copies.
         """
         first = requests[0]
         if len(requests) > self.batch > 1:
             room = self.runner.max_len - first.num_prompt_tokens
-            first = _request(FRONT, first.token_ids, replace(first.params, max_tokens=room), first.seed)
+            first = _request(SOURCE_ID, first.token_ids, replace(first.params, max_tokens=room), first.seed)
             engine.add(first)
         for request in requests:
             engine.add(request, fork_of=None if request is first else first.request_id)
@@ -141,14 +141,14 @@ class Rig:
                     text.logprobs += emission.logprobs or []
                     text.num_rounds += 1
         finally:
-            for request_id in (FRONT, *left):
+            for request_id in (SOURCE_ID, *left):
                 engine.abort(request_id)
             self.faults += engine.stats.faults
         return texts
 
 
 def _endless(params: SamplingParams) -> SamplingParams:
-    """Continue after end-of-text tokens: their positions are tested like others, and all outputs have the same length."""
+    """Return settings that ignore end-of-sequence tokens, so that all outputs have the same length."""
     return replace(params, ignore_eos=True, n=1, stop=(), stop_token_ids=())
 
 

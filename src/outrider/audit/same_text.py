@@ -47,10 +47,10 @@ class Grid:
 
 
 class SameText:
-    """Runs a grid cell by cell; plain decoding runs once per temperature."""
+    """Run a grid cell by cell; plain decoding runs once per temperature."""
 
     def __init__(self, llm: LLM, grid: Grid, proposers: Mapping[str, Proposer], done: Sequence[Mapping[str, Any]] = ()) -> None:
-        """``proposers`` by method; ``done``: finished cells of an earlier run of the same grid."""
+        """``proposers``: method -> proposer; ``done``: finished cells of an earlier run of the same grid."""
         self.llm, self.grid, self.rig = llm, grid, Rig(llm.runner)
         self.results: list[dict[str, Any]] = [dict(cell) for cell in done]
         self._proposers = {**proposers, PLAIN: PlainProposer()}

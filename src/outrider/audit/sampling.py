@@ -21,8 +21,8 @@ from outrider.types import OutriderError, SamplingParams
 from outrider.verifiers.rejection import RejectionVerifier
 
 AS_IS, STRESSED = "as it is", "half of the drafts replaced"
-PILOT = 48  # samples per prompt for planning
-LEAST = 30  # minimum tokens of an origin
+PILOT_SAMPLES = 48  # samples per prompt for planning
+MIN_TOKENS = 30  # minimum tokens of an origin
 Say = Callable[[str, int, float], None]  # description, samples since the last call, total samples (0: unknown)
 
 
@@ -63,7 +63,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Reach:
-    """Part in which a control is detected soonest, and the samples needed at the required power."""
+    """The part that detects a control with the fewest samples, and their number at the required power."""
 
     part: str
     samples: float
@@ -77,7 +77,7 @@ class Plan:
     reach: dict[str, Reach]  # by name of the control
     distance: float  # total variation of target and draft at the start of a round
     stressed_distance: float
-    smallest_leak: float | None  # detectable with the drafts as they are; None: not even 100%
+    smallest_leak: float | None  # smallest detectable leak with unchanged drafts; None: not even 100%
 
     @property
     def total(self) -> float:
@@ -137,7 +137,7 @@ class SamplingResult:
         ]
         few = self._few("accepted", "corrected")
         if few:
-            reasons.append(f"fewer than {LEAST} {' and '.join(few)} tokens: the method hardly drafts on these prompts")
+            reasons.append(f"fewer than {MIN_TOKENS} {' and '.join(few)} tokens: the method rarely drafts on these prompts")
         if self.outcome.faults:
             reasons.append(f"the proposer failed {self.outcome.faults} time(s), and plain decoding continued")
         return reasons
@@ -146,13 +146,13 @@ class SamplingResult:
     def remarks(self) -> list[str]:
         """Return remarks about origins that were too rare to test, and too rare to matter."""
         return [
-            f"fewer than {LEAST} {origin} tokens: the token after a fully accepted round was not tested"
+            f"fewer than {MIN_TOKENS} {origin} tokens: the token after a fully accepted round was not tested"
             for origin in self._few("bonus")
         ]
 
     def _few(self, *origins: str) -> list[str]:
         counts = sum((each.origins for each in self.outcome.evidence.values()), start=Counter[str]())
-        return [origin for origin in origins if counts[origin] < LEAST]
+        return [origin for origin in origins if counts[origin] < MIN_TOKENS]
 
 
 def audit_samples(rig: Rig, way: Way, question: Question, say: Say) -> SamplingResult:
@@ -165,7 +165,7 @@ def audit_samples(rig: Rig, way: Way, question: Question, say: Say) -> SamplingR
 
 
 def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> Plan:
-    """Plan the samples for ``tv`` with the drafts as they are, and with half replaced for controls not detected there."""
+    """Plan samples to detect ``tv`` with unchanged drafts, and with half replaced for controls not detected otherwise."""
     gauges, per_sample = {}, {}
     for number, part in enumerate((AS_IS, STRESSED)):
         say("planning", 0, 0)
@@ -175,11 +175,11 @@ def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> Plan:
         for index, prompt in enumerate(question.prompts):
             seed = key_of(question.seed, 7, number, index) >> 1
             way_watched = replace(pilot, verifier=Watched(pilot.verifier, gauge))
-            waves = rig.sample(way_watched, prompt, question.params, PILOT, question.length, seed)
+            waves = rig.sample(way_watched, prompt, question.params, PILOT_SAMPLES, question.length, seed)
             num_rounds += sum(len(sample.draft_probs) for wave in waves for sample in wave)
         if not gauge.num_rounds or not num_rounds:
             raise OutriderError("the method drafts nothing on these prompts: use other --prompts or another method")
-        per_sample[part] = num_rounds / (PILOT * len(question.prompts))
+        per_sample[part] = num_rounds / (PILOT_SAMPLES * len(question.prompts))
     needed_as_is = samples_for_tv(rig, question)
     reach = {}
     for control in CONTROLS:
@@ -191,13 +191,13 @@ def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> Plan:
             (each for each in both if each.part == STRESSED or each.samples <= needed_as_is), key=lambda each: each.samples
         )
     under_stress = [each.samples for each in reach.values() if each.part == STRESSED]
-    samples = {AS_IS: needed_as_is, STRESSED: max([PILOT * len(question.prompts), *under_stress])}
+    samples = {AS_IS: needed_as_is, STRESSED: max([PILOT_SAMPLES * len(question.prompts), *under_stress])}
     for part, needed in samples.items():
         if needed > question.max_samples:
-            told = f"more than {question.max_samples:,}" if math.isinf(needed) else f"{needed:,.0f}"
-            raise OutriderError(f"the audit needs {told} samples ({part}): lower --power, raise --tv, or raise --max-samples")
+            shown = f"more than {question.max_samples:,}" if math.isinf(needed) else f"{needed:,.0f}"
+            raise OutriderError(f"the audit needs {shown} samples ({part}): lower --power, raise --tv, or raise --max-samples")
     return Plan(
-        {part: _whole(needed, len(question.prompts)) for part, needed in samples.items()},
+        {part: _rounded_up(needed, len(question.prompts)) for part, needed in samples.items()},
         reach,
         gauges[AS_IS].mean_distance,
         gauges[STRESSED].mean_distance,
@@ -206,7 +206,7 @@ def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> Plan:
 
 
 def samples_for_tv(rig: Rig, question: Question) -> float:
-    """Return the samples over all prompts for the G-test of the first token to detect the total variation distance."""
+    """Return the samples over all prompts with which the G-test of the first token detects ``tv``."""
     laws: list[np.ndarray[Any, Any]] = []
     for prompt in question.prompts:
         rig.follow(prompt, [(0,)], question.params, lambda _, probs: laws.append(probs[0].double().cpu().numpy()))
@@ -217,7 +217,7 @@ def samples_for_tv(rig: Rig, question: Question) -> float:
         if freedom and smallest_tv(freedom, each * len(laws), question.strictest, question.power) <= question.tv:
             return each * len(laws)
         if not freedom and all(law.max() > 1 - 1e-9 for law in laws):
-            return each * len(laws)  # the settings allow one token only
+            return each * len(laws)  # the settings allow a single token
         each *= 1.2
     return math.inf
 
@@ -231,10 +231,10 @@ def judge(rig: Rig, way: Way, question: Question, plan: Plan, say: Say) -> Outco
 
 
 def catch(rig: Rig, way: Way, question: Question, plan: Plan, control: Control, number: int, say: Say) -> Caught:
-    """Run a control prompt by prompt until a test rejects at the strictest level: first the expected number of samples,
-    then all of the plan."""
+    """Run a control, prompt by prompt, until a test rejects it at the strictest level: first with the expected number of
+    samples, then with all of the plan."""
     reach = plan.reach[control.name]
-    stages = [(reach.part, _whole(reach.samples, len(question.prompts)))]
+    stages = [(reach.part, _rounded_up(reach.samples, len(question.prompts)))]
     stages += sorted(plan.samples.items(), key=lambda stage: stage[0] != reach.part)
     wrong = replace(way, verifier=control.verifier(question.seed))
     best, samples, least = "", 0, 1.0
@@ -259,9 +259,9 @@ def _outcomes(
     stream: int,
     say: Callable[[str, int], None],
 ) -> Iterator[Outcome]:
-    """Run stages of (part, samples of all prompts), prompt by prompt; yield the tests over all samples so far.
+    """Run stages, each a part and its samples over all prompts; yield the tests over all samples so far.
 
-    ``stream`` separates random number streams.
+    ``stream``: index that separates the random number streams of verifiers.
     """
     outcome = Outcome({}, {})
     for stage, (part, num_samples) in enumerate(stages):
@@ -287,10 +287,10 @@ def _outcomes(
 
 
 def _part(way: Way, part: str, seed: int) -> Way:
-    """Return ``way`` with its drafts as they are, or with half of them replaced."""
+    """Return ``way`` with unchanged drafts, or with half of them replaced."""
     return way if part == AS_IS else replace(way, proposer=Stressed(way.proposer, seed % 2**63))
 
 
-def _whole(number: float, parts: int) -> int:
-    """Return the next multiple of ``parts``."""
+def _rounded_up(number: float, parts: int) -> int:
+    """Round up to a multiple of ``parts``."""
     return math.ceil(number / parts) * parts

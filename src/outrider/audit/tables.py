@@ -27,16 +27,16 @@ def certificates(result: Mapping[str, Any]) -> Group:
     for each in result["methods"]:
         greedy, found = each["greedy"], each["sampling"]
         same = greedy["prompts"] - greedy["ties"] - greedy["defects"]
-        told = f"{same}/{greedy['prompts']} equal" + (f", {greedy['ties']} ties" if greedy["ties"] else "")
+        entry = f"{same}/{greedy['prompts']} equal" + (f", {greedy['ties']} ties" if greedy["ties"] else "")
         if found is None:
-            view.add_row(escape(each["method"]), MARKS[each["verdict"]], told, "", "", "")
+            view.add_row(escape(each["method"]), MARKS[each["verdict"]], entry, "", "", "")
         else:
             values = [test["holm_p_value"] for part in found["parts"].values() for test in part["tests"]]
             caught = sum(control["caught"] for control in found["controls"])
             samples = sum(part["samples"] for part in found["parts"].values())
             controls = f"{caught} of {len(found['controls'])} caught"
             least = f"{min(values, default=1.0):.2g}"
-            view.add_row(escape(each["method"]), MARKS[each["verdict"]], told, f"{samples:,}", least, controls)
+            view.add_row(escape(each["method"]), MARKS[each["verdict"]], entry, f"{samples:,}", least, controls)
     said = [
         (each["method"], text) for each in result["methods"] for text in [*each["findings"], *each["doubts"], *each["remarks"]]
     ]
@@ -51,9 +51,9 @@ def grid_table(result: Mapping[str, Any]) -> Table:
     for name in ("method", "K", "batch", "t", "differing", "cost"):
         view.add_column(name, justify="left" if name == "method" else "right")
     for cell in result["cells"]:
-        told = f"{cell['differing']} of {cell['prompts']}"
+        entry = f"{cell['differing']} of {cell['prompts']}"
         cost = "" if cell["cost"] is None else f"{cell['cost']:.2f}"
-        view.add_row(escape(cell["method"]), str(cell["k"]), str(cell["batch"]), f"{cell['temperature']:g}", told, cost)
+        view.add_row(escape(cell["method"]), str(cell["k"]), str(cell["batch"]), f"{cell['temperature']:g}", entry, cost)
     return view
 
 
@@ -63,5 +63,5 @@ def grid_verdict(result: Mapping[str, Any]) -> str:
         return "yes, everywhere"
     said = [f"{result['differing']:,} texts differ, {len(result['cells'])} cells done"]
     if result["faults"]:
-        said.append(f"the proposer failed in {result['faults']} rounds, so these outputs were plain decoding's")
+        said.append(f"the proposer failed in {result['faults']} rounds, which were plain decoding")
     return "; ".join(said)

@@ -1,7 +1,7 @@
-"""Wrappers for audits.
+"""Wrappers of proposers and verifiers for audits.
 
-``Watched`` records where rounds begin and what was drafted there; ``Stressed`` replaces drafts by random ones and declares it,
-so that rejection occurs however good the draft is; ``Led`` replays plain decoding along given sequences.
+``Watched`` records where rounds begin and the draft probabilities there; ``Stressed`` replaces some drafts by random ones, with
+correct probabilities, so that rejections occur however good the draft is; ``Led`` replays plain decoding along sequences.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CAP = 30.0  # bound of a log-ratio, for tokens with target probability zero
 
 
 class Stressed(Around):
-    """Wraps a proposer and replaces half of its drafts by uniformly sampled tokens.
+    """Wrap a proposer and replace half of its drafts by uniformly sampled tokens.
 
     ``Proposal.probs`` are the resulting mixtures, so a correct verifier stays lossless; a wrong one sees drafts that are very
     unlikely under the target.
@@ -55,7 +55,7 @@ class Stressed(Around):
 
 
 class Watched(Verifier):
-    """Wraps a verifier and records what was drafted at the start of each round."""
+    """Wrap a verifier and record the draft probabilities at the start of each round."""
 
     lossless: ClassVar[bool] = True
     handles_trees: ClassVar[bool] = True
@@ -95,7 +95,7 @@ class Led(Verifier):
     judges: ClassVar[Literal["probs", "tokens"]] = "probs"
 
     def __init__(self, texts: Mapping[str, Sequence[int]], show: Callable[[Sequence[Request], Tensor], None]) -> None:
-        """``texts``: request -> tokens to emit; others emit the likeliest. ``show`` gets requests and probabilities [B, V]."""
+        """``texts``: request id -> tokens to emit; other requests emit the argmax. ``show`` gets the probabilities [B, V]."""
         self._texts, self._show = texts, show
 
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
@@ -121,7 +121,7 @@ LAWS = ("target", "draft", "no residual", "untempered draft")
 
 @dataclass
 class Gauge:
-    """Estimates how fast two of the tests detect the controls, from both distributions at the start of rounds."""
+    """Estimate the samples that two of the tests need to detect the controls, from the distributions at round starts."""
 
     has_rounding: bool = False  # see ``evidence.at_borders``
     num_rounds: int = 0
@@ -140,18 +140,18 @@ class Gauge:
             torch.ones(len(rows), dtype=torch.long),
             None if proposal.probs is None else proposal.probs[rows, :1],
         )
-        told = flattened(first, target[rows]).double()[:, 0]
+        assumed = flattened(first, target[rows]).double()[:, 0]
         if first.probs is None:
             of_draft = functional.one_hot(first.token_ids[:, 0], of_target.shape[-1]).double().to(of_target.device)
         else:
             of_draft = first.probs[:, 0].double()
         refused = (of_draft - of_target).clamp_min(0).sum(-1, keepdim=True)
-        accepted = of_draft * accept_prob(of_target, told)
+        accepted = of_draft * accept_prob(of_target, assumed)
         laws = (
             of_target,
             of_draft,
             torch.minimum(of_target, of_draft) + refused * of_target,
-            accepted + (1 - accepted.sum(-1, keepdim=True)) * residual(of_target, told),
+            accepted + (1 - accepted.sum(-1, keepdim=True)) * residual(of_target, assumed),
         )
         likely = at_borders(of_target) if self.has_rounding else of_target
         for column, leak in enumerate(LEAKS):
@@ -172,13 +172,13 @@ class Gauge:
 
     @property
     def mean_distance(self) -> float:
-        """Return the total variation of target and draft, the rejection probability of the first draft."""
+        """Return the mean total variation of target and draft, which is the rejection probability of the first draft."""
         return self.distance / max(self.num_rounds, 1)
 
     def samples_for(self, law: str, level: float, power: float, rounds_per_sample: float) -> float:
         """Return the samples after which the named control is detected at ``level`` with probability ``power``.
 
-        By the likelihood ratio over all rounds or calibration at one position, whichever is sooner.
+        The smaller number of the likelihood ratio over all rounds and of calibration at one position.
         """
         threshold = math.log(len(LEAKS) / level)
         if law == "leaky":
@@ -195,8 +195,8 @@ class Gauge:
     def rounds_for_leak(self, leak: float, threshold: float, power: float) -> float:
         """Return the rounds after which accepting a share ``leak`` of the rejected drafts is detected, or inf.
 
-        The distribution moves by that share towards the draft's. In a tree a sibling may be accepted after a rejected draft,
-        so fewer are finally rejected.
+        This moves the distribution towards the draft's by that share. In a tree a sibling may be accepted after a rejected
+        draft, so fewer rounds end in a rejection.
         """
         share = leak * min(1.0, self.num_refused / self.distance) if self.distance else 0.0
         means = (1 - share) * self.means[0] + share * self.means[1]
@@ -204,7 +204,7 @@ class Gauge:
         return self._rounds(means, squares, threshold, power)
 
     def smallest_leak(self, num_rounds: float, threshold: float, power: float) -> float | None:
-        """Return the smallest detectable share of wrongly accepted drafts in so many rounds; None if not even 100%."""
+        """Return the smallest share of wrongly accepted drafts detectable in ``num_rounds``; None if not even 100%."""
         shares = [10 ** (exponent / 10) for exponent in range(-40, 1)]
         return next((share for share in shares if self.rounds_for_leak(share, threshold, power) <= num_rounds), None)
 

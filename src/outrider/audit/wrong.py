@@ -1,4 +1,4 @@
-"""Deliberately wrong verifiers (controls): an audit that does not catch them proves nothing. They have no public names."""
+"""Controls: deliberately wrong verifiers, which an audit must catch to be conclusive. They have no public names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEAK = 0.01  # share of rejected drafts that ``Leaky`` accepts
 
 
 class WithoutResidual(RejectionVerifier):
-    """Samples from the target after a rejection, instead of the residual."""
+    """Sample from the target after a rejection, instead of the residual."""
 
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
         verdict = super().verify(proposal, target, random)
@@ -25,8 +25,8 @@ class WithoutResidual(RejectionVerifier):
 
 
 class Untempered(RejectionVerifier):
-    """Assumes that drafts were sampled from a flatter distribution: at twice the temperature or, for point masses, with
-    probability one half from the target's."""
+    """Assume that drafts were sampled from a flatter distribution: at twice the temperature or, for point masses, with
+    probability 1/2 from the target's."""
 
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
         if proposal.num_nodes:
@@ -35,7 +35,7 @@ class Untempered(RejectionVerifier):
 
 
 class Leaky(RejectionVerifier):
-    """Accepts 1% of the rejected drafts: the first one after the accepted path, if none after it was accepted."""
+    """Accept 1% of the rejected drafts: the first one after the accepted path."""
 
     def __init__(self, seed: int = 0, leak: float = LEAK) -> None:
         self._generator, self.leak = torch.Generator().manual_seed(seed), leak

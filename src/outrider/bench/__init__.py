@@ -1,4 +1,4 @@
 """Benchmarks: speed, acceptance and equality of output, always against plain decoding in the same run.
 
-Uses only the ``LLM`` facade.
+This package uses only the ``LLM`` facade.
 """

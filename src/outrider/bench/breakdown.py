@@ -1,4 +1,4 @@
-"""Break down the difference between the measured and the expected speedup.
+"""Decompose the difference between the measured and the expected speedup.
 
 The formula (Leviathan et al. 2023, theorem 3.8) depends on alpha, K and c. It assumes that every draft is accepted with the
 same probability, that scoring K drafts costs a plain pass, and that no time passes outside the models.
@@ -16,15 +16,15 @@ MEANING = {
     "acceptance": "drafts are not accepted independently with one probability",
     "draft": "drafting takes more or less than K typical steps",
     "score": "scoring the drafts takes longer than a plain pass",
-    "verify": "time of the verifier, compared with plain decoding's",
-    "host": "time of the rest of a round, compared with plain decoding's",
-    "other": "rounds that differ: ends of sequences, requests of a batch that end before the others",
+    "verify": "the verifier takes longer than in plain decoding",
+    "host": "the rest of a round takes longer than in plain decoding",
+    "other": "atypical rounds: ends of sequences, batches with finished requests",
 }
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """Mean milliseconds by phase, tokens and drafts per round of a contender."""
+    """Means of a contender per round: milliseconds by phase, tokens and drafts."""
 
     ms: Mapping[str, float]
     plain_ms: Mapping[str, float]
@@ -35,7 +35,7 @@ class Rounds:
 
     @property
     def cost_ratio(self) -> float | None:
-        """Return c: a draft step over a plain pass. None if nothing was drafted."""
+        """Return c: time of a draft step / time of a plain pass. None if nothing was drafted."""
         return self.step_ms / self.plain_ms["score"] if self.k and self.plain_ms["score"] else None
 
     @property
@@ -44,7 +44,7 @@ class Rounds:
         return None if self.cost_ratio is None else expected_speedup(self.alpha, self.k, self.cost_ratio)
 
     def difference(self, measured: float) -> dict[str, float] | None:
-        """Return ``measured`` minus expected speedup as a sum over parts, replaced one after the other in that order."""
+        """Return measured - expected speedup as a sum over parts: assumptions are replaced by measurements one by one."""
         if self.cost_ratio is None or self.expected is None:
             return None
         ms, plain = self.ms, self.plain_ms

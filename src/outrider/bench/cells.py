@@ -1,4 +1,4 @@
-"""Compute one JSON-ready cell per contender and condition from runs. docs/bench.md defines each key."""
+"""Compute one JSON-ready cell of results per contender and condition. docs/bench.md defines each key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEVELS = {"p50": 0.5, "p95": 0.95}
 
 
 def cells(groups: Sequence[Group], same_text_when_sampled: bool = False) -> list[dict[str, Any]]:
-    """Return cells of every contender and group: medians over the repeats, ratios within a repeat."""
+    """Return the cells of all contenders and groups: medians over repeats, ratios within a repeat."""
     return [
         _cell(group, contender, same_text_when_sampled)
         for group in groups
@@ -59,14 +59,14 @@ def _cell(group: Group, contender: Contender, same_text_when_sampled: bool) -> d
 
 
 def _figures(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
-    """Speed, acceptance, and what the formula makes of them."""
+    """Return speed, acceptance, the formula's expectation, and milliseconds by phase."""
     return {**_speeds(runs, plain), **_acceptance(runs), **_expectation(runs, plain), "ms": _ms(runs)}
 
 
 def _before_loops(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any] | None:
-    """The same figures of the tokens before the first loop of each text.
+    """Return the results of ``_figures`` for the tokens before the first loop of each output.
 
-    Of the batches that have such tokens in every run, so that both are of the same prompts. None where there are none.
+    Batches without such tokens in any of the runs are left out, so that all runs cover the same prompts. None without batches.
     """
     cut = [run.batches_before_loops() for run in [*runs, *plain]]
     kept = [together for together in zip(*cut, strict=True) if all(batch.num_tokens for batch in together)]
@@ -124,7 +124,7 @@ def _acceptance(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _added(runs: Sequence[Run]) -> Run:
-    """Counts only."""
+    """Return a run with the sums of the counts."""
     total = Run()
     for run in runs:
         for ours, theirs in ((total.histogram, run.histogram), (total.reached, run.reached), (total.kept, run.kept)):
@@ -161,7 +161,7 @@ def _latencies(runs: Sequence[Run]) -> dict[str, Any]:
     pauses = [pause for run in runs for pause in run.pauses]
     firsts = [1e3 * seconds for run in runs for each in run.batches for seconds in each.waits]
     return {
-        # Per prompt: the batch's time divided by its prompts.
+        # Per prompt: the batch's time divided by its number of prompts.
         "first_token_ms": _rounded(median(1e3 * run.first_seconds / max(len(run.token_ids), 1) for run in runs)),
         "time_to_first_token_ms": _percentiles(firsts, [1.0] * len(firsts)),
         "inter_token_ms": _percentiles([1e3 * seconds / n for seconds, n in pauses], [float(n) for _, n in pauses]),

@@ -1,7 +1,7 @@
-"""Compare two benchmark documents and report changes beyond noise.
+"""Compare two benchmark documents and report significant changes.
 
-For each cell the repeats of both documents are compared by Welch's interval on logarithms, at a level at which all intervals
-hold together with 95% confidence (Bonferroni): unchanged documents raise a false alarm in one of twenty comparisons.
+For each cell the repeats of both documents are compared by Welch's interval on logarithms, with Bonferroni's correction: all
+intervals hold together with 95% confidence, so unchanged code gives a false alarm in one of twenty comparisons.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 FALSE_ALARMS = 0.05  # probability per comparison
 SETTINGS = ("target", "dtype", "weights", "device", "threads", "max_tokens", "same_text_mode")  # settings that should be equal
 MACHINE = ("device", "threads")
-NO_CHANGE = "no change beyond noise"
+NO_CHANGE = "no significant change"
 # (tokens per second, speedup over plain): 1 higher, -1 lower, 0 neither
 VERDICTS = {
     (0, 0): NO_CHANGE,
     (1, 1): "faster",
     (-1, -1): "slower",
-    (1, 0): "faster, and so is plain decoding",
-    (-1, 0): "slower, and so is plain decoding",
-    (0, 1): "gains more over plain decoding",
-    (0, -1): "gains less over plain decoding",
+    (1, 0): "faster, like plain decoding",
+    (-1, 0): "slower, like plain decoding",
+    (0, 1): "larger speedup over plain decoding",
+    (0, -1): "smaller speedup over plain decoding",
     (1, -1): "faster, but less so than plain decoding",
     (-1, 1): "slower, but less so than plain decoding",
 }
@@ -47,7 +47,7 @@ class CellChange:
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """Return the verdict in words."""
         if self.tok_s is None or self.speedup is None:
             words = "too few repeats"
         elif is_plain(self.after):
@@ -75,7 +75,7 @@ class Comparison:
     changes: list[CellChange]
     only_before: list[str]
     only_after: list[str]
-    settings: dict[str, tuple[Any, Any]]  # that differ
+    settings: dict[str, tuple[Any, Any]]  # settings that differ
     level: float  # level of each interval
 
     @property
@@ -89,7 +89,7 @@ class Comparison:
             return "nothing to compare: the documents have no common cell"
         moved = [each for each in self.changes if not each.verdict.startswith((NO_CHANGE, "too few"))]
         lost = sum(each.is_loss for each in self.changes)
-        return f"{len(self.changes)} cells compared, {len(moved)} changed beyond noise, {lost} for the worse"
+        return f"{len(self.changes)} cells compared, {len(moved)} changed significantly, {lost} for the worse"
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:

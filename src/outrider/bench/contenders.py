@@ -27,7 +27,7 @@ class Contender:
     """A method with its draft length."""
 
     method: str
-    k: int | str  # a number, or "auto"
+    k: int | str  # number of drafts, or "auto"
 
     @property
     def is_plain(self) -> bool:
@@ -40,7 +40,7 @@ class Contender:
 
 @dataclass
 class Recorder:
-    """Wraps a draft-length policy and records every decoding round."""
+    """Wrap a draft-length policy and record every decoding round."""
 
     inner: LengthPolicy
     rounds: list[Round] = field(default_factory=list)
@@ -58,10 +58,10 @@ class Recorder:
 
 
 class Contenders:
-    """Switches one ``LLM`` between methods and draft lengths; target, cache and compiled passes are shared."""
+    """Switch one ``LLM`` between methods and draft lengths; target, cache and compiled passes are shared."""
 
     def __init__(self, llm: LLM, draft: ModelSource | None = None, proposers: Mapping[str, Proposer] | None = None) -> None:
-        """``draft``: for methods that take one and name none; ``proposers``: existing ones, by method."""
+        """``draft``: default draft for methods that take one; ``proposers``: method -> existing proposer."""
         self.llm = llm
         self._draft, self._proposers = draft, proposers or {}
         self._engines: dict[str, Engine] = {llm.proposer.name: llm.engine}
@@ -84,7 +84,7 @@ class Contenders:
             self._policies[contender] = build_policy(speculation, llm.runner, proposer)
 
     def forget(self, contender: Contender | None = None) -> None:
-        """Clears the memory of one contender, or of all: it would hold the answer to a prompt that runs again."""
+        """Clear the memory of one contender, or of all: it would contain the output of a prompt that is repeated."""
         if contender is None:
             self._memories.clear()
         else:
@@ -96,7 +96,7 @@ class Contenders:
 
     @contextmanager
     def active(self, contender: Contender) -> Iterator[Recorder]:
-        """Context manager: let ``llm`` generate as the contender; yield the record of its decoding rounds."""
+        """Context manager: make ``llm`` generate as the contender. Yields the recorder of its decoding rounds."""
         self.prepare(contender)
         llm, recorder = self.llm, Recorder(self._policies[contender])
         engine = self._engines[PLAIN if contender.is_plain else contender.method]

@@ -1,4 +1,4 @@
-"""Read benchmark documents, and name and match their cells."""
+"""Read benchmark documents, and label their cells."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.types import OutriderError
 Cell = Mapping[str, Any]
 KEY = ("method", "k", "temperature", "batch", "workload", "busy")
 NUMBERS = ("temperature", "batch", "tok_s", "speedup", "mean_acceptance_length")
-LOOPS_MATTER = 0.1  # share of plain decoding's tokens in loops from which a reader is warned
+LOOP_WARNING = 0.1  # share of plain decoding's tokens in loops that causes a warning
 REPORTED = {"difference", "conditional_acceptance", "time_to_first_token_ms", "prediction_error_percent"}
 
 
@@ -22,22 +22,22 @@ def is_plain(cell: Cell) -> bool:
 
 
 def headline(cell: Cell) -> Cell:
-    """The cell with the figures to show first: those of the tokens before the texts loop, where any do."""
+    """Return the cell to show first: with the results before loops, if any output loops."""
     before = cell.get("before_loops")
     return {**cell, **before} if before else cell
 
 
 def loop_warnings(cells: Sequence[Cell]) -> list[str]:
-    """A line for each condition in which more than a tenth of plain decoding's tokens are in loops."""
+    """Return a line for each condition in which more than ``LOOP_WARNING`` of plain decoding's tokens are in loops."""
     found = []
     for cell in cells:
         share = cell.get("loop_share") or 0.0
-        if is_plain(cell) and share > LOOPS_MATTER:
+        if is_plain(cell) and share > LOOP_WARNING:
             kept = f"the tokens before loops, {cell['tokens_before_loops']} of {cell['tokens']}"
             about = kept if cell.get("before_loops") else "text that loops from the start"
             found.append(
                 f"{condition(cell)}: {share:.0%} of plain decoding's tokens are in loops, which are easy to draft; "
-                f"the figures shown are of {about}"
+                f"the results shown are for {about}"
             )
     return found
 
@@ -48,7 +48,7 @@ def label(cell: Cell) -> str:
 
 
 def condition(cell: Cell) -> str:
-    """Return workload, temperature, batch and busy processes as a label, without greedy, batch 1 and none."""
+    """Return workload, temperature, batch and busy processes as a label, without default values."""
     name = str(cell["workload"])
     name += f", t={cell['temperature']:g}" if cell["temperature"] else ""
     name += f", batch {cell['batch']}" if cell["batch"] != 1 else ""
@@ -67,7 +67,7 @@ def read(path: Path, for_report: bool = False) -> dict[str, Any]:
     except ValueError:
         raise OutriderError(f"{path} is not valid JSON: expected a file of `outrider bench --out`") from None
     cells = document.get("cells") if isinstance(document, dict) else None
-    if isinstance(cells, list):  # documents of earlier versions do not name the busy processes: there were none
+    if isinstance(cells, list):  # earlier versions had no busy processes
         cells = document["cells"] = [{"busy": 0, **cell} if isinstance(cell, dict) else cell for cell in cells]
     if isinstance(document, dict) and document.get("kind") == "serve":
         raise OutriderError(f"{path} was written by `outrider bench serve`: expected a file of `outrider bench --out`")
@@ -85,7 +85,7 @@ def _is_cell(cell: Cell) -> bool:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write atomically: the old file stays until the new one is complete. Links and devices are written to directly."""
+    """Write a file atomically. Links and devices are written to directly."""
     if path.is_symlink() or (path.exists() and not path.is_file()):  # do not replace /dev/null by a file
         path.write_text(text, encoding="utf-8")
         return

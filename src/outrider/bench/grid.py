@@ -1,4 +1,4 @@
-"""Run every contender on every workload in turn with plain decoding, and keep each repeat's measurements."""
+"""Run every contender on every workload in turn with plain decoding, and record each repeat."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outrider.types import SamplingParams
 
 WARMUP_TOKENS = 24  # tokens of the untimed warm-up before a contender's first run
 PLAIN_CONTENDER = Contender(PLAIN, 0)
-# A process that computes for as long as the one with this number runs.
+# Program that keeps a core busy for as long as the process with this id is its parent.
 BUSY = "import os\nwhile os.getppid() == {}: sum(range(10_000))"
 
 
@@ -33,10 +33,10 @@ class Plan:
     repeat: int = 3
     seed: int = 0
     ignore_eos: bool = True  # so that every contender generates the same number of tokens
-    busy: tuple[int, ...] = (0,)  # other processes that compute meanwhile
+    busy: tuple[int, ...] = (0,)  # numbers of other busy processes
 
     def groups(self) -> Iterator[tuple[float, int, str, int]]:
-        """Return the conditions: temperature, batch, workload, busy processes."""
+        """Yield the conditions: temperature, batch, workload, busy processes."""
         for temperature in self.temperatures:
             for batch in self.batches:
                 for workload in self.workloads:
@@ -45,7 +45,7 @@ class Plan:
 
     @property
     def num_runs(self) -> int:
-        """Return the number of timed runs, plain ones included: a run is one batch of prompts by one contender."""
+        """Return the number of timed runs, including plain decoding: a run is one batch of prompts with one contender."""
         parts = sum(-(-len(prompts) // batch) for batch in self.batches for prompts in self.workloads.values())
         return len(self.temperatures) * len(self.busy) * parts * self.repeat * (1 + len(self.contenders))
 
@@ -57,20 +57,20 @@ class Plan:
 
 @dataclass
 class Group:
-    """Repeats of one condition, each with every contender's run, plain first."""
+    """Repeats of one condition. Each has one run per contender, plain decoding first."""
 
     temperature: float
     batch: int
     workload: str
     repeats: list[dict[Contender, Run]] = field(default_factory=list)
-    busy: int = 0  # other processes that computed meanwhile
+    busy: int = 0  # number of other busy processes
 
 
 def run_grid(contenders: Contenders, plan: Plan, report: Callable[[Progress], None] = lambda progress: None) -> Iterator[Group]:
-    """Yield each group after its last repeat; closing the iterator or an interrupt loses only the running repeat.
+    """Yield each group after its last repeat. Closing the iterator or an interrupt loses only the running repeat.
 
-    Plain decoding and the contenders take turns at each batch of prompts, starting with another one each time, so that changes
-    in the machine's speed affect all of them alike.
+    Plain decoding and the contenders take turns at each batch of prompts in rotating order, so that changes in the machine's
+    speed affect all of them equally.
     """
     warm: set[tuple[Contender, int]] = set()
     done, started = 0, perf_counter()
@@ -113,7 +113,7 @@ def run_grid(contenders: Contenders, plan: Plan, report: Callable[[Progress], No
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Within, that many other processes compute without a pause, as on a machine that others use as well."""
+    """Context manager: keep ``count`` other processes busy, as on a shared machine."""
     running = [subprocess.Popen([sys.executable, "-S", "-c", BUSY.format(os.getpid())]) for _ in range(count)]
     try:
         yield
@@ -124,7 +124,7 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def warm_up(contenders: Contenders, contender: Contender, prompts: Sequence[list[int]], batch: int) -> None:
-    """Compile and measure before the contender's first timed rounds."""
+    """Generate without timing, so that compilation and measurements precede the contender's first timed rounds."""
     contenders.prepare(contender)
     params = SamplingParams(max_tokens=WARMUP_TOKENS, ignore_eos=True, seed=0)
     with contenders.active(contender):

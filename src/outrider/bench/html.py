@@ -23,14 +23,14 @@ Rows = list[list[str]]
 
 
 def check_installed() -> None:
-    """Raise ``OutriderError`` if a library of the report is missing, before minutes of measuring."""
+    """Raise ``OutriderError`` if a library for reports is missing, before measuring."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise OutriderError(f"an HTML report needs {' and '.join(missing)}: pip install 'outrider[report]'")
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """Return the report. Raises ``OutriderError`` if a library is missing."""
+    """Return the HTML report of a benchmark document. Raises ``OutriderError`` if a library is missing."""
     cells = [headline(cell) for cell in result["cells"]]
     return render(
         title="Outrider benchmark",
@@ -69,10 +69,10 @@ def _heading(temperature: float, cells: Sequence[Cell]) -> str:
 def _notes(result: Mapping[str, Any]) -> list[str]:
     found = []
     if result.get("interrupted"):
-        found.append("The benchmark was interrupted; it contains the measurements until then.")
+        found.append("The benchmark was interrupted; it contains the finished measurements.")
     inflated = result.get("inflated")
     if inflated:
-        found.append(f"The target computes the function of a small model at the cost of a {inflated['size']} one.")
+        found.append(f"The target is a small model inflated to the cost of a {inflated['size']} one.")
     found += [f"{warning}." for warning in loop_warnings(result["cells"])]
     differing = [cell for cell in result["cells"] if (cell["same_text"] or 1.0) < 1 or cell["same_text"] == 0]
     if differing:
@@ -125,8 +125,8 @@ def _latencies(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
         times = [number((cell[key] or {}).get(at), 2) for key in kinds for at in ("p50", "p95")]
         rows.append([condition(cell), label(cell), *times, number(cell["peak_memory_mb"], 0)])
     note = (
-        "Between tokens: the pause before tokens, divided by the number that arrived together. Memory: on a CPU the process's, "
-        "with every model loaded at that time."
+        "Between tokens: the pause before tokens, divided by the number that arrived together. Memory: on a CPU that of the "
+        "process, with all models loaded at that time."
     )
     return "Latency and memory", note, columns, rows
 
@@ -144,8 +144,8 @@ def _loops(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
         figures = [number(part[name], digits) for name, digits in keys.items() for part in parts]
         rows.append([condition(cell), label(cell), *shares, str(cell["tokens_before_loops"]), *figures])
     note = (
-        f"A loop: at most {MAX_PERIOD} tokens, repeated {MIN_REPEATS} times or more. Drafts guess loops easily, so all other "
-        "figures of a condition with loops are of the tokens before the first loop of each text."
+        f"A loop: at most {MAX_PERIOD} tokens, repeated {MIN_REPEATS} times or more. Loops are easy to draft, so all other "
+        "results of a condition with loops are for the tokens before the first loop of each output."
     )
     return "Loops", note, columns, rows
 
@@ -167,5 +167,5 @@ def _all(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
         ]
         for cell in cells
     ]
-    note = "Prompts included. Intervals: bootstrap over repeats and prompts, with paired measurements."
+    note = "Prefill included. Intervals: bootstrap over repeats and prompts, with paired measurements."
     return "All cells", note, columns, rows

@@ -1,4 +1,4 @@
-"""Timed generation: output, time, and time by phase."""
+"""Generate outputs and record their times: total, by phase, and of each arrival."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ PHASES = ("draft", "score", "verify", "host")
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Tokens of one prompt of a batch, as they came."""
+    """One arrival of tokens of one prompt in a batch."""
 
-    seconds: float  # since the batch began
+    seconds: float  # since the start of the batch
     prompt: int
-    num_tokens: int  # of that prompt by then
-    num_rounds: int  # decoding rounds of the batch by then
+    num_tokens: int  # tokens of that prompt so far
+    num_rounds: int  # decoding rounds of the batch so far
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch of prompts, from its start to its last token."""
+    """Measurements of one batch of prompts, from its start to its last token."""
 
     num_tokens: int
-    seconds: float  # prompts included
-    first_tokens: int = 0  # tokens emitted when every prompt had its first tokens (long prompts are read in chunks)
-    first_seconds: float = 0.0  # until then
+    seconds: float  # prefill included
+    first_tokens: int = 0  # tokens emitted until every prompt had its first tokens (long prompts are prefilled in chunks)
+    first_seconds: float = 0.0  # seconds until every prompt had its first tokens
     plain_seconds: float | None = None  # predicted seconds of plain decoding
-    waits: tuple[float, ...] = ()  # per prompt, until its first tokens
-    arrivals: tuple[Arrival, ...] = ()  # in their order
-    rounds: tuple[Round, ...] = ()  # of decoding
+    waits: tuple[float, ...] = ()  # per prompt: seconds until its first tokens
+    arrivals: tuple[Arrival, ...] = ()  # in order of time
+    rounds: tuple[Round, ...] = ()  # decoding rounds
 
     def before(self, ends: Sequence[int]) -> Batch:
-        """The batch up to the last round before any prompt has more than its number of tokens in ``ends``."""
+        """Return the batch up to the last round after which no prompt has more tokens than given in ``ends``."""
         beyond = [each.num_rounds for each in self.arrivals if each.num_tokens > ends[each.prompt]]
         num_rounds = min(beyond, default=len(self.rounds) + 1) - 1
-        if num_rounds < 1:  # the texts were not decoded that far
+        if num_rounds < 1:  # no decoding round before that point
             return Batch(0, 0.0)
         kept = [each for each in self.arrivals if each.num_rounds <= num_rounds]
         num_tokens = {each.prompt: each.num_tokens for each in kept}
@@ -67,8 +67,8 @@ class Run:
     kept: Counter[int] = field(default_factory=Counter)  # {position from 0: drafts accepted}
     num_drafts: int = 0
     num_judged: int = 0  # drafts reached
-    num_steps: int = 0  # rounds of the whole batch
-    num_draft_steps: int = 0  # sum of their longest paths
+    num_steps: int = 0  # rounds of batches
+    num_draft_steps: int = 0  # sum of the longest paths of these rounds
     step_seconds: list[float] = field(default_factory=list)  # seconds per draft step, in each round with drafts
     pauses: list[tuple[float, int]] = field(
         default_factory=list
@@ -83,7 +83,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Prompts included."""
+        """Return the total seconds, prefill included."""
         return sum(batch.seconds for batch in self.batches)
 
     @property
@@ -93,7 +93,7 @@ class Run:
 
     @property
     def tok_s(self) -> float:
-        """Return all tokens over all seconds, prefill included."""
+        """Return tokens / seconds, prefill included."""
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
     @property
@@ -124,7 +124,7 @@ class Run:
 
     @property
     def acceptance_rate(self) -> float:
-        """Return alpha: accepted over reached drafts; 0 if nothing was drafted."""
+        """Return alpha: accepted drafts / reached drafts; 0 if nothing was drafted."""
         return self.num_accepted / self.num_judged if self.num_judged else 0.0
 
     @property
@@ -133,13 +133,13 @@ class Run:
         return {name: 1e3 * seconds / max(self.num_steps, 1) for name, seconds in self.phase_seconds.items()}
 
     def batches_before_loops(self) -> list[Batch]:
-        """Each batch, cut where the first of its texts begins to loop."""
+        """Return the batches, each cut before the first loop in any of its outputs."""
         texts = iter(self.token_ids)
         return [batch.before([loop_start(text) for text in islice(texts, len(batch.waits))]) for batch in self.batches]
 
     @classmethod
     def of(cls, batches: Sequence[Batch]) -> Run:
-        """These batches as a run: speeds, counts and phases, neither texts nor latencies."""
+        """Return a run with the speeds, counts and phases of the batches, without outputs and latencies."""
         run = cls(batches=list(batches))
         for batch in batches:
             run.add_rounds(batch.rounds, batch.seconds - batch.first_seconds)
@@ -147,7 +147,7 @@ class Run:
 
     @property
     def loop_share(self) -> float:
-        """The share of all tokens that are in loops."""
+        """Return the share of all tokens that are in loops."""
         return loop_share(self.token_ids)
 
     def add_rounds(self, rounds: Sequence[Round], decode_seconds: float) -> None:
@@ -178,9 +178,9 @@ def generate(
     batch: int,
     run: Run | None = None,
 ) -> Run:
-    """Generates for every prompt, ``batch`` at a time, and times it.
+    """Generate outputs for all prompts in batches of ``batch`` and measure them.
 
-    ``params``: for all prompts, or one for each. ``run``: an earlier result of the contender, to which this one is added.
+    ``params``: common to all prompts, or one per prompt; ``run``: earlier result of the contender, to which this one is added.
     """
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     run, memory = run or Run(), PeakMemory(contenders.llm.runner.device)
@@ -228,7 +228,7 @@ def _generate_batch(chunks: Iterator[Chunk], num_prompts: int, run: Run, rounds:
         if chunk.finish_reason is not None:
             plain.append(chunk.stats.plain_seconds)
     ended = perf_counter()
-    # A batch lasts as long as its longest request, plain or not.
+    # The time of a batch is that of its longest request.
     plain_seconds = max((each for each in plain if each is not None), default=None) if None not in plain else None
     run.token_ids += outputs
     tokens, seconds = sum(map(len, outputs)), ended - started

@@ -1,4 +1,4 @@
-"""Peak memory: of this process, or of the GPU's tensors."""
+"""Measure peak memory: of this process, or of tensors on the GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESET_PEAK = "5"  # clears the high-water mark, see proc(5)
 
 
 class PeakMemory:
-    """Measures from its creation. On a CPU: resident memory of the process, with every loaded model."""
+    """Peak memory since the creation of this object. On a CPU: resident memory of the process, with all loaded models."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -29,7 +29,7 @@ class PeakMemory:
             self._can_read = False
 
     def read(self) -> int | None:
-        """Return the peak in bytes; None if unknown."""
+        """Return the peak in bytes, or None if it is unknown."""
         if self._device.type == "cuda":
             import torch
 

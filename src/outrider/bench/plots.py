@@ -1,4 +1,4 @@
-"""Plots of a report as inline SVG, each with a table of its numbers. Needs matplotlib.
+"""Draw the plots of a report as inline SVG, each with a table of its numbers. Requires matplotlib.
 
 Colours of lines and bars work on light and dark backgrounds; text, axes and grid use the page's colours.
 """
@@ -58,7 +58,7 @@ class Plot:
 
 
 def plots(cells: Sequence[Cell]) -> list[Plot]:
-    """Return the plots of one temperature: at the first batch size, except the plot over batch sizes."""
+    """Return the plots for one temperature. All but the plot over batch sizes are for the first batch size."""
     batches = distinct(cells, "batch")
     first = at(cells, batch=batches[0])
     found = [speedup_by_k(pools(first))]
@@ -86,7 +86,7 @@ def speedup_by_k(found: Sequence[Pool]) -> Plot:
 
     note = (
         "Points: measured, with 95% intervals; dashed: the formula at the measured alpha and c of all points; dotted: auto. "
-        "Workloads together, by geometric mean."
+        "Geometric mean over the workloads."
     )
     columns = ("method", "K", "speedup", "95%", "formula", "alpha", "c")
     return Plot(title, svg_of(title, draw), note, columns, tuple(rows))
@@ -112,7 +112,7 @@ def _draw_method(axes: Axes, colour: str, method: str, mine: Sequence[Pool], row
 
 
 def tokens_per_pass(found: Sequence[Pool]) -> Plot:
-    """Plot how often a target pass yielded 1, 2, ... tokens."""
+    """Plot a histogram of tokens per target pass."""
     title = "Tokens per target pass"
     shown = _shown(found)
     most = max((max(pool.histogram(), default=1) for pool in shown), default=1)
@@ -135,7 +135,7 @@ def tokens_per_pass(found: Sequence[Pool]) -> Plot:
 
 
 def acceptance_by_position(found: Sequence[Pool]) -> Plot:
-    """Plot acceptance by position."""
+    """Plot the acceptance of drafts by position."""
     title = "Acceptance of drafts by position"
     shown = _shown(found)
     longest = max((len(pool.by_position("conditional_acceptance")) for pool in shown), default=0)
@@ -183,7 +183,7 @@ def speedup_by_batch(cells: Sequence[Cell]) -> Plot:
         (name, *(_figure(by_batch[batch][name].speedup("speedup")) if name in by_batch[batch] else "" for batch in batches))
         for name in labels
     )
-    note = "Workloads together, by geometric mean."
+    note = "Geometric mean over the workloads."
     if len(shown) < len(labels):
         note += f" {len(labels) - len(shown)} more draft lengths are in the table only."
     return Plot(title, svg_of(title, draw), note, ("method", *(f"batch {batch}" for batch in batches)), rows)
@@ -238,7 +238,7 @@ def time_breakdown(found: Sequence[Pool]) -> Plot:
         (name, *(f"{each[phase]:.3g}" for phase in PHASES), f"{sum(each.values()):.3g}")
         for name, each in zip(names, times, strict=True)
     )
-    note = "Time of a round divided by its tokens; host is everything outside drafting, the target's pass and verification."
+    note = "Time of a round / its tokens; host is everything except drafting, the target's pass and verification."
     return Plot(
         title, svg_of(title, draw, len(found)), note, ("method", *(f"{phase}, ms" for phase in PHASES), "sum, ms"), rows
     )
@@ -249,7 +249,7 @@ def _methods(found: Sequence[Pool]) -> list[str]:
 
 
 def _shown(found: Sequence[Pool]) -> list[Pool]:
-    """Select contenders that fit side by side; if too many, the longest and the automatic length of each method."""
+    """Return the contenders to show: all, or if too many, the longest and the automatic length of each method."""
     drafted = [pool for pool in found if not pool.is_plain]
     if len(drafted) <= MOST_BARS:
         return drafted
@@ -267,7 +267,7 @@ def _note_of(found: Sequence[Pool], shown: Sequence[Pool]) -> str:
 
 
 def _bars(found: Sequence[Pool], speeds: Sequence[float], name: str = "decode_speedup") -> Any:
-    """Return error bar lengths down and up; None if an interval is unknown."""
+    """Return the lengths of error bars below and above, or None if an interval is unknown."""
     bounds = [pool.interval(name) for pool in found]
     if not bounds or None in bounds:
         return None

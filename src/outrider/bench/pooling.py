@@ -15,7 +15,7 @@ PHASES = ("draft", "score", "verify", "host")
 
 @dataclass(frozen=True)
 class Pool:
-    """One contender at one temperature and batch size over all workloads."""
+    """Cells of one contender at one temperature and batch size, for all workloads."""
 
     cells: tuple[Cell, ...]
 
@@ -29,7 +29,7 @@ class Pool:
 
     @property
     def k(self) -> int | str:
-        """Return a number or ``"auto"``."""
+        """Return the draft length, a number or ``"auto"``."""
         k: int | str = self.cells[0]["k"]
         return k
 
@@ -38,19 +38,19 @@ class Pool:
         return is_plain(self.cells[0])
 
     def speedup(self, name: str = "decode_speedup") -> float | None:
-        """Return the geometric mean over the workloads."""
+        """Return the geometric mean of a speedup over the workloads."""
         known = [cell[name] for cell in self.cells if cell.get(name)]
         return geometric_mean(known) if known else None
 
     def interval(self, name: str = "decode_speedup") -> tuple[float, float] | None:
-        """Return the geometric means of the workloads' bounds, somewhat wider than the interval of the mean."""
+        """Return the geometric means of the intervals' bounds, which are slightly wider than the interval of the mean."""
         known = [cell[f"{name}_interval"] for cell in self.cells if cell.get(f"{name}_interval")]
         if len(known) < len(self.cells) or any(bounds[0] <= 0 for bounds in known):
             return None
         return geometric_mean(bounds[0] for bounds in known), geometric_mean(bounds[1] for bounds in known)
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a figure over the workloads that have it."""
+        """Return the mean of a value over the workloads that have it."""
         known = [cell[name] for cell in self.cells if cell.get(name) is not None]
         return fmean(known) if known else None
 
@@ -67,13 +67,13 @@ class Pool:
         return sum(tokens * share for tokens, share in self.histogram().items())
 
     def by_position(self, name: str) -> list[float]:
-        """Return figures by position, each the mean over the workloads that reached it."""
+        """Return values by position, each the mean over the workloads that reached it."""
         lists: list[list[float]] = [cell[name] for cell in self.cells]
         longest = max(map(len, lists), default=0)
         return [fmean(each[place] for each in lists if place < len(each)) for place in range(longest)]
 
     def ms_per_token(self) -> dict[str, float]:
-        """Return milliseconds by phase per token of a request."""
+        """Return phase -> milliseconds per token of a request."""
         tau = self.tau() or 1.0
         return {name: fmean(cell["ms"][name] for cell in self.cells) / tau for name in PHASES}
 

@@ -1,4 +1,4 @@
-"""Provenance of results: what is needed to repeat them."""
+"""Provenance of results: the data needed to reproduce them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outrider.runner import ModelRunner
 
 SECRET, HIDDEN = "--api-key", "hidden"  # an option whose value must not be published
-INSTRUCTIONS = (  # of products
+INSTRUCTIONS = (  # instruction sets that speed up matrix products
     *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd", "sve", "bf16"),
 )
 
@@ -92,7 +92,7 @@ def commit() -> str | None:
 
 
 def device_name(device: Any) -> str:
-    """Describe the device: ``cuda: NVIDIA H100``, ``cpu: Intel Xeon ... (2 cores)``."""
+    """Return the device's name, such as ``cuda: NVIDIA H100`` or ``cpu: Intel Xeon ... (2 cores)``."""
     import torch
 
     return f"cuda: {torch.cuda.get_device_name(device)}" if device.type == "cuda" else f"{device.type}: {cpu_name()}"

@@ -1,8 +1,8 @@
-"""Plain and speculative decoding of one prompt on one machine: the lanes take turns, each by its own clock.
+"""Run plain and speculative decoding of one prompt in turns on one machine, each with its own clock.
 
-The lane whose clock is behind runs next, and a clock counts the seconds of its own lane's rounds alone. So both are real runs
-of the engine, and neither takes processor time from the other; what remains is that each finds the processor's caches as the
-other left them, once a turn.
+The lane with the smaller clock runs next, and a clock counts only the rounds of its own lane. So both are real runs of the
+engine, and neither takes processor time from the other. The only interaction is that each turn starts with the processor's
+caches as the other lane left them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 def engine_for(llm: LLM, proposer: Proposer, policy: LengthPolicy) -> Engine:
-    """Return an engine of its own for ``proposer`` over the target of ``llm``, for one request at a time.
+    """Return a separate engine for ``proposer`` that shares the target of ``llm``, for one request at a time.
 
-    A race needs one per lane, and an ``llm`` with room for as many requests.
+    A race needs one engine per lane, and an ``llm`` with a batch of at least the number of lanes.
     """
     runner, tokenizer = llm.runner, llm.tokenizer
     make_detokenizer = DetokenizerFactory(tokenizer) if tokenizer is not None else None
@@ -45,8 +45,8 @@ class Lane:
     engine: Engine
     request: Request
     clock: float = 0.0  # seconds of this lane's rounds
-    first_seconds: float = 0.0  # of them, until its first tokens
-    stats: GenerationStats = field(default_factory=GenerationStats)  # after its first round, which reads the prompt
+    first_seconds: float = 0.0  # clock at its first tokens
+    stats: GenerationStats = field(default_factory=GenerationStats)  # without the first round, which includes the prefill
     finish_reason: str | None = None
 
     @property
@@ -54,12 +54,12 @@ class Lane:
         return self.request.token_ids[self.request.num_prompt_tokens :]
 
     def step(self) -> tuple[Emission, Observation | None]:
-        """Run one round."""
+        """Run one round and return its emission and observation."""
         seen: list[Observation] = []
         engine = self.engine
         engine.observer = seen.append
         emissions = engine.step()
-        while not emissions:  # a long prompt is read in parts
+        while not emissions:  # a long prompt is prefilled in chunks
             emissions = engine.step()
         (emission,) = emissions
         self.finish_reason = emission.finish_reason
@@ -80,7 +80,7 @@ class Lane:
         stats.num_draft_steps += round_.depths[0]
 
     def leave(self) -> None:
-        """Free the request's cache, however the race ended."""
+        """Free the request's cache."""
         self.engine.observer = None
         self.engine.abort(self.request.request_id)
 
@@ -95,10 +95,10 @@ class Step:
 
 
 class Race:
-    """Two lanes from the same prompt with the same settings and the same seed."""
+    """Two lanes with the same prompt, settings and seed."""
 
     def __init__(self, engines: Mapping[str, Engine], prompt: Sequence[int], params: SamplingParams, turn: float = 0.0) -> None:
-        """``engines``: one per lane, by name, plain first. ``turn``: seconds that a lane gains before the other's turn."""
+        """``engines``: lane -> engine, plain first; ``turn``: minimum seconds per turn of a lane."""
         seed = params.seed or 0
         self.turn = turn
         self.lanes = []
@@ -108,9 +108,9 @@ class Race:
             self.lanes.append(Lane(name, engine, request))
 
     def run(self) -> Generator[Step, None, None]:
-        """Yield every round as it ends. Closing the iterator ends the race; so does ``stop``.
+        """Yield every round when it ends. Closing the iterator or ``stop`` ends the race.
 
-        Raises ``OutriderError`` for a prompt that leaves no room, and where the target fails.
+        Raises ``OutriderError`` if the prompt fills the context, or if the target fails.
         """
         try:
             for lane in self.lanes:
@@ -126,7 +126,7 @@ class Race:
                 lane.leave()
 
     def stop(self, reason: str) -> None:
-        """End every lane that still runs, before its next round."""
+        """End all running lanes before their next round."""
         for lane in self.lanes:
             lane.finish_reason = lane.finish_reason or reason
 
@@ -139,6 +139,6 @@ class Race:
 
     @property
     def first_difference(self) -> int | None:
-        """The first position at which the lanes' tokens differ, where both have one; None if they are equal up to there."""
+        """Return the first position at which the lanes' tokens differ, or None if one output is a prefix of the other."""
         pairs = zip(*(lane.output for lane in self.lanes), strict=False)
         return next((at for at, (first, second) in enumerate(pairs) if first != second), None)

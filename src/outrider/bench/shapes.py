@@ -14,7 +14,7 @@ SIZES = {"1b": 1_060_000_000, "8b": 8_000_000_000}
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of a Llama-shaped model; ``head_dim`` and vocabulary are the source's."""
+    """Shape of a Llama-like model; ``head_dim`` and vocabulary are those of the source."""
 
     hidden: int
     layers: int
@@ -35,7 +35,7 @@ def source_shape(config: Mapping[str, Any]) -> Shape:
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
-    """Return the features of one attention head."""
+    """Return the size of an attention head."""
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
@@ -75,7 +75,7 @@ def shape_for(config: Mapping[str, Any], params: int) -> Shape:
 
 
 def count_params(config: Mapping[str, Any], shape: Shape) -> int:
-    """Return the parameters of a Llama of that shape, without norms and biases."""
+    """Return the number of parameters of a Llama of that shape, without norms and biases."""
     dim = head_dim(config)
     embeddings = config["vocab_size"] * shape.hidden * (1 if config.get("tie_word_embeddings") else 2)
     layer = 2 * shape.hidden * dim * (shape.heads + shape.kv_heads) + 3 * shape.hidden * shape.ffn

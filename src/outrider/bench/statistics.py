@@ -1,4 +1,4 @@
-"""Bootstrap intervals of speeds and ratios, and differences between two runs."""
+"""Bootstrap intervals of speeds and ratios, and tests for changes between two benchmarks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEED = 0  # fixed, so that the same runs give the same interval
 
 @dataclass(frozen=True)
 class Timings:
-    """Tokens and seconds of one contender: [repeats, prompts], with a batch counted as one prompt."""
+    """Tokens and seconds of one contender, both [repeats, prompts]. A batch counts as one prompt."""
 
     tokens: Array
     seconds: Array
@@ -68,7 +68,7 @@ def _interval(values: Array, level: float) -> Interval:
 
 
 def _ratio(above: Array, below: Array) -> Array:
-    """Return quotients, 0 where the divisor is 0."""
+    """Return above / below, with 0 for a zero divisor."""
     return np.divide(above, below, out=np.zeros_like(above), where=below > 0)
 
 
@@ -89,7 +89,7 @@ class Change:
 
     @property
     def direction(self) -> int:
-        """Return 1 if higher beyond noise, -1 if lower, else 0."""
+        """Return 1 if significantly higher, -1 if significantly lower, else 0."""
         return int(self.interval[0] > 1) - int(self.interval[1] < 1)
 
 

@@ -12,19 +12,19 @@ from outrider.bench.documents import Cell, condition, headline, is_plain, label
 if TYPE_CHECKING:
     from rich.table import Table
 
-MANY_WORKLOADS = 3  # of which a table by workload and method is shown
-AGREES = 0.1  # measurements within this share of the formula need no explanation
+MANY_WORKLOADS = 3  # minimum number of workloads for a table of workloads x methods
+TOLERANCE = 0.1  # largest relative difference to the formula that is not explained
 
 
 def tables(result: Mapping[str, Any]) -> list[Table]:
-    """Speed and acceptance; what the formula expects and how tokens arrive; methods by category, where there are several; where
-    texts loop, speed over the whole texts."""
+    """Return the tables: speed and acceptance, expected speedup and latency; if there are many workloads, methods by workload;
+    if outputs loop, the speed over the whole outputs."""
     found = [_speeds(result), _reasons(result), *_matrices([headline(cell) for cell in result["cells"]])]
     return [*found, _whole_texts(result)] if any(cell.get("before_loops") for cell in result["cells"]) else found
 
 
 def _matrices(cells: Sequence[Cell]) -> Iterator[Table]:
-    """For each condition with several workloads, a row per workload and a column per method."""
+    """Yield a table for each condition with several workloads: one row per workload, one column per method."""
     conditions: dict[tuple[float, int, int], dict[str, dict[str, Cell]]] = {}
     for cell in cells:
         if not is_plain(cell) and cell["speedup"]:
@@ -36,7 +36,7 @@ def _matrices(cells: Sequence[Cell]) -> Iterator[Table]:
             continue
         view = _table(
             f"tokens per target pass, and speedup; temperature {temperature:g}, batch {batch}"
-            + (f", beside {busy} busy" if busy else ""),
+            + (f", {busy} busy processes" if busy else ""),
             *names,
             keys=("workload",),
         )
@@ -48,7 +48,7 @@ def _matrices(cells: Sequence[Cell]) -> Iterator[Table]:
 
 
 def _pair(cells: Sequence[Cell]) -> str:
-    """``"2.81 1.90x"``: the mean acceptance length, and the geometric mean of the speedups."""
+    """Format mean acceptance length and geometric mean of the speedups, such as ``2.81 1.90x``."""
     if not cells:
         return ""
     speedup = geometric_mean(cell["speedup"] for cell in cells)
@@ -65,8 +65,8 @@ def _speeds(result: Mapping[str, Any]) -> Table:
 
 def _whole_texts(result: Mapping[str, Any]) -> Table:
     title = (
-        "loops: share of the tokens that are in loops; before: tokens before the first one,\n"
-        "which the tables above are about. Over the whole texts, loops included:"
+        "loops: share of tokens in loops; before: tokens before the first loop, which\n"
+        "the tables above cover. This table covers the whole outputs, loops included:"
     )
     view = _table(title, "loops", "before", "tok/s", "speedup", "95%", "tok/pass", "alpha")
     _fill(view, result["cells"], _whole_row)
@@ -117,14 +117,14 @@ def _reason_row(cell: Cell) -> list[str]:
 def reason(cell: Cell) -> str:
     """Return the largest part of the difference to the formula, if the difference exceeds a tenth."""
     expected, measured, difference = cell["expected_speedup"], cell["decode_speedup"], cell["difference"]
-    if not expected or not measured or not difference or abs(measured / expected - 1) <= AGREES:
+    if not expected or not measured or not difference or abs(measured / expected - 1) <= TOLERANCE:
         return ""
     name = main_part(difference)
     return f"{name} {difference[name]:+.2f}"
 
 
 def span(interval: Sequence[float] | None) -> str:
-    """``1.41-1.52``"""
+    """Format an interval, such as ``1.41-1.52``."""
     return "" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}"
 
 
@@ -133,7 +133,7 @@ def number(value: float | None, digits: int) -> str:
 
 
 def add_row(view: Table, entries: Sequence[str]) -> None:
-    """Return a table row without interpreting markup in names."""
+    """Add a row to a table without interpreting markup in names."""
     from rich.text import Text
 
     view.add_row(*map(Text, entries))
@@ -154,7 +154,7 @@ def _table(title: str, *columns: str, keys: Sequence[str] = ("workload", "method
 
 
 def _fill(view: Table, cells: Sequence[Cell], row: Callable[[Cell], list[str]]) -> None:
-    """Return a table with one line per cell and a rule between conditions."""
+    """Fill a table with one row per cell and a rule between conditions."""
     previous = None
     for cell in cells:
         group = condition(cell)

@@ -1,6 +1,6 @@
-"""Placement of a small model's weights in a large one that computes the same function; see ``inflate``.
+"""Place a small model's weights in a larger one that computes the same function; see ``inflate``.
 
-Works on tensors and shapes, not on files.
+This module works on tensors and shapes, not on files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WEIGHT_STD = 0.02  # standard deviation of random weights, as in trained models
 
 
 class Noise:
-    """Random weights from one pool, so that billions of them cost memory bandwidth only."""
+    """Random weights sliced from one pool, so that billions of them cost only memory bandwidth."""
 
     def __init__(self, dtype: torch.dtype, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -43,7 +43,7 @@ class Inflater:
     def __init__(
         self, config: Mapping[str, Any], large: Shape, noise: Noise, dtype: torch.dtype, copies: int | None = None
     ) -> None:
-        """``copies`` of every real feature; None: as many as needed for exact norms."""
+        """``copies``: number of copies of every real feature; None for as many as exact norms need."""
         small, dim = source_shape(config), head_dim(config)
         ratio = large.hidden / small.hidden
         if ratio < 1 or not math.log2(ratio).is_integer():
@@ -88,7 +88,7 @@ class Inflater:
         return wide
 
     def reader(self, weight: Tensor, num_rows: int, rows: Tensor, is_silent: bool = False) -> Tensor:
-        """Widen a projection (or its bias) that reads the hidden state; ``rows`` are the real ones.
+        """Widen a projection (or its bias) whose input is the hidden state; ``rows``: indices of the real rows.
 
         Other rows are random, or zero on the real features if ``is_silent``; columns after the real features are random.
         """
@@ -103,9 +103,9 @@ class Inflater:
         return wide
 
     def writer(self, weight: Tensor, num_columns: int, columns: Tensor, nonzero: Tensor) -> Tensor:
-        """Widen a projection (or its bias) that writes the hidden state; ``columns`` are the real ones.
+        """Widen a projection (or its bias) that adds to the hidden state; ``columns``: indices of the real columns.
 
-        Columns whose input is ``nonzero`` are zero beside them; the input of the others is zero, so that they can be random.
+        Other columns with a ``nonzero`` input are zero. The input of the remaining ones is zero, so they can be random.
         """
         if weight.ndim == 1:
             return self.embedding(weight[None])[0]

@@ -1,7 +1,7 @@
-"""Prompts of benchmarks: built-in workloads, or the user's file.
+"""Prompts of benchmarks: built-in workloads or the user's file.
 
-The built-in prompts were written for Outrider. They are text to continue, so that models without instruction training can be
-measured too; those of ``chat`` are messages and go through the tokenizer's chat template, if any.
+The built-in prompts were written for Outrider. They are texts to continue, so that base models can be measured too. Those of
+``chat`` are messages and use the tokenizer's chat template, if any.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ WORKLOADS = {
     "story": "continue a story",
 }
 CHAT = "chat"
-SPEC_BENCH_TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # in addition to MT-bench's questions
+SPEC_BENCH_TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # besides MT-bench's questions
 Message = Mapping[str, str]  # {"role", "content"}
-Read = Callable[[Mapping[str, Any], str], "Prompt"]  # of a line's object and its workload
+Read = Callable[[Mapping[str, Any], str], "Prompt"]  # (object of a line, workload) -> prompt
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def from_file(path: str | Path, num_prompts: int | None = None) -> list[Prompt]:
     - ``messages``, ``turns`` or ``question``: a conversation, the first of the turns, a question
     - ``prompt``: a text to continue
 
-    Benchmarks are workloads of those names, the others have the file's name; ``workload`` in a line overrides it. Raises
-    ``OutriderError`` with the line number for other lines.
+    The workload is the benchmark's name, or else the file's; ``workload`` in a line overrides it. Raises ``OutriderError`` with
+    the line number for lines of other formats.
     """
     return [prompt for prompt, _ in entries(Path(path), num_prompts)]
 
@@ -100,7 +100,7 @@ def entries(
 
 
 class Refused(Exception):
-    """Why a line is not a prompt."""
+    """Reason why a line is not a prompt."""
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -146,7 +146,7 @@ def _continued(item: Mapping[str, Any], workload: str) -> Prompt:
 
 
 def _asked(field: str) -> Read:
-    """Return the reader of a question, which is this field."""
+    """Return the reader of a format in which ``field`` is a question."""
 
     def read(item: Mapping[str, Any], workload: str) -> Prompt:
         return Prompt(workload, messages=({"role": "user", "content": _text(item[field], f'"{field}"')},))
@@ -204,14 +204,14 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
     Raises ``OutriderError`` without a tokenizer, and if its template rejects the conversation.
     """
     if tokenizer is None:
-        raise OutriderError("the target has no tokenizer: prompts cannot be encoded")
+        raise OutriderError("the target has no tokenizer, so prompts cannot be encoded: use a target with one")
     if not prompt.is_chat:
         return list(tokenizer(prompt.text)["input_ids"])
     if getattr(tokenizer, "chat_template", None):
         messages = [dict(message) for message in prompt.messages]
         try:
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # templates raise any exception
+        except Exception as error:  # templates may raise anything
             roles = ", ".join(message["role"] for message in messages)
             raise OutriderError(f"the tokenizer's chat template rejected a conversation ({roles}): {error}") from error
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -46,7 +46,7 @@ def build_app() -> typer.Typer:
             bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
         ] = False,
     ) -> None:
-        """Options before the command; ``main`` reads --debug itself."""
+        """Declare the options before the command name. ``main`` reads --debug itself."""
 
     for name in COMMANDS:
         module = import_module(f"outrider.cli.{name}")
@@ -75,16 +75,16 @@ def _print_version(wanted: bool) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. An error is one line on stderr; ``--debug`` adds the traceback."""
     args = list(sys.argv[1:] if argv is None else argv)
-    own = args[: args.index("--")] if "--" in args else args  # arguments after -- go to another engine
+    own = args[: args.index("--")] if "--" in args else args  # arguments after -- are for another engine
     debug = "--debug" in own
     if debug:  # accepted before and after the command name
         args = [argument for argument in own if argument != "--debug"] + args[len(own) :]
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    gc.disable()  # saves half a second while modules are imported; session.load enables it again
+    gc.disable()  # saves 0.5 s of imports; session.load enables it again
     try:
         with _signals_as_exceptions():
             code = build_app()(args, prog_name="outrider", standalone_mode=False)
-        if code == EXIT_INTERRUPTED:  # typer's answer to Ctrl-C
+        if code == EXIT_INTERRUPTED:  # typer's exit code for Ctrl-C
             raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, Exception) as error:
@@ -100,12 +100,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """The console script: run the command of this process, and exit with its code."""
+    """Entry point of the console script: run the command and exit with its code."""
     code = main()
     for number in (
         signal.SIGINT,
         signal.SIGTERM,
-    ):  # the work is done: inside Python's shutdown a signal would only print a trace
+    ):  # during Python's shutdown a signal would only print a traceback
         signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
 
@@ -118,7 +118,7 @@ def _signals_as_exceptions() -> Iterator[None]:
         yield
         return
     handlers = {signal.SIGTERM: terminate}
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a process in the background ignores Ctrl-C
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # background processes ignore SIGINT
         handlers[signal.SIGINT] = interrupt
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:

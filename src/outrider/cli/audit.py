@@ -40,23 +40,24 @@ outrider audit --target ./my-model --draft ./my-draft --prompts mine.jsonl
 outrider audit --same-text --method all -k 1,3,5,8 --batch 1,4 --prompts HumanEval.jsonl.gz --out same-text.json
 """
 EXIT_NOT_CERTIFIED = 3
-MOST_TEXTS = 256  # sequences per batch by default
-NO_PART = ("max_tokens", "logit_bias", "stop", "ignore_eos")  # settings that an audit does not use, or that have no option
-MEMORY = 1 << 30  # bytes of KV cache for these sequences
+MAX_BATCH = 256  # sequences per batch by default
+# Settings without effect on an audit, or without an option.
+UNUSED_SETTINGS = ("max_tokens", "logit_bias", "stop", "ignore_eos")
+MEMORY = 1 << 30  # bytes of KV cache for the sequences of a batch
 
 
 @dataclass(frozen=True)
 class AuditOptions:
-    """What to audit, and with which error probabilities."""
+    """Methods, prompts and error probabilities of an audit."""
 
     method: str | None = given(Speculation, several=True, more="all adds every other method.", panel=WHAT)
     num_draft_tokens: str | None = given(
-        Speculation, several=True, more="An audit needs fixed numbers (default: 4; with --same-text: 1,3,5,8).", panel=WHAT
+        Speculation, several=True, more="Fixed numbers only (default: 4; with --same-text: 1,3,5,8).", panel=WHAT
     )
     batch: Annotated[
         str | None,
         typer.Option(
-            help="Batch size (default: what fits into 1 GiB, at most 256; with --same-text: 1,4).", rich_help_panel=WHAT
+            help="Batch size (default: as fits into 1 GiB of cache, at most 256; with --same-text: 1,4).", rich_help_panel=WHAT
         ),
     ] = None
     prompts: Annotated[
@@ -111,11 +112,11 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     lengths = parse_list(
         "--num-draft-tokens", asked.num_draft_tokens or ("1,3,5,8" if models.same_text else "4"), _parse_length
     )
-    batches = parse_list("--batch", asked.batch or ("1,4" if models.same_text else str(MOST_TEXTS)), int)
+    batches = parse_list("--batch", asked.batch or ("1,4" if models.same_text else str(MAX_BATCH)), int)
     if min(batches) < 1:
-        raise OutriderError("invalid --batch: expected numbers of at least 1")
+        raise OutriderError("invalid --batch: expected integers of at least 1")
     if not models.same_text and (len(lengths) > 1 or len(batches) > 1 or output.resume):
-        raise OutriderError("several values of --num-draft-tokens or --batch, and --resume, need --same-text")
+        raise OutriderError("--resume, and several values of --num-draft-tokens or --batch, require --same-text")
     params = sampling.params(
         max_tokens=64 if sampling.max_tokens is None else sampling.max_tokens,
         seed=sampling.seed or 0,
@@ -139,7 +140,7 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     if missing:
         raise OutriderError(f"{missing[0]}: {reasons[missing[0]]}")
     if asked.batch is None and not models.same_text:
-        batches = (min(MOST_TEXTS, texts_in_memory(llm, max(map(len, prompts)) + params.max_tokens)),)
+        batches = (min(MAX_BATCH, texts_in_memory(llm, max(map(len, prompts)) + params.max_tokens)),)
     run = Run(llm, asked, output, lengths, batches, prompts, params, models, verifier, proposers, reasons)
     return run.same_text() if models.same_text else run.certificates()
 
@@ -169,7 +170,7 @@ class Run:
         from outrider.types import OutriderError
 
         asked, seed, started = self.asked, self.params.seed, perf_counter()
-        alpha = asked.alpha / max(len(self.proposers), 1)  # shared by all methods, so that --alpha holds for the whole audit
+        alpha = asked.alpha / max(len(self.proposers), 1)  # Bonferroni: --alpha holds for the whole audit
         found: list[dict[str, Any]] = []
         is_over = False
         rig = Rig(self.llm.runner, self.batches[0])
@@ -236,8 +237,8 @@ class Run:
                         write_whole(self.output.out, json.dumps(result(), indent=1) + "\n")
         except KeyboardInterrupt:
             if self.output.out is not None and comparison.results:
-                told = f"{len(comparison.results)} of {total} comparisons are in {self.output.out}"
-                err.print(f"{told}; repeat the command with --resume to continue", markup=False, soft_wrap=True)
+                shown = f"{len(comparison.results)} of {total} comparisons are in {self.output.out}"
+                err.print(f"{shown}; repeat the command with --resume to continue", markup=False, soft_wrap=True)
             raise
         finally:
             if comparison.results:
@@ -251,16 +252,16 @@ class Run:
         if not self.output.resume:
             return {"cells": [], "seconds": 0.0}
         if self.output.out is None or not self.output.out.exists():
-            raise OutriderError("--resume needs the existing file of an interrupted run: give it with --out")
+            raise OutriderError("--resume requires the file of an interrupted run: give it with --out")
         try:
             earlier = json.loads(self.output.out.read_text(encoding="utf-8"))
             differing = [name for name, value in json.loads(json.dumps(plan)).items() if earlier["grid"].get(name) != value]
             found = {"cells": list(earlier["cells"]), "seconds": float(earlier["seconds"])}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise OutriderError(f"{self.output.out} is not a document of outrider audit --same-text") from None
+            raise OutriderError(f"{self.output.out} was not written by outrider audit --same-text") from None
         if differing:
             raise OutriderError(
-                f"{self.output.out} was made with other {', '.join(differing)}: give the same options, or another --out"
+                f"{self.output.out} was made with other {', '.join(differing)}: use the same options or another --out"
             )
         return found
 
@@ -278,7 +279,7 @@ class Run:
         }
 
     def _write(self, result: dict[str, Any], view: RenderableType) -> None:
-        """Write files first, then the screen, which may be closed."""
+        """Write the files, then print: standard output may be closed."""
         from rich.console import Console
 
         from outrider.audit.page import page
@@ -290,7 +291,7 @@ class Run:
 
 
 def read_prompts(asked: AuditOptions, is_grid: bool) -> list[Any]:
-    """Read prompts before a model is loaded, so that errors appear at once."""
+    """Read the prompts before a model is loaded, so that errors are reported early."""
     from outrider.audit.prompts import PROMPTS
     from outrider.bench.workloads import Prompt, from_file
 
@@ -306,7 +307,7 @@ def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: i
     from outrider.types import OutriderError
 
     if llm.tokenizer is None:
-        raise OutriderError("the target has no tokenizer: prompts cannot be encoded")
+        raise OutriderError("the target has no tokenizer, so prompts cannot be encoded: use a target with one")
     found = [encode(llm.tokenizer, prompt) for prompt in prompts]
     more = max(max_tokens, 2 * longest + 4)
     for number, prompt in enumerate(found, start=1):
@@ -319,7 +320,7 @@ def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: i
 
 
 def texts_in_memory(llm: LLM, num_tokens: int) -> int:
-    """Return how many sequences of that length fit into ``MEMORY``, at least two. Rows have 256 slots and grow by doubling."""
+    """Return how many sequences of that length fit into ``MEMORY``, at least 2. Cache rows start at 256 slots and double."""
     cache = llm.runner.cache
     states = 4 * cache.shape.states.floats_per_row(cache.states.slots)
     return max(2, MEMORY // (states + cache.shape.floats_per_token * cache.dtype.itemsize * max(256, 2 * num_tokens)))
@@ -329,9 +330,9 @@ def settings_of(params: SamplingParams) -> dict[str, Any]:
     """Return the temperature and all non-default sampler settings. Stop conditions are not used in an audit."""
     from dataclasses import fields
 
-    told = {each.name: getattr(params, each.name) for each in fields(params)}
+    shown = {each.name: getattr(params, each.name) for each in fields(params)}
     default = {each.name: each.default for each in fields(params)}
-    kept = {name: value for name, value in told.items() if value != default[name] and name not in NO_PART}
+    kept = {name: value for name, value in shown.items() if value != default[name] and name not in UNUSED_SETTINGS}
     return {"temperature": params.temperature} | kept
 
 
@@ -370,5 +371,5 @@ def _parse_length(text: str) -> int:
 
     k = parse_k(text)
     if not isinstance(k, int) or k < 1:
-        raise OutriderError(f"invalid --num-draft-tokens {text}: an audit needs a fixed number of drafts, at least 1")
+        raise OutriderError(f"invalid --num-draft-tokens {text}: expected an integer of at least 1")
     return k

@@ -1,4 +1,4 @@
-"""``outrider bench``: methods, draft lengths and workloads, compared with plain decoding in the same run."""
+"""``outrider bench``: compare methods, draft lengths and workloads with plain decoding in the same run."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ class GridOptions:
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per prompt.", rich_help_panel=GRID)] = 64
     repeat: Annotated[int, typer.Option(min=1, help="Repeats; medians are shown.", rich_help_panel=GRID)] = 3
     seed: Annotated[int, typer.Option(help="Sampling seed; repeat r uses seed + r.", rich_help_panel=GRID)] = 0
-    busy: Annotated[
-        str, typer.Option(help="Beside how many other processes that compute without a pause.", rich_help_panel=GRID)
-    ] = "0"
+    busy: Annotated[str, typer.Option(help="Number of other busy processes during the measurement.", rich_help_panel=GRID)] = (
+        "0"
+    )
     inflate: Annotated[
         str | None,
         typer.Option(help="Measure the same function at the cost of a larger model: 350m, 1b, 8b.", rich_help_panel=GRID),
@@ -86,7 +86,7 @@ class OutputOptions:
     )
 
     def check(self) -> None:
-        """Check output files before minutes of measuring."""
+        """Check that the output files can be written before measuring."""
         check_outputs({"--out": self.out, "--html": self.html})
         if self.html is not None:
             from outrider.bench.html import check_installed
@@ -146,7 +146,7 @@ def command(
 
 
 def prepare(contenders: Contenders, chosen: Sequence[Contender]) -> None:
-    """Load every method. Raises ``OutriderError`` for one that does not fit, before the others are warmed up."""
+    """Load every method before any is warmed up. Raises ``OutriderError`` for one that does not fit the target."""
     from outrider.cli.console import waiting
     from outrider.types import OutriderError
 
@@ -159,7 +159,7 @@ def prepare(contenders: Contenders, chosen: Sequence[Contender]) -> None:
 
 
 def finish(plan: Plan, groups: Sequence[Group], llm: LLM, extra: dict[str, Any], outputs: OutputOptions) -> None:
-    """The document to its file before all else, the tables to stderr, the document to stdout on one line, the report."""
+    """Write the document to its file, the tables to stderr, the document to stdout on one line, and the report."""
     from rich.text import Text
 
     from outrider.bench.documents import loop_warnings
@@ -179,8 +179,9 @@ def finish(plan: Plan, groups: Sequence[Group], llm: LLM, extra: dict[str, Any],
 
 
 def parse_contenders(grid: GridOptions, models: ModelOptions, drafts: Mapping[str, object]) -> tuple[Contender, ...]:
-    """Methods x draft lengths, without plain decoding, which is always there. Raises ``OutriderError`` for one without its
-    draft: ``drafts`` come with the target.
+    """Return methods x draft lengths, without plain decoding, which always runs. ``drafts``: drafts declared with the target.
+
+    Raises ``OutriderError`` for a method that lacks its draft.
     """
     from outrider.bench.contenders import Contender
     from outrider.cli.session import auto_method
@@ -198,7 +199,7 @@ def parse_contenders(grid: GridOptions, models: ModelOptions, drafts: Mapping[st
 
 
 def read_workloads(grid: GridOptions) -> dict[str, list[Any]]:
-    """Prompts by workload, read before a model is loaded so that a mistake shows at once."""
+    """Return workload -> prompts. They are read before a model is loaded, so that errors are reported early."""
     from outrider.bench import workloads
     from outrider.types import OutriderError
 
@@ -206,7 +207,7 @@ def read_workloads(grid: GridOptions) -> dict[str, list[Any]]:
         names = parse_list("--workloads", grid.workloads or ",".join(workloads.WORKLOADS), str)
         return {name: workloads.builtin(name, grid.num_prompts) for name in names}
     if grid.workloads is not None:
-        raise OutriderError("give either --prompts or --workloads")
+        raise OutriderError("--prompts and --workloads exclude each other: give one of them")
     found: dict[str, list[Any]] = {}
     for prompt in workloads.from_file(grid.prompts):
         group = found.setdefault(prompt.workload, [])
@@ -229,13 +230,13 @@ def check_axes(temperatures: Sequence[float], batches: Sequence[int], busy: Sequ
     for temperature in temperatures:
         SamplingParams(temperature=temperature)
     if min(batches) < 1:
-        raise OutriderError("--batch must be at least 1")
+        raise OutriderError(f"invalid --batch {min(batches)}: expected at least 1")
     if min(busy) < 0 or max(busy) > MAX_BUSY:
-        raise OutriderError(f"--busy must be a number of processes, 0 to {MAX_BUSY}")
+        raise OutriderError(f"invalid --busy: expected a number of processes from 0 to {MAX_BUSY}")
 
 
 def check_plan(plan: Plan, llm: LLM) -> None:
-    """Refuse prompts that do not fit the context before minutes of measuring."""
+    """Raise ``OutriderError`` for a prompt that does not fit into the context, before measuring."""
     from outrider.types import OutriderError
 
     for name, prompts in plan.workloads.items():
@@ -250,7 +251,7 @@ def check_plan(plan: Plan, llm: LLM) -> None:
 def inflate_heads(
     chosen: Sequence[Contender], given: Mapping[str, Any], target: str | None, size: str | None
 ) -> dict[str, Any]:
-    """Return ``draft`` and ``drafts`` with heads inflated like their target ``target``; draft models are unchanged."""
+    """Return ``draft`` and ``drafts`` with heads inflated like the target ``target``; draft models are unchanged."""
     if size is None or target is None:
         return {}
     from outrider.bench.inflate_heads import inflated_head

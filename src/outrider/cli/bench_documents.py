@@ -1,4 +1,4 @@
-"""``outrider bench compare`` and ``outrider bench report``: process existing bench documents."""
+"""``outrider bench compare`` and ``outrider bench report``: compare and plot existing results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def compare(
     after: Annotated[Path, typer.Argument(help="The document to compare with it.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
 ) -> int:
-    """Report changes beyond noise between two documents; exit code 3 if anything became worse, else 0."""
+    """Report significant changes between two documents; exit code 3 if anything became worse, else 0."""
     from rich.console import Console
 
     from outrider.bench import compare, documents
@@ -49,7 +49,7 @@ def report(
 
 
 def write_or_say(path: Path | None, text: Callable[[], str], more: str = "") -> None:
-    """Write a result to its file, if one is given. A failure is reported with ``more`` appended and is not fatal."""
+    """Write a result to its file, if one is given. On failure, print an error with ``more`` appended and continue."""
     from outrider.bench.documents import write_whole
     from outrider.cli.console import say_error
 
@@ -62,7 +62,7 @@ def write_or_say(path: Path | None, text: Callable[[], str], more: str = "") -> 
 
 
 def check_outputs(paths: Mapping[str, Path | None]) -> None:
-    """Check the output files {option: file} before minutes of measuring."""
+    """Check that output files (option -> file) can be written and differ, before measuring."""
     from outrider.types import OutriderError
 
     seen: dict[Path, str] = {}
@@ -73,7 +73,7 @@ def check_outputs(paths: Mapping[str, Path | None]) -> None:
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Raise ``OutriderError`` for a file that cannot be written. Creates its folder."""
+    """Raise ``OutriderError`` if a file cannot be written. Creates its folder."""
     from outrider.types import OutriderError
 
     if path is None:

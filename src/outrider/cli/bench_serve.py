@@ -26,7 +26,7 @@ LOAD, SERVER, OUTPUT = "Load", "Server", "Output"
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """The load; values are separated by commas."""
+    """The load. Several values are separated by commas."""
 
     concurrency: Annotated[str, typer.Option(help="Numbers of concurrent clients.", rich_help_panel=LOAD)] = "1,2,4,8,16,32,64"
     rate: Annotated[str | None, typer.Option(help="Requests per second, with random arrivals.", rich_help_panel=LOAD)] = None
@@ -46,7 +46,7 @@ class LoadOptions:
     rest: Annotated[
         float,
         typer.Option(
-            min=0, help="Seconds of rest before each run, for servers that spin after a request.", rich_help_panel=LOAD
+            min=0, help="Seconds without requests before each run, for servers that spin after a request.", rich_help_panel=LOAD
         ),
     ] = 0.0
     seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals and sampling.", rich_help_panel=LOAD)] = 0
@@ -54,7 +54,7 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The server."""
+    """The server to measure."""
 
     url: Annotated[
         str | None, typer.Option(help="A running server (default: start one with these models).", rich_help_panel=SERVER)
@@ -102,7 +102,7 @@ def command(
     try:
         from outrider.bench.load.sweep import Sweep
     except ModuleNotFoundError as error:
-        raise OutriderError(f"load needs {error.name}: pip install 'outrider[serve]'") from error
+        raise OutriderError(f"bench serve requires {error.name}: pip install 'outrider[serve]'") from error
     from outrider.cli.bench_documents import check_writable
 
     check_writable("--out", result.out)
@@ -153,7 +153,7 @@ def read_loads(load: LoadOptions) -> list[Load]:
     )
     loads += [Load(rate=rate) for rate in parse_list("--rate", load.rate, float)] if load.rate else []
     if not loads:
-        raise OutriderError("give --concurrency or --rate")
+        raise OutriderError("no load: give --concurrency or --rate")
     return loads
 
 
@@ -170,13 +170,15 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
     if server.url is not None:
         own = (plan, server.inflate, server.max_batch)
         if own != (None, None, None) or models != ModelOptions() or methods != MethodOptions():
-            raise OutriderError("--url names a running server: leave out models, methods, --max-batch and --inflate")
+            raise OutriderError(
+                "--url measures a running server: omit options of models and methods, --max-batch and --inflate"
+            )
         yield root(server.url)
         return
     if server.plain_url is not None:
-        raise OutriderError("--plain-url needs --url: a started server serves both modes")
+        raise OutriderError("--plain-url requires --url: a server started here runs both modes")
     known = joined(Plan() if plan is None else Plan.read(plan), models, methods, server)
-    known = Plan({"compile": "always", **known.values})  # compile first, or the compiler is measured
+    known = Plan({"compile": "always", **known.values})  # compile before the measurement
     if server.inflate is not None:
         inflated, _ = inflate_target(replace(ModelOptions(), target=known.given("target")), server.inflate)
         known = Plan({**embedded_draft(known), "target": str(inflated.target)})
@@ -194,7 +196,7 @@ def root(url: str) -> str:
 
 
 def embedded_draft(plan: Any) -> dict[str, Any]:
-    """Return the plan's values, with the embedded draft named: an inflated target has no drafts of its own."""
+    """Return the plan's values with the embedded draft, because an inflated target comes without drafts."""
     from outrider.family import DRAFT
 
     needs_draft = plan.given("target") is None and plan.given("draft") is None
@@ -202,7 +204,10 @@ def embedded_draft(plan: Any) -> dict[str, Any]:
 
 
 def modes(url: str, plain_url: str | None, headers: dict[str, str]) -> list[Mode]:
-    """Return the modes: plain and speculative for an Outrider server, as served for others. Raises ``OutriderError``."""
+    """Return the modes to measure: plain and speculative for an Outrider server, one mode for others.
+
+    Raises ``OutriderError`` if the server does not answer.
+    """
     from outrider.bench.load.sweep import PLAIN, SPECULATIVE, Mode
 
     owner = owner_of(url, headers)
@@ -229,7 +234,7 @@ def owner_of(url: str, headers: dict[str, str]) -> object:
 
 
 def measure(sweep: Sweep) -> bool:
-    """Run the sweep with progress shown. Return whether Ctrl-C ended it; measurements so far are kept."""
+    """Run the sweep and show progress. Returns whether Ctrl-C ended it; finished measurements are kept."""
     import httpx
 
     from outrider.cli.progress import progress
@@ -246,7 +251,7 @@ def measure(sweep: Sweep) -> bool:
 
 
 def finish(sweep: Sweep, options: ResultOptions, extra: dict[str, Any]) -> None:
-    """Write the document to its file and stdout and the table to stderr; nothing if nothing was measured."""
+    """Write the document to its file and stdout, and the table to stderr. Does nothing without measurements."""
     from outrider.bench.load.cells import Objective
     from outrider.bench.load.report import document, table, verdict
     from outrider.cli.bench_documents import write_or_say

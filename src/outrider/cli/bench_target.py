@@ -1,4 +1,4 @@
-"""The target of a measurement at another size's cost."""
+"""Inflated targets for measurements: the same outputs at the cost of a larger model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.cli.options import ModelOptions
 
 
 def inflate_target(models: ModelOptions, size: str | None) -> tuple[ModelOptions, dict[str, Any]]:
-    """The target at another size's cost, and what the results must say about it."""
+    """Return options with the inflated target, and the fields that describe it in the results."""
     if size is None:
         return models, {}
     from outrider.bench.inflate import inflated
@@ -23,7 +23,7 @@ def inflate_target(models: ModelOptions, size: str | None) -> tuple[ModelOptions
 
         source = TARGET
     if not Path(source).expanduser().is_dir():
-        raise OutriderError("--inflate needs a target in a local folder")
+        raise OutriderError("--inflate requires a target in a local folder: download it first and give its folder")
     folder = inflated(Path(source).expanduser(), size)
     note = json.loads((folder / "config.json").read_text())["outrider_inflated"]
     return replace(models, target=str(folder)), {"inflated": {"size": size, **note}}

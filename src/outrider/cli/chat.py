@@ -23,9 +23,9 @@ outrider chat --system "Answer in one sentence." "Why is the sky blue?"
 
 echo "Why is the sky blue?" | outrider chat --target ./my-model
 
-Ctrl-C stops an answer, Ctrl-D or /exit ends the conversation, /new starts another one.
+Ctrl-C stops an answer, Ctrl-D or /exit ends the conversation, /new starts a new one.
 
-Without --temperature it samples at 0.7 with --top-p 0.9.
+Defaults: --temperature 0.7 --top-p 0.9.
 """
 
 
@@ -39,7 +39,7 @@ def command(
     methods: MethodOptions,
     sampling: SamplingOptions,
 ) -> None:
-    """Talk with a model; the conversation is kept, its oldest turns dropped where the context is full."""
+    """Chat with a model. When the context is full, the oldest turns are dropped."""
     from outrider.cli.session import load, prepare, read_prompt, start
 
     start()
@@ -48,9 +48,7 @@ def command(
     llm = load(models, methods, max_batch=1)
     prepare(llm, models)
     history = [{"role": "system", "content": system}] if system else []
-    llm.chat_prompt(
-        [*history, {"role": "user", "content": "Hello"}]
-    )  # refuse a tokenizer without a template before the first turn
+    llm.chat_prompt([*history, {"role": "user", "content": "Hello"}])  # fails early for a tokenizer without a chat template
     if question is not None:
         interrupt = _answer(llm, history, question, params, show)
         if interrupt is not None:
@@ -76,7 +74,7 @@ def _is_interactive(message: str | None) -> bool:
 
 
 def llm_error() -> type[Exception]:
-    """Return the error class; imported lazily."""
+    """Return ``OutriderError``, imported lazily."""
     from outrider.types import OutriderError
 
     return OutriderError
@@ -84,7 +82,7 @@ def llm_error() -> type[Exception]:
 
 def _ask() -> str | None:
     """Return the next line; None at the end of the conversation, "" after Ctrl-C."""
-    with suppress(ImportError):  # not on every system; gives input() line editing and a history
+    with suppress(ImportError):  # readline gives input() line editing and a history; not available everywhere
         import readline  # noqa: F401
 
     try:
@@ -103,7 +101,7 @@ def _ask() -> str | None:
 def _answer(
     llm: LLM, history: list[dict[str, str]], question: str, params: SamplingParams, show: bool
 ) -> KeyboardInterrupt | None:
-    """Answer a question and keep both in the history. Return the interrupt that ended the answer early, if any."""
+    """Answer a question and append both to the history. Returns the interrupt that ended the answer early, or None."""
     from outrider.cli.generate import stream_to_screen
 
     history.append({"role": "user", "content": question})
@@ -113,11 +111,11 @@ def _answer(
 
 
 def _fitting_prompt(llm: LLM, history: list[dict[str, str]], max_tokens: int) -> list[int]:
-    """The prompt of the conversation. Drops its oldest turns, never a system message, until the answer has room."""
+    """Return the prompt of the conversation. Drops the oldest turns, except system messages, until it fits."""
     room = llm.runner.max_len - min(max_tokens, llm.runner.max_len // 2)
     while len(prompt := llm.chat_prompt(history)) > room:
         first = 1 if history[0]["role"] == "system" else 0
         if len(history) <= first + 1:
-            break  # one question alone: what does not fit is refused by the engine
+            break  # a single question that does not fit is refused by the engine
         del history[first : first + 2]
     return prompt

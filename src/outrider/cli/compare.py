@@ -1,4 +1,4 @@
-"""``outrider compare``: plain and speculative decoding race from one prompt, and whether the words are the same."""
+"""``outrider compare``: run plain and speculative decoding side by side from one prompt and compare the outputs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ outrider compare -k 5 --max-tokens 100 "The ship left the harbour"
 
 outrider compare --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --temperature 0 "Dear Sir,"
 
-Without --temperature both sample at 0.7 with --top-p 0.9 and --same-text, so that even sampled words can be compared.
+Defaults: --temperature 0.7 --top-p 0.9 --same-text, so that sampled outputs can be compared too.
 """
 DEFAULT_PROMPT = "Once upon a time there was a king who had three daughters."
 MAX_TOKENS, SEED = 200, 0
-TURN = 0.1  # seconds that a lane gains before it is the other's turn: its caches are warm for most of them
+TURN = 0.1  # seconds per turn of a lane; long enough that CPU caches are warm for most rounds
 WARMUP_TOKENS = 24
-MEANING = "tok/s: after the first token; tok/pass: tokens per pass of the target; ms of a round: draft + score + other"
+MEANING = "tok/s: after the first token; tok/pass: tokens per target pass; ms per round: draft + score + other"
 
 
 @with_groups
@@ -43,7 +43,7 @@ def command(
     methods: MethodOptions,
     sampling: SamplingOptions,
 ) -> None:
-    """Race plain against speculative decoding: both texts as they come, both speeds, and whether the words are the same."""
+    """Run plain and speculative decoding side by side: show both outputs and speeds, and whether the outputs are equal."""
     from outrider.cli.console import err, waiting
     from outrider.cli.session import load, read_prompt, start
 
@@ -72,7 +72,7 @@ def command(
 
 
 def with_defaults(models: ModelOptions, sampling: SamplingOptions) -> tuple[ModelOptions, SamplingOptions]:
-    """The options with what compare takes where they are not given: sampling that reads well, its noise the same for both."""
+    """Return the options with the defaults of compare: sampling settings for readable text, and --same-text."""
     if sampling.temperature is None:
         models = replace(models, same_text=True)
     sampling = sampling.or_readable()
@@ -82,7 +82,7 @@ def with_defaults(models: ModelOptions, sampling: SamplingOptions) -> tuple[Mode
 
 
 def engines(llm: LLM) -> dict[str, Engine]:
-    """An engine for each lane, plain first, its policy untaught."""
+    """Return lane -> engine, plain decoding first, with an untrained policy."""
     from outrider.bench.contenders import PLAIN
     from outrider.bench.race import engine_for
     from outrider.engine import FixedLength
@@ -94,7 +94,7 @@ def engines(llm: LLM) -> dict[str, Engine]:
 
 
 def title(llm: LLM, lane: str) -> str:
-    """What a lane is called on the screen."""
+    """Return the title of a lane."""
     from outrider.bench.contenders import PLAIN, Contender
 
     k = llm.speculation.num_draft_tokens
@@ -102,7 +102,7 @@ def title(llm: LLM, lane: str) -> str:
 
 
 def warm_up(llm: LLM, prompt_ids: list[int], params: SamplingParams) -> None:
-    """Compile and measure what the first rounds would otherwise wait for, and forget what was generated."""
+    """Compile and measure passes before the race, and discard the output."""
     from outrider.bench.race import Race
 
     k = llm.speculation.num_draft_tokens
@@ -113,14 +113,14 @@ def warm_up(llm: LLM, prompt_ids: list[int], params: SamplingParams) -> None:
 
 
 def watch(llm: LLM, race: Race, titles: dict[str, str], text: str) -> None:
-    """The race on the screen."""
+    """Run the race and show it on the terminal."""
     from rich.console import Console
 
     from outrider.cli.console import TokenPainter
     from outrider.cli.race_view import RaceView, shown_rounds
     from outrider.engine.detokenizer import DetokenizerFactory
 
-    assert llm.tokenizer is not None  # the prompt was encoded with it
+    assert llm.tokenizer is not None  # the prompt was encoded with the tokenizer
     factory = DetokenizerFactory(llm.tokenizer)
     painters = {lane.name: TokenPainter(factory(())) for lane in race.lanes}
     with closing(race.run()) as steps:
@@ -128,7 +128,7 @@ def watch(llm: LLM, race: Race, titles: dict[str, str], text: str) -> None:
 
 
 def write(llm: LLM, race: Race, text: str) -> None:
-    """Both texts one after the other, for a file or a pipe."""
+    """Run the race and print both outputs one after the other, for a file or a pipe."""
     from outrider.cli.console import waiting
 
     texts = {lane.name: text for lane in race.lanes}
@@ -140,7 +140,7 @@ def write(llm: LLM, race: Race, text: str) -> None:
 
 
 def table(lanes: list[Lane], titles: dict[str, str]) -> Table:
-    """Speed and acceptance of both lanes, after their first tokens."""
+    """Return a table of speed and acceptance of both lanes, excluding the first tokens."""
     from rich import box
     from rich.table import Table
 
@@ -164,7 +164,7 @@ def table(lanes: list[Lane], titles: dict[str, str]) -> Table:
 
 
 def verdict(tokenizer: Any, plain: list[int], speculative: list[int], is_greedy: bool, same_text: bool) -> str:
-    """Describe whether two token sequences are equal; if not, where they differ and why."""
+    """Return a sentence on whether two token sequences are equal and, if not, where they differ and why."""
     if plain == speculative:
         kind = "" if is_greedy else "sampled "
         return f"Same text: yes, all {len(plain)} {kind}tokens are equal."
@@ -181,5 +181,6 @@ def verdict(tokenizer: Any, plain: list[int], speculative: list[int], is_greedy:
     if same_text:
         return line + " This should not happen with --same-text: please report it."
     return (
-        line + " Passes of different widths round differently, and two tokens were almost equally likely here; see --same-text."
+        line
+        + " Passes of different widths round differently, and the two tokens are almost equally likely here; see --same-text."
     )

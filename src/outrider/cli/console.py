@@ -32,7 +32,7 @@ def say_error(what: str) -> None:
 
 @dataclass
 class _Screen:
-    """What stderr shows: the spinner and its text, and when the last line came."""
+    """State of the terminal on stderr: the spinner, its text, and the time of the last change."""
 
     spinner: Status | None = None
     waits_for: Text = field(default_factory=Text)
@@ -44,7 +44,7 @@ _screen = _Screen()
 
 @contextmanager
 def waiting(what: str) -> Iterator[Status | None]:
-    """Show that ``what`` takes its time: a spinner on a terminal, a line every few seconds elsewhere."""
+    """Show that ``what`` is running: a spinner on a terminal, a line every few seconds elsewhere."""
     started, begun = monotonic(), Text(f"{what} ...")
     if err.is_terminal:
         with err.status(begun) as status:
@@ -59,7 +59,7 @@ def waiting(what: str) -> Iterator[Status | None]:
         _say(begun.plain)
 
         def tick(elapsed: float) -> None:
-            if monotonic() - _screen.changed >= PERIOD + 0.5:  # else what takes so long reports its own progress
+            if monotonic() - _screen.changed >= PERIOD + 0.5:  # otherwise other progress messages appear
                 _say(f"{what} ... {elapsed:.0f} s ...")
 
         with reported_every(0.5, tick):
@@ -72,7 +72,7 @@ def _say(line: str) -> None:
 
 
 class _Notices(logging.Handler):
-    """Shows what the package logs: a dim line each; progress in the spinner's place where there is one."""
+    """Logging handler that prints each message as a dim line, and progress messages as the spinner's text."""
 
     def emit(self, record: logging.LogRecord) -> None:
         spinner, message = _screen.spinner, record.getMessage()
@@ -86,7 +86,7 @@ class _Notices(logging.Handler):
 
 
 def show_notices() -> None:
-    """Show Outrider's log messages, such as compiling or a failed proposer."""
+    """Show Outrider's log messages, such as compilation or a failed proposer, on stderr."""
     logger = logging.getLogger("outrider")
     if not any(isinstance(handler, _Notices) for handler in logger.handlers):
         logger.addHandler(_Notices())
@@ -95,7 +95,7 @@ def show_notices() -> None:
 
 
 def legend() -> Text:
-    """Print the legend of ``--show``."""
+    """Return the legend of ``--show``."""
     return Text.assemble(
         ("accepted draft", STYLES["accepted"]), " · ", ("corrected", STYLES["corrected"]), " · ", ("bonus", STYLES["bonus"]),
         " · ", ("grammar", STYLES["grammar"]), " · plain", style="dim",
@@ -103,14 +103,14 @@ def legend() -> Text:
 
 
 class TokenPainter:
-    """Tells where each part of a streamed text came from, whatever the size of the chunks it comes in."""
+    """Split streamed text into pieces by the origin of their tokens, for chunks of any size."""
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         self._detokenizer = detokenizer
-        self._pieces: list[tuple[str, str]] = []  # text not yet shown, and its origin
+        self._pieces: list[tuple[str, str]] = []  # text that was not returned yet, with its origin
 
     def pieces(self, chunk: Chunk | Emission) -> list[tuple[str, str]]:
-        """The chunk's text in parts, each with the origin of its token: a name in ``STYLES``."""
+        """Return the chunk's text as (text, origin) pieces; origins are keys of ``STYLES``."""
         for token, origin in zip(chunk.token_ids, chunk.origins, strict=True):
             piece = self._detokenizer.feed([token])
             if piece:
@@ -131,14 +131,14 @@ class TokenPainter:
 
 
 def painter_for(llm: LLM) -> TokenPainter | None:
-    """Return a painter for the next stream; None without a tokenizer."""
+    """Return a painter for one stream, or None without a tokenizer."""
     from outrider.engine.detokenizer import DetokenizerFactory
 
     return TokenPainter(DetokenizerFactory(llm.tokenizer)(())) if llm.tokenizer is not None else None
 
 
 def summary(stats: GenerationStats, seconds: float) -> Text:
-    """Print the summary: speed, acceptance, time by phase, predicted speed of plain decoding."""
+    """Return the summary: speed, acceptance, time by phase, and predicted speed of plain decoding."""
     lines = [f"{stats.num_tokens} tokens in {seconds:.2f} s, {stats.tok_s:.1f} tok/s"]
     plain = stats.plain_tok_s
     if stats.num_drafts or stats.num_forced:
@@ -155,9 +155,9 @@ def summary(stats: GenerationStats, seconds: float) -> Text:
         shares = stats.times.by_phase()
         shares["other"] = shares.pop("host")
         shares["draft"] += shares.pop("draft_prefill")
-        if not stats.times.read:  # a short prompt is read by the first score
+        if not stats.times.read:  # the first score includes the prefill of a short prompt
             del shares["read"]
         lines.append("time: " + ", ".join(f"{name} {part:.2f} s ({part / total:.0%})" for name, part in shares.items()))
     if stats.faults:
-        lines.append(f"the proposer failed {stats.faults} time(s); plain decoding continued (--debug shows details)")
+        lines.append(f"the proposer failed {stats.faults} time(s); plain decoding continued (use --debug for details)")
     return Text("\n".join(lines), style="dim")

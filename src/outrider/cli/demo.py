@@ -1,4 +1,4 @@
-"""``outrider demo``: a page on which plain and speculative decoding race."""
+"""``outrider demo``: a web page that runs plain and speculative decoding side by side."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ outrider demo --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --method draft,suff
 outrider demo --host 0.0.0.0 --port 8080
 """
 SERVER = "Server"
-LARGE = (
-    100_000_000  # parameters; up to this size every method is built, above it only those without a second copy of the weights
-)
+# Parameters: up to this size all methods are offered, above it only those that need no second copy of the weights.
+LARGE = 100_000_000
 
 
 @dataclass(frozen=True)
 class PageOptions:
-    """What the page offers, and where."""
+    """Methods on the page, and its address."""
 
     method: str | None = given(
         Speculation,
         several=True,
-        more="(default: all that fit a small target; of a large one the one that is found for it, and suffix).",
+        more="(default: all that fit, or for targets above 100M parameters: suffix and the method found for the target).",
         panel=SERVER,
     )
     host: str = given(ServerConfig, ServerConfig.host, panel=SERVER)
@@ -49,7 +48,7 @@ def command(
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.", rich_help_panel=SERVER)] = False,
     models: ModelOptions,
 ) -> None:
-    """Serve a page on which plain and speculative decoding race, token by token."""
+    """Serve a web page that runs plain and speculative decoding side by side, token by token."""
     from rich.text import Text
 
     from outrider.cli.console import err, waiting
@@ -62,7 +61,7 @@ def command(
         from outrider.server.demo.app import Demo
         from outrider.server.run import listen
     except ImportError as missing:
-        raise OutriderError(f"the demo needs {missing.name}: pip install 'outrider[serve]'") from None
+        raise OutriderError(f"the demo requires {missing.name}: pip install 'outrider[serve]'") from None
     config = ServerConfig(host=page.host, port=page.port)
     with listen(config.host, config.port) as listening:
         track = load_aside(lambda: load_track(models, page.method))
@@ -84,7 +83,7 @@ def command(
 
 
 def load_track(models: ModelOptions, methods: str | None) -> Track:
-    """Load the target once, and every offered method."""
+    """Load the target once, and every available method."""
     from outrider.cli.console import waiting
     from outrider.cli.session import auto_method, load, resolve
     from outrider.engine.methods import methods_in
@@ -93,7 +92,7 @@ def load_track(models: ModelOptions, methods: str | None) -> Track:
 
     drafts = resolve(models, MethodOptions()).get("drafts", {})
     wanted = methods_in(methods, lambda: auto_method(models, drafts)) if methods else []
-    for method in wanted:  # errors appear before the seconds of loading
+    for method in wanted:  # report errors before loading
         resolve(models, MethodOptions(method=method))
     plain: Any = PROPOSERS.get("plain")
     llm = load(models, MethodOptions(method=plain.name), max_batch=2, compile=models.compile or "always")

@@ -58,7 +58,7 @@ def command(
         tell = status.update if status is not None else lambda _: None
         checkup = check_up(Patient(target, method, options, params), tell)
         if named is None and any((each.level, each.topic) == ("wrong", "vocabulary") for each in checkup.findings):
-            method = DEFAULT_METHOD_WITH_FOREIGN_DRAFT  # as every other command would
+            method = DEFAULT_METHOD_WITH_FOREIGN_DRAFT  # as in all other commands
             checkup = check_up(Patient(target, method, options, params), tell)
     checkup.findings[:0] = found
     if as_json:

@@ -27,12 +27,12 @@ def command(
     out: Annotated[Path | None, typer.Option(help="Folder to write (default: outrider-<engine>).")] = None,
     own_code: Annotated[
         bool,
-        typer.Option("--own-code", help="vLLM: use Outrider's proposer even where vLLM has its own (n-grams)."),
+        typer.Option("--own-code", help="vLLM: use Outrider's proposer even if vLLM has its own (n-grams)."),
     ] = False,
     models: ModelOptions,
     methods: MethodOptions,
 ) -> None:
-    """Write the launch command and config of vLLM, SGLang or transformers for a plan, converted heads included."""
+    """Write the launch command, config and converted heads for running a plan on vLLM, SGLang or transformers."""
     from outrider.cli.console import err
     from outrider.cli.serve import joined
     from outrider.cli.session import check_source

@@ -1,4 +1,4 @@
-"""``outrider generate``: stream the continuation of one prompt, then a summary."""
+"""``outrider generate``: stream the output for one prompt, then print a summary."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def command(
     methods: MethodOptions,
     sampling: SamplingOptions,
 ) -> None:
-    """Stream the continuation of a text, then print a summary."""
+    """Stream the output for a prompt, then print a summary."""
     from outrider.cli.app import EXIT_INTERRUPTED
     from outrider.cli.session import load, prepare, read_prompt, start
 
@@ -71,7 +71,7 @@ def command(
 
 
 def read_schema(file: Path) -> dict[str, Any]:
-    """Read a JSON schema. Raises ``OutriderError`` for a file that holds no JSON object."""
+    """Read a JSON schema. Raises ``OutriderError`` if the file is not a JSON object."""
     from outrider.types import OutriderError
 
     try:
@@ -79,12 +79,12 @@ def read_schema(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise OutriderError(f"cannot read the JSON schema: {file}: {error}") from error
     if not isinstance(schema, dict):
-        raise OutriderError(f"{file} is no JSON schema: expected an object, got a {type(schema).__name__}")
+        raise OutriderError(f"{file} is not a JSON schema: expected an object, got a {type(schema).__name__}")
     return schema
 
 
 def grammar_of(schema: dict[str, Any], llm: LLM) -> Grammar:
-    """Compile a JSON schema for the tokenizer. Raises ``OutriderError`` for one that cannot be followed."""
+    """Compile a JSON schema for the tokenizer. Raises ``OutriderError`` for an unsupported schema."""
     from outrider.types import OutriderError
 
     try:
@@ -98,7 +98,7 @@ def grammar_of(schema: dict[str, Any], llm: LLM) -> Grammar:
 def stream_to_screen(
     llm: LLM, prompt: str | list[int], params: SamplingParams, show: bool = False
 ) -> tuple[str, KeyboardInterrupt | None]:
-    """Stream to stdout, then print a summary to stderr. Return the text and the interrupt that ended it early, if any."""
+    """Stream to stdout, then print a summary to stderr. Returns the text, and the interrupt that ended it early or None."""
     from outrider.cli.console import err, legend, painter_for, say_error, summary
     from outrider.cli.session import streamed
 
@@ -123,12 +123,14 @@ def stream_to_screen(
     if last is not None:
         err.print(summary(last.stats, perf_counter() - started))
         if llm.runner.passes.could_compile:
-            err.print("[dim]passes were not compiled, nor were those used to predict plain decoding: see --compile always[/]")
+            err.print(
+                "[dim]passes were not compiled, including those that predict plain decoding's speed: see --compile always[/]"
+            )
     return text, interrupt
 
 
 def _document(llm: LLM, prompt: str, params: SamplingParams) -> dict[str, Any]:
-    """Return one completion as JSON-ready data; after Ctrl-C the partial one, with ``finish_reason`` "abort"."""
+    """Return one completion as JSON-ready data; after Ctrl-C a partial one with ``finish_reason`` "abort"."""
     from outrider.cli.console import waiting
     from outrider.engine import GenerationInterrupted
 

@@ -1,19 +1,19 @@
-"""Signals as exceptions: SIGTERM is handled like Ctrl-C, and an interactive command can tell it from Ctrl-C."""
+"""Convert signals to exceptions: SIGTERM is handled like Ctrl-C, but interactive commands can distinguish the two."""
 
 from __future__ import annotations
 
 from types import FrameType
 from typing import NoReturn
 
-received: list[int] = []  # signals of this command: an import that one breaks off may raise an ImportError in its place
+received: list[int] = []  # signals of this command; one during an import may surface as an ImportError
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: the command ends, where Ctrl-C may end only what it is doing."""
+    """Raised by SIGTERM, which ends the command; Ctrl-C may end only its current action."""
 
 
 def terminate(number: int, frame: FrameType | None) -> NoReturn:
-    """Handle SIGTERM."""
+    """Handle SIGTERM: raise ``Terminated``."""
     received.append(number)
     raise Terminated
 

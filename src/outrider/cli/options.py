@@ -28,16 +28,16 @@ FLAG = "flag"  # key of a Flag in a field's metadata
 
 @dataclass(frozen=True)
 class Flag:
-    """A command's use of an option that is declared elsewhere."""
+    """Reference from a command to an option that is declared elsewhere."""
 
-    config: type  # where: the field of the same name
-    several: bool  # several values, separated by commas
-    more: str  # help that this command adds
-    panel: str | None  # heading of the help, where it is not the declared one
+    config: type  # dataclass with a field of the same name
+    several: bool  # accepts several values, separated by commas
+    more: str  # appended to the declared help
+    panel: str | None  # heading in the help, if different from the declared one
 
 
 def given(config: type, default: Any = None, *, several: bool = False, more: str = "", panel: str | None = None) -> Any:
-    """An option of a command, as the field of the same name in ``config`` declares it."""
+    """Return a dataclass field for a command's option, declared by the field of the same name in ``config``."""
     return field(default=default, metadata={FLAG: Flag(config, several, more, panel)})
 
 
@@ -60,7 +60,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class MethodOptions:
-    """Source and number of drafts."""
+    """Method and number of drafts."""
 
     method: str | None = given(Speculation)
     num_draft_tokens: str | int | None = given(Speculation)
@@ -84,7 +84,7 @@ class SamplingOptions:
     seed: int | None = given(SamplingParams)
 
     def or_readable(self) -> SamplingOptions:
-        """These options; without a temperature those at which a model's text reads best: greedy text of small ones loops."""
+        """Return these options, by default with sampling settings for readable text: greedy outputs often loop."""
         if self.temperature is not None:
             return self
         return replace(self, temperature=READABLE_TEMPERATURE, top_p=READABLE_TOP_P if self.top_p is None else self.top_p)
@@ -130,7 +130,7 @@ def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def _annotation(own: Field[Any]) -> Any:
-    """What typer reads of a declared option: its type, its flags and its help."""
+    """Return typer's annotation for a declared option: its type, flags and help."""
     flag: Flag = own.metadata[FLAG]
     option = declared(flag.config)[own.name]
     flags = [flag_name(own.name), *([f"-{option.letter}"] if option.letter else [])]
@@ -148,17 +148,17 @@ def _annotation(own: Field[Any]) -> Any:
 
 
 def read_option(config: type, name: str, value: Any) -> Any:
-    """A value from the command line in its one form, None where it was not given. Raises ``OutriderError`` for a wrong one."""
+    """Return the parsed value of an option, or None if it was not given. Raises ``OutriderError`` for an invalid value."""
     return None if value is None else declared(config)[name].in_text().read(flag_name(name), value)
 
 
 def values_given(group: Any) -> dict[str, Any]:
-    """The options of a group that differ from its defaults, by name: those given on the command line."""
+    """Return name -> value of a group's options that differ from their defaults."""
     return {each.name: value for each in fields(group) if (value := getattr(group, each.name)) is not each.default}
 
 
 def parse_k(value: str | int | None) -> int | str:
-    """The number of drafts, "auto" where none is given. Raises ``OutriderError`` for anything else."""
+    """Return the number of drafts, or "auto" if it was not given. Raises ``OutriderError`` for an invalid value."""
     k: int | str = AUTO if value is None else read_option(Speculation, "num_draft_tokens", value)
     return k
 
@@ -170,7 +170,7 @@ def parse_list(option: str, text: str, parse: Callable[[str], Result]) -> tuple[
         try:
             value = parse(item)
         except ValueError:
-            raise OutriderError(f"invalid {option} {text!r}: cannot read {item!r}") from None
+            raise OutriderError(f"invalid {option} {text!r}: cannot parse {item!r}") from None
         if value not in items:
             items.append(value)
     return tuple(items)

@@ -1,4 +1,4 @@
-"""A progress bar with the time left, for commands that measure."""
+"""Progress bar with the remaining time, for commands that measure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress() -> Iterator[Callable[[State], None]]:
-    """A bar with the time left on a terminal; a line for each run elsewhere."""
+    """Show a progress bar on a terminal, or a line per run elsewhere. Yields the callback that updates it."""
     from rich.progress import BarColumn, Progress, TextColumn
 
     from outrider.cli.console import err
@@ -34,7 +34,7 @@ def progress() -> Iterator[Callable[[State], None]]:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as h:mm:ss or m:ss."""
+    """Format seconds as h:mm:ss or m:ss."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,4 +1,4 @@
-"""A race on a terminal: both texts as they grow, coloured by where each token came from, and their speeds."""
+"""Show a race on a terminal: both texts while they are generated, coloured by token origin, and their speeds."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from outrider.cli.console import STYLES, TokenPainter, legend
 if TYPE_CHECKING:
     from outrider.bench.race import Step
 
-SHOWN = 8.0  # seconds in which a race that was over in a blink is played back
-PATIENCE = 4.0  # seconds of rounds before they are shown: a race that is over by then is played back
-FRAMES = 20  # a second
-SIDE_BY_SIDE = 100  # columns from which the lanes stand side by side
-MOST_LINES, LEAST_LINES = 16, 3  # of text in a lane
-FRAME = 2  # lines, or columns with the padding, around a text
+SHOWN = 8.0  # seconds of the replay of a short race
+PATIENCE = 4.0  # seconds; a race that ends earlier is replayed slowly
+FRAMES = 20  # per second
+SIDE_BY_SIDE = 100  # minimum columns for lanes side by side
+MOST_LINES, LEAST_LINES = 16, 3  # lines of text per lane
+FRAME = 2  # lines of a panel's border, or columns of border and padding
 TURNS = "the lanes take turns on the same processor; each clock counts its own rounds"
-AROUND = 4  # lines below the lanes, the prompt's included
+EXTRA_LINES = 4  # lines below the lanes, including the prompt
 
 
 @dataclass(frozen=True)
 class Round:
-    """What one round added to a lane, and the lane's figures after it."""
+    """Text that one round added to a lane, and the lane's statistics afterwards."""
 
     lane: str
     pieces: list[tuple[str, str]]  # text and origin
@@ -41,7 +41,7 @@ class Round:
 
 
 def shown_rounds(steps: Iterable[Step], painters: dict[str, TokenPainter]) -> Iterator[Round]:
-    """The steps of a race as they are shown."""
+    """Convert the steps of a race to coloured pieces of text and statistics."""
     for step in steps:
         lane = step.lane
         pieces = painters[lane.name].pieces(step.emission)
@@ -62,10 +62,10 @@ class LaneView:
         self.last = round_
 
     def panel(self, console: Console, width: int, lines: int | None) -> Panel:
-        """The lane in a frame: the last ``lines`` lines of its text, or all of it."""
+        """Return the lane as a panel with the last ``lines`` lines of its text, or all of them for None."""
         wrapped = list(self.text.wrap(console, width - 2 * FRAME))
         body = Text("\n").join(wrapped if lines is None else wrapped[-lines:])
-        figures = "reading the prompt"
+        figures = "processing the prompt"
         if self.last is not None:
             figures = f"{self.last.num_tokens} tokens in {self.last.clock:.2f} s"
             if self.last.tok_s:
@@ -84,21 +84,21 @@ class LaneView:
 
 
 class RaceView:
-    """Both lanes, side by side where the window is wide enough."""
+    """View of both lanes, side by side if the terminal is wide enough."""
 
     def __init__(self, console: Console, titles: dict[str, str], prompt: str) -> None:
-        """``titles``: of each lane, by its name, in their order."""
+        """``titles``: lane -> title, in display order."""
         self.console, self.prompt = console, prompt
         self.lanes = {name: LaneView(title) for name, title in titles.items()}
         self.note = ""
 
     def show(self, rounds: Iterator[Round]) -> None:
-        """Play a race to its end: as it runs, or slowed down where it is over too soon to be seen. Leaves the whole texts."""
+        """Show a race live, or replay it slowly if it is too short to watch. Prints the complete texts at the end."""
         self.note = "running"
         with Live(self._picture(self._lines()), console=self.console, auto_refresh=False, transient=True) as live:
             recorded, is_over = taken(
                 rounds, PATIENCE
-            )  # nothing is drawn meanwhile: the lanes have the processor to themselves
+            )  # do not draw meanwhile, so that the lanes have the processor to themselves
             self.note = ""
             if is_over:
                 self._play_back(live, recorded)
@@ -123,7 +123,7 @@ class RaceView:
             self._add(round_)
         for round_ in rounds:
             self._add(round_)
-            if time.monotonic() - drawn >= 1 / FRAMES:  # between rounds: no lane's clock counts it
+            if time.monotonic() - drawn >= 1 / FRAMES:  # drawn between rounds, so that no lane's clock counts it
                 live.update(self._picture(self._lines()), refresh=True)
                 drawn = time.monotonic()
 
@@ -131,8 +131,8 @@ class RaceView:
         self.lanes[round_.lane].add(round_)
 
     def _lines(self) -> int:
-        """Lines of text in a lane, so that the whole picture stays on the screen."""
-        free = self.console.height - AROUND - len(self._prompt().wrap(self.console, self.console.width))
+        """Return the lines of text per lane with which everything fits on the screen."""
+        free = self.console.height - EXTRA_LINES - len(self._prompt().wrap(self.console, self.console.width))
         if self.console.width < SIDE_BY_SIDE:
             free //= len(self.lanes)
         return max(min(free - FRAME, MOST_LINES), LEAST_LINES)
@@ -148,13 +148,13 @@ class RaceView:
         return Group(self._prompt(), grid, *below)
 
     def _prompt(self) -> Text:
-        """The end of the prompt, on a few lines."""
+        """Return the end of the prompt, shortened to a few lines."""
         lines = self.prompt.expandtabs(4).strip().splitlines()[-3:]
         return Text("\n".join(line[-300:] for line in lines), style="dim")
 
 
 def taken(rounds: Iterator[Round], seconds: float, clock: Callable[[], float] = time.monotonic) -> tuple[list[Round], bool]:
-    """The rounds of the next so many seconds, and whether these were the last."""
+    """Return the rounds of the next ``seconds``, and whether the race ended."""
     started, found = clock(), []
     for round_ in rounds:
         found.append(round_)

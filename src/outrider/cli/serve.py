@@ -1,4 +1,4 @@
-"""``outrider serve``: an OpenAI-compatible server for one target and its drafting method."""
+"""``outrider serve``: OpenAI-compatible server for one target and its drafting method."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ListenOptions:
     api_keys: Annotated[
         Path | None,
         typer.Option(
-            help=f"File of lines KEY [NAME [PRIORITY]] (default: {KEYS_VARIABLE}; without either no key is asked for).",
+            help=f"File of lines KEY [NAME [PRIORITY]] (default: {KEYS_VARIABLE}; without keys, everyone has access).",
             rich_help_panel=LISTEN,
         ),
     ] = None
@@ -57,7 +57,7 @@ class ListenOptions:
 
 @dataclass(frozen=True)
 class LimitOptions:
-    """What the server allows."""
+    """Limits of the server."""
 
     max_batch: int | None = given(RunnerConfig, more=f"(default: {MAX_BATCH}).")
     kv_memory: float | None = given(RunnerConfig)
@@ -81,7 +81,7 @@ class LimitOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Another engine instead of Outrider's."""
+    """Run another engine instead of Outrider's."""
 
     engine: Annotated[
         str | None, typer.Option(help="vllm: run the plan on vLLM; its own options follow --.", rich_help_panel=ELSEWHERE)
@@ -92,9 +92,7 @@ class EngineOptions:
     ] = None
     own_code: Annotated[
         bool,
-        typer.Option(
-            "--own-code", help="Use Outrider's proposer even where the engine has its own.", rich_help_panel=ELSEWHERE
-        ),
+        typer.Option("--own-code", help="Use Outrider's proposer even if the engine has its own.", rich_help_panel=ELSEWHERE),
     ] = False
 
 
@@ -117,17 +115,17 @@ def command(
     from outrider.types import OutriderError
 
     passed = list(engine_options or ())
-    if plan is not None and str(plan).startswith("-"):  # arguments after --, without a plan
+    if plan is not None and str(plan).startswith("-"):  # these are arguments after --, and there is no plan
         plan, passed = None, [str(plan), *passed]
     if elsewhere.engine is not None:
         serve_elsewhere(plan, passed, elsewhere, listening, limits, (models, methods))
     if passed or elsewhere.engine_python is not None or elsewhere.own_code:
-        raise OutriderError("options after -- need --engine: outrider serve --engine vllm plan.toml -- ...")
+        raise OutriderError("options after -- require --engine: outrider serve --engine vllm plan.toml -- ...")
     try:
         from outrider.server.bridge import load_aside
         from outrider.server.run import listen, log_json, serve
     except ModuleNotFoundError as error:
-        raise OutriderError(f"serving needs {error.name}: pip install 'outrider[serve]'") from error
+        raise OutriderError(f"serve requires {error.name}: pip install 'outrider[serve]'") from error
     known = Plan() if plan is None else Plan.read(plan)
     models, methods, limits = filled(models, known), filled(methods, known), filled(limits, known)
     config = server_config(models, listening, limits)
@@ -140,14 +138,14 @@ def command(
         "trust_remote_code": listening.trust_remote_code,
     }
 
-    with listen(config.host, config.port) as listener:  # find a port in use before loading the model
+    with listen(config.host, config.port) as listener:  # reports a port in use before the model is loaded
         llm = load_aside(lambda: prepared(models, methods, **more))
         log_json()
         serve(llm, config, keys, listener)
 
 
 def prepared(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
-    """The model with all compiled, unless that is not wanted: no client waits for it, and no answer changes because of it."""
+    """Load the model and compile its passes, unless disabled, so that no request waits for it or changes because of it."""
     from outrider.cli.console import waiting
     from outrider.cli.session import load
 
@@ -166,7 +164,7 @@ def serve_elsewhere(
     limits: LimitOptions,
     drafting: tuple[ModelOptions, MethodOptions],
 ) -> NoReturn:
-    """Replace this process by the other engine's server. Raises ``OutriderError`` if it is missing or cannot take an option."""
+    """Replace this process by another engine's server. Raises ``OutriderError`` if it is missing or lacks an option."""
     from outrider.cli.session import check_source
     from outrider.engine.plan import Plan
     from outrider.export.engine import write
@@ -193,7 +191,7 @@ def serve_elsewhere(
 
 
 def server_config(models: ModelOptions, listening: ListenOptions, limits: LimitOptions) -> ServerConfig:
-    """What was given for the server, over its defaults; the model is called by its folder or id."""
+    """Return the server's configuration. The default model name is the target's folder or hub id."""
     from outrider.engine.plan import served_name
 
     given = {**asdict(listening), **asdict(limits)}
@@ -202,7 +200,7 @@ def server_config(models: ModelOptions, listening: ListenOptions, limits: LimitO
 
 
 def filled(options: Options, plan: Plan) -> Options:
-    """Return the options, completed by the plan's values."""
+    """Return the options, with the plan's values for those not given."""
     from outrider.engine.plan import KEYS
 
     left = [each.name for each in fields(options) if each.name in KEYS and not is_given(getattr(options, each.name))]
@@ -210,7 +208,7 @@ def filled(options: Options, plan: Plan) -> Options:
 
 
 def joined(plan: Plan, *groups: Any) -> Plan:
-    """A plan with the command line's values in it: those of its keys that the option groups hold."""
+    """Return the plan, with the command line's values replacing its own."""
     from outrider.engine.plan import KEYS, Plan
 
     given = {name: value for group in groups for name, value in asdict(filled(group, plan)).items()}

@@ -1,4 +1,4 @@
-"""Build an ``LLM`` from options; show what is being loaded and report errors in one line."""
+"""Build an ``LLM`` from options, show progress while loading, and report errors in one line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def start() -> None:
-    """Import torch, which takes seconds, where the user sees what is waited for."""
+    """Import torch, which takes seconds, with a progress message."""
     if "torch" not in sys.modules:
         with waiting("starting"):
             import torch  # noqa: F401
@@ -41,7 +41,9 @@ def read_prompt(argument: str | None) -> str:
 
     if argument in (None, "-"):
         if argument is None and sys.stdin.isatty():
-            raise OutriderError('no prompt: outrider generate "Once upon a time", or pipe one in')
+            raise OutriderError(
+                'no prompt: give one as an argument, such as outrider generate "Once upon a time", or pipe it in'
+            )
         try:
             argument = sys.stdin.read()
         except UnicodeDecodeError as error:
@@ -53,9 +55,9 @@ def read_prompt(argument: str | None) -> str:
 
 
 def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
-    """Return the keyword options of ``LLM`` except ``target``, with the user's values only.
+    """Return the keyword arguments of ``LLM`` except ``target``, for options that were given.
 
-    Raises ``OutriderError`` for errors that can be found without loading a model.
+    Raises ``OutriderError`` for all errors that can be found without loading a model.
     """
     from outrider.method_text import split_method
 
@@ -82,14 +84,14 @@ def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
 
 
 def auto_method(models: ModelOptions, drafts: Mapping[str, object]) -> Choice:
-    """What method ``auto`` means with these options; ``drafts`` come with the target."""
+    """Return the choice of method ``auto`` for these options. ``drafts``: drafts declared with the target."""
     from outrider.engine.methods import auto_choice
 
     return auto_choice(models.target, models.draft, drafts, models.download_draft)
 
 
 def check_machine(models: ModelOptions) -> None:
-    """Refuses a device that is not there."""
+    """Raise ``OutriderError`` for a device that does not exist."""
     import torch
 
     from outrider.types import OutriderError
@@ -104,7 +106,7 @@ def check_machine(models: ModelOptions) -> None:
 
 
 def check_source(model: str | None) -> None:
-    """Refuse what is neither a folder nor a hub id; local folders disable hub access."""
+    """Raise ``OutriderError`` unless ``model`` is a folder or a hub id. A local folder disables hub access."""
     from outrider.types import OutriderError
 
     if model is None:
@@ -121,7 +123,7 @@ def check_source(model: str | None) -> None:
     if not model or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise OutriderError(f"no model folder {model!r}: expected a folder, or a Hugging Face id owner/name")
     if not _hub_reachable():
-        os.environ["HF_HUB_OFFLINE"] = "1"  # otherwise every file is requested six times, with pauses
+        os.environ["HF_HUB_OFFLINE"] = "1"  # otherwise huggingface_hub retries every file six times
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
 
@@ -131,13 +133,13 @@ def check_source(model: str | None) -> None:
             raise OutriderError(f"no model folder {model!r}: expected a folder, or a Hugging Face id owner/name") from None
         if not isinstance(known, str):
             raise OutriderError(
-                f"{model!r} is neither a local folder nor in the download cache, and the Hugging Face hub is unreachable"
+                f"{model!r} is not a local folder, not in the download cache, and the Hugging Face hub is unreachable"
             )
 
 
 @cache
 def _hub_reachable(seconds: float = 5.0) -> bool:
-    """Return whether the hub is reachable. With a proxy only the real request can tell, so the answer is yes."""
+    """Return whether the hub is reachable. Behind a proxy this is unknown, so the answer is True."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         return False
     if any(name.lower() in ("https_proxy", "all_proxy") for name in os.environ):
@@ -160,7 +162,7 @@ def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
     if not models.download_draft and all(
         source is None or Path(source).expanduser().is_dir() for source in (models.target, models.draft, *named)
     ):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # local folders must not wait for a network
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # local folders need no network
     with loading(f"loading {models.target or 'the embedded models'}"):
         from outrider.engine import LLM
 
@@ -170,9 +172,9 @@ def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
 
 @contextmanager
 def loading(what: str) -> Iterator[Status | None]:
-    """Show a wait while loading, without transformers' progress bars.
+    """Show progress while loading, without transformers' progress bars.
 
-    Garbage collection is enabled again afterwards (``cli.app`` disabled it), with the loaded objects frozen.
+    Afterwards the loaded objects are frozen and garbage collection, which ``cli.app`` disabled, is enabled again.
     """
     with waiting(what) as status:
         from transformers.utils import logging
@@ -184,7 +186,7 @@ def loading(what: str) -> Iterator[Status | None]:
 
 
 def prepare(llm: LLM, models: ModelOptions) -> None:
-    """Compile if requested, and measure a plain pass for the summary, before timing starts."""
+    """Compile if requested, and time a plain pass for the summary, before timing starts."""
     if models.compile == "always":
         with waiting("compiling"):
             llm.warmup()
@@ -192,9 +194,9 @@ def prepare(llm: LLM, models: ModelOptions) -> None:
 
 
 def streamed(llm: LLM, prompt: str | list[int], params: SamplingParams) -> Generator[Chunk, None, None]:
-    """Run ``llm.stream`` with a wait shown until the first chunk. Close the iterator to end generation early."""
+    """Run ``llm.stream``, with a progress message until the first chunk. Close the iterator to end generation early."""
     stream = llm.stream(prompt, params)
-    with waiting("reading the prompt"):
+    with waiting("processing the prompt"):
         first = next(stream)
     yield first
     yield from stream

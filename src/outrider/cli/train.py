@@ -1,4 +1,4 @@
-"""``outrider train``: train drafts and heads for a target on the user's text. One function per kind."""
+"""``outrider train``: train drafts and heads for a target on text. One function per kind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MASK_RATES = {"muon_lr": 0.006, "adam_lr": 0.0015}  # the same where they learn 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """Target and training text."""
+    """Options of target and training text."""
 
     target: Annotated[
         str | None, typer.Option(help="Folder or hub id of the target (default: the embedded one).", rich_help_panel=WHAT)
@@ -80,7 +80,7 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class LengthOptions:
-    """Length and learning rates."""
+    """Options of training length and learning rates."""
 
     minutes: Annotated[
         float | None,
@@ -125,7 +125,7 @@ def medusa(
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
-    """Train Medusa heads; written in vLLM's format."""
+    """Train Medusa heads, in vLLM's format."""
     from outrider.train.runs import train_medusa
 
     check(heads=heads, layers=layers)
@@ -159,7 +159,7 @@ def eagle(  # noqa: PLR0913 - one parameter an option
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
-    """Train an EAGLE head; its config names the layers that it reads."""
+    """Train an EAGLE head."""
     from outrider.heads.eagle_formats import FORMATS
     from outrider.train.runs import EagleRun, train_eagle
     from outrider.types import OutriderError
@@ -195,7 +195,7 @@ def mtp(
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
-    """Train an MTP head, one layer of the target's own kind, or continue the one in its checkpoint."""
+    """Train an MTP head with one layer of the target's kind, or continue the one in a checkpoint."""
     from outrider.cli.session import check_source
     from outrider.train.runs import MtpRun, train_mtp
 
@@ -263,7 +263,7 @@ def draft(  # noqa: PLR0913 - one parameter an option
     ] = None,
     from_layers: Annotated[
         str | None,
-        typer.Option(help="Target layers, counted from 0, that initialise it (default: evenly spaced).", rich_help_panel=WHAT),
+        typer.Option(help="Indices of the target layers that initialise it (default: evenly spaced).", rich_help_panel=WHAT),
     ] = None,
     start: Annotated[
         str | None, typer.Option(help="Continue this draft, a folder or hub id, instead of a new one.", rich_help_panel=WHAT)
@@ -274,7 +274,7 @@ def draft(  # noqa: PLR0913 - one parameter an option
     ] = "kl",
     parallel: Annotated[
         int | None,
-        typer.Option(help="Train it to make so many drafts in one pass, with mask tokens (PARD).", rich_help_panel=WHAT),
+        typer.Option(help="Train the draft to make this many drafts per pass, with mask tokens (PARD).", rich_help_panel=WHAT),
     ] = None,
     keep: Annotated[
         float,
@@ -283,7 +283,7 @@ def draft(  # noqa: PLR0913 - one parameter an option
         ),
     ] = 0.7,
     keep_least: Annotated[
-        float, typer.Option(help="With --parallel: least share of the chains at any depth.", rich_help_panel=WHAT)
+        float, typer.Option(help="With --parallel: minimum share of the chains at any depth.", rich_help_panel=WHAT)
     ] = 0.2,
     on_policy: Annotated[
         float, typer.Option(help="Share of a step's rows that the current draft generates itself.", rich_help_panel=TEXT)
@@ -291,7 +291,7 @@ def draft(  # noqa: PLR0913 - one parameter an option
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
-    """Train a small draft model on the target's logits; written as a Hugging Face folder."""
+    """Train a small draft model on the target's logits, and write it as a Hugging Face folder."""
     from outrider.cli.session import check_source
     from outrider.train.distillation import Distillation
     from outrider.train.draft_model import DraftShape
@@ -302,7 +302,7 @@ def draft(  # noqa: PLR0913 - one parameter an option
     check(layers=layers, width=width, parallel=parallel)
     check_source(start)
     if start is not None and (layers, width, from_layers) != (None, None, None):
-        raise OutriderError("--start determines the draft's size: leave out --layers, --width and --from-layers")
+        raise OutriderError("--start determines the draft's size: omit --layers, --width and --from-layers")
     chosen = parse_list("--from-layers", from_layers, int) if from_layers is not None else None
     teaching = Distillation(loss=loss, on_policy=on_policy, **given(text, "prompt_len"))
     masks = None if parallel is None else Parallel(parallel, keep, keep_least)
@@ -326,7 +326,7 @@ def early_exit(
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
-    """Continue a model so that its first layers can draft for it (LayerSkip); written as a Hugging Face folder."""
+    """Fine-tune a model so that its first layers can draft for it (LayerSkip), and write it as a Hugging Face folder."""
     from outrider.train.layer_skip import LayerSkip
     from outrider.train.model_runs import train_early_exit
     from outrider.types import OutriderError
@@ -344,7 +344,7 @@ COMMANDS = {"medusa": medusa, "eagle": eagle, "mtp": mtp, "dflash": dflash, "dra
 
 
 def check(**numbers: int | None) -> None:
-    """Refuse numbers below 1 before anything is loaded."""
+    """Raise ``OutriderError`` for numbers below 1, before loading."""
     from outrider.types import OutriderError
 
     for name, number in numbers.items():
@@ -353,12 +353,12 @@ def check(**numbers: int | None) -> None:
 
 
 def given(options: Any, *names: str) -> dict[str, Any]:
-    """Return the given options of a group."""
+    """Return name -> value for those of the named options that were given."""
     return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
 
 
 def plan_of(length: LengthOptions, rates: dict[str, float] | None = None) -> HeadPlan:
-    """Return the training plan of the options, with these default learning rates."""
+    """Return the training plan. ``rates``: default learning rates."""
     from outrider.train.runs import HeadPlan
     from outrider.types import OutriderError
 
@@ -402,7 +402,7 @@ def bench_of(text: TextOptions, out: Path) -> Bench:
 
 
 def done(finished: bool, options: str) -> None:
-    """Print the result and how to use it."""
+    """Print whether training finished, and how to use the result."""
     if not finished:
         from outrider.cli.app import EXIT_INTERRUPTED
 

@@ -1,4 +1,4 @@
-"""``outrider tune``: finds the fastest plan for a traffic by successive halving over measured runs."""
+"""``outrider tune``: find the fastest plan for given traffic by successive halving over measured runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ outrider tune --traffic requests.jsonl --resume
 
 @dataclass(frozen=True)
 class TrafficOptions:
-    """The traffic."""
+    """Options of the traffic."""
 
     traffic: Annotated[
         Path | None,
@@ -58,7 +58,7 @@ class TrafficOptions:
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """The search space."""
+    """Options of the search space."""
 
     method: str = given(Speculation, "auto,all", several=True, more="all adds every other method.", panel=SEARCH)
     num_draft_tokens: str | None = given(
@@ -66,7 +66,7 @@ class SearchOptions:
     )
     batch: Annotated[str, typer.Option(help="Batch sizes that the plan is for.", rich_help_panel=SEARCH)] = "1"
     repeat: Annotated[
-        int, typer.Option(min=1, help="Times that the finalists run on all prompts, at most.", rich_help_panel=SEARCH)
+        int, typer.Option(min=1, help="Maximum number of runs of the finalists on all prompts.", rich_help_panel=SEARCH)
     ] = 3
 
 
@@ -91,7 +91,7 @@ class OutputOptions:
         return self.json or self.plan.with_suffix(".json")
 
     def check(self) -> None:
-        """Check output files before minutes of measuring; refuse to overwrite a plan that was not named."""
+        """Check output files before measuring. Raises ``OutriderError`` instead of overwriting a plan by default."""
         from outrider.types import OutriderError
 
         if self.out is None and self.plan.exists():
@@ -116,8 +116,8 @@ def command(
 ) -> None:
     """Find the fastest plan for your traffic, plain decoding included, and write it for outrider serve.
 
-    All methods and draft lengths run in turn with plain decoding on a few prompts; the slower half is dropped and the rest run
-    on more of them, until one is left or the others are as fast.
+    All methods and draft lengths run in turn with plain decoding on a few prompts. The slower half is dropped, and the rest run
+    on more prompts, until one is left or the remaining ones are equally fast.
     """
     from outrider.cli.session import auto_method, load, resolve
     from outrider.engine.config import build_verifiers
@@ -177,7 +177,7 @@ def finish(search: Search, chosen: Choice, models: ModelOptions, output: OutputO
     if found["candidates"]:
         out.print(report.table(found))
     notes = [f"not chosen: {said}" for said in report.not_chosen(found)]
-    notes += [f"not possible: {method}: {why}" for method, why in found["not_possible"].items()]
+    notes += [f"not available: {method}: {why}" for method, why in found["not_possible"].items()]
     written = [str(path) for path in (output.plan, output.journal, output.report) if path is not None]
     notes += report.oracle(found)
     for line in (*notes, report.stages(found["seconds"]), report.verdict(found), f"written: {', '.join(written)}"):
@@ -185,7 +185,7 @@ def finish(search: Search, chosen: Choice, models: ModelOptions, output: OutputO
 
 
 def plan_values(models: ModelOptions, chosen: Choice, search: Search) -> dict[str, Any]:
-    """Return the plan's keys: the choice, and the options that the models ran with."""
+    """Return the plan's values: the chosen method, and the options of the models."""
     from outrider.method_text import split_method, with_drafts
     from outrider.registry import PROPOSERS
 
@@ -208,7 +208,7 @@ def _findable(source: str) -> str:
 
 
 def read_question(asked: SearchOptions) -> Question:
-    """Raise ``OutriderError`` for invalid lengths and batch sizes."""
+    """Return the search space. Raises ``OutriderError`` for invalid lengths and batch sizes."""
     from outrider.search import Question
     from outrider.types import OutriderError
 
@@ -217,12 +217,14 @@ def read_question(asked: SearchOptions) -> Question:
         Question.lengths if asked.num_draft_tokens is None else parse_list("--num-draft-tokens", asked.num_draft_tokens, int)
     )
     if min(batches) < 1 or min(lengths) < 1:
-        raise OutriderError("--batch and --num-draft-tokens hold numbers from 1 on; auto and plain decoding are always tried")
+        raise OutriderError(
+            "invalid --batch or --num-draft-tokens: expected integers of at least 1 (auto and plain decoding always run)"
+        )
     return Question(lengths, batches, asked.repeat)
 
 
 def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[Asked]:
-    """Read the prompts before a model is loaded, so that errors appear at once."""
+    """Read the prompts before a model is loaded, so that errors are reported early."""
     from outrider.search.traffic import read_builtin, read_file
     from outrider.types import OutriderError
 
@@ -236,7 +238,7 @@ def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[Ask
 
 
 def check_drafts(asked: SearchOptions) -> None:
-    """Refuse an invalid folder before loading."""
+    """Raise ``OutriderError`` for an invalid draft folder, before loading."""
     from outrider.cli.session import check_source
     from outrider.method_text import split_method, split_methods
 
@@ -247,7 +249,7 @@ def check_drafts(asked: SearchOptions) -> None:
 
 
 def fingerprint(models: ModelOptions, asked: SearchOptions, question: Question, texts: Sequence[Text]) -> dict[str, Any]:
-    """Return everything that the results depend on."""
+    """Return all inputs that the results depend on."""
     traffic = repr([(text.prompt, text.params) for text in texts])
     return {
         "models": asdict(models),

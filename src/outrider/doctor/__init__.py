@@ -1,4 +1,4 @@
-"""Check a target and its draft before serving. Independent of methods: each one provides its own checks."""
+"""Check a target and its draft before serving. Independent of methods, which provide their own checks."""
 
 from outrider.doctor.checkup import Acceptance, Checkup, Patient, check_up
 

@@ -1,6 +1,6 @@
 """Check whether a draft fits a target: first files and configs, then a few prompts.
 
-The checks of a method stand in its own file (``MethodSpec.examine`` and ``alternatives``): here is what all have in common.
+The checks of a method are in its own file (``MethodSpec.examine`` and ``alternatives``); this module has the common ones.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ HOPELESS, DOUBTFUL = (
     0.1,
     0.35,
 )  # acceptance of the first draft: below the first limit it does not fit, below the second it is suspicious
-DEAR = 1.8  # times a pass of one token: from here scoring K drafts is said to cost much
-CACHED = 256  # tokens of context while passes are timed
-# Names that configs give to the experts of a layer, and to those that a token is sent to.
+EXPENSIVE = 1.8  # time of a pass with K drafts / time of one without, from which it is reported as expensive
+CACHED = 256  # context length while passes are timed
+# Names in configs for the number of experts per layer, and of experts per token.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
-BETTER = 1.15  # ratio of mean acceptance lengths from which an alternative is reported
-CLEAR = 2.33  # standard errors of the acceptance difference from which it is reported, too
+MIN_GAIN = 1.15  # ratio of mean acceptance lengths from which an alternative is reported
+MIN_STANDARD_ERRORS = 2.33  # standard errors of the acceptance difference from which it is reported, too
 
 Progress = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
 class Patient:
-    """The options of ``LLM`` to check."""
+    """The target and the options of ``LLM`` to check."""
 
     target: Any
     method: str
-    options: dict[str, Any] = field(default_factory=dict)  # of LLM: draft, dtype, device, max_len, ...
+    options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of LLM: draft, dtype, device, max_len, ...
     params: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=48))
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Measurements on a few prompts."""
+    """Acceptance and speed on a few prompts."""
 
     by_position: list[float]  # share of the reached drafts at each position that were accepted
     mean_acceptance_length: float
     plain_tok_s: float
     tok_s: float
-    best_k: int  # by measured acceptance and cost; 0 where drafts do not pay
+    best_k: int  # fastest K by measured acceptance and cost; 0 if drafts do not pay
     num_prompts: int
 
     @property
@@ -71,7 +71,7 @@ class Acceptance:
 
 @dataclass
 class Checkup:
-    """All findings, in order."""
+    """All findings of a check, in order."""
 
     findings: list[Finding] = field(default_factory=list)
     acceptance: Acceptance | None = None
@@ -82,21 +82,21 @@ class Checkup:
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """Return the verdict in one line."""
         if not self.fits:
             return "does not fit: see the lines marked wrong."
         assert self.acceptance is not None
         doubts = any(finding.level == "suspicious" for finding in self.findings)
-        gain = f"{self.acceptance.speedup:.2f} times plain decoding's speed with {K} drafts a round"
+        gain = f"{self.acceptance.speedup:.2f} times plain decoding's speed with {K} drafts per round"
         if self.acceptance.best_k == 0:
             return f"fits, but gains nothing on this machine: {gain}."
         return f"fits{', with doubts' if doubts else ''}: {gain}, best with about {self.acceptance.best_k}."
 
 
 def all_candidates(target: str | None) -> list[Finding]:
-    """Report each candidate that method ``auto`` finds for a target, with its size and why it is used or not.
+    """Return a finding for each drafter that method ``auto`` considers, with its size and why it is used or not.
 
-    Nothing for the embedded target (None), whose drafts come with it.
+    Empty for the embedded target (None), which comes with its drafts.
     """
     files = target_files(target)
     found = [] if files is None else list(candidates(files))
@@ -104,13 +104,13 @@ def all_candidates(target: str | None) -> list[Finding]:
     return [
         Finding("ok", "drafter", f"{each.line}: used")
         if each is used
-        else Finding("note", "drafter", f"{each.line}: not used: {each.misfit or 'another one comes first'}")
+        else Finding("note", "drafter", f"{each.line}: not used: {each.misfit or 'another one is preferred'}")
         for each in found
     ]
 
 
 def check_up(patient: Patient, progress: Progress = lambda _: None) -> Checkup:
-    """Check files, then load, then measure. An error ends the check as a finding, never as an exception."""
+    """Check files, then load, then measure. An error becomes the last finding, not an exception."""
     checkup = Checkup()
     try:
         for finding in _stages(patient, checkup, progress):
@@ -131,7 +131,7 @@ def _stages(patient: Patient, checkup: Checkup, progress: Progress) -> Iterator[
     llm = LLM(patient.target, method=PLAIN, max_batch=1, **without_draft)
     yield _weights_in_memory(llm.runner)
     yield _cache_memory(llm.runner)
-    yield _price_of_drafts(llm.runner)
+    yield _time_of_drafts(llm.runner)
     foreign = patient.options.get("draft_tokenizer")
     setting = Setting(llm.runner, llm.tokenizer, draft, foreign, options=options, drafts=drafts)
     progress(f"checking {name}")
@@ -140,19 +140,22 @@ def _stages(patient: Patient, checkup: Checkup, progress: Progress) -> Iterator[
     contenders.prepare(Contender(patient.method, K))
     yield Finding("ok", "loading", "all files load, and no weight is NaN or infinite")
     if llm.tokenizer is None:
-        yield Finding("wrong", "tokenizer", "the target has none, so no prompt can be tried")
+        yield Finding("wrong", "tokenizer", "the target has none, so acceptance cannot be measured")
         return
     prompts = [encode(llm.tokenizer, prompt) for workload in WORKLOADS for prompt in builtin(workload, 1)]
     prompts = [ids[-llm.runner.max_len // 2 :] for ids in prompts]
     drafted = yield from _measured(patient, contenders, prompts, checkup, progress)
-    if drafted.num_drafts:  # even at high acceptance: a neighbouring layer costs only a part of it
-        yield from _tried(patient, kind.alternatives(setting), contenders, prompts, drafted, progress)
+    if drafted.num_drafts:  # even at high acceptance: reading a neighbouring layer lowers it only partly
+        yield from _try_alternatives(patient, kind.alternatives(setting), contenders, prompts, drafted, progress)
 
 
 def _measured(
     patient: Patient, contenders: Contenders, prompts: list[list[int]], checkup: Checkup, progress: Progress
 ) -> Generator[Finding, None, Run]:
-    """Run plain and drafted in turn; measure acceptance by position, speeds and equal outputs. Return the drafted run."""
+    """Run plain and speculative decoding in turn; report acceptance, speeds and whether outputs are equal.
+
+    Returns the speculative run.
+    """
     runs: dict[str, Run] = {}
     pair = [Contender(PLAIN, 0), Contender(patient.method, K)]
     for contender in pair:  # warm up
@@ -163,14 +166,16 @@ def _measured(
     plain, drafted = (runs[contender.label] for contender in pair)
     checkup.acceptance = found = _acceptance(plain, drafted, len(prompts))
     if drafted.faults:
-        yield Finding("wrong", "drafting", f"it failed in {drafted.faults} rounds, which continued without drafts")
+        yield Finding("wrong", "drafting", f"the proposer failed in {drafted.faults} rounds, which continued without drafts")
     first = found.by_position[0]
     if not drafted.num_drafts:
         yield Finding("note", "acceptance", "nothing was drafted on these prompts, so acceptance is unknown")
     elif first < DOUBTFUL and PROPOSERS.get(split_method(patient.method)[0]).reads_text_only:
-        yield Finding("note", "acceptance", f"{first:.0%} of first drafts are accepted: these prompts hardly repeat themselves")
+        yield Finding(
+            "note", "acceptance", f"{first:.0%} of first drafts are accepted: these prompts contain little repetition"
+        )
     elif first < HOPELESS:
-        yield Finding("wrong", "acceptance", f"{first:.0%} of first drafts are accepted: it was made for another target or is"
+        yield Finding("wrong", "acceptance", f"{first:.0%} of first drafts are accepted: made for another target or"
                       " not trained for this kind of text")  # fmt: skip
     elif first < DOUBTFUL:
         yield Finding("suspicious", "acceptance", f"only {first:.0%} of first drafts are accepted")
@@ -189,7 +194,7 @@ def _acceptance(plain: Run, drafted: Run, num_prompts: int) -> Acceptance:
     whole = sum(plain.phase_seconds.values()) / max(plain.num_steps, 1)
     score = max(drafted.ms["score"] + drafted.ms["verify"] + drafted.ms["host"], 1e-6) / 1e3
     rate = drafted.acceptance_rate
-    # A score grows little with its drafts; interpolate linearly between a plain round and the measured one.
+    # Interpolate the score's time linearly between a plain round and the measured one.
     speeds = [expected_tau(rate, k) / (k * step + whole + (score - whole) * min(k / K, 1)) if k else 1 / max(whole, 1e-9)
               for k in range(2 * K + 1)]  # fmt: skip
     best = max(range(len(speeds)), key=lambda k: speeds[k]) if drafted.num_drafts else 0
@@ -197,7 +202,7 @@ def _acceptance(plain: Run, drafted: Run, num_prompts: int) -> Acceptance:
     return Acceptance(drafted.conditional_acceptance(K), tau, plain.decode_tok_s, drafted.decode_tok_s, best, num_prompts)
 
 
-def _tried(
+def _try_alternatives(
     patient: Patient,
     alternatives: list[str],
     contenders: Contenders,
@@ -216,7 +221,7 @@ def _tried(
         return
     best = max(runs, key=lambda method: runs[method].mean_acceptance_length)
     found, tau = runs[best].mean_acceptance_length, drafted.mean_acceptance_length
-    if found > BETTER * tau or _is_clear(runs[best], drafted):
+    if found > MIN_GAIN * tau or _is_significant(runs[best], drafted):
         yield Finding("suspicious", "options", f"{best} fits better: {found:.2f} tokens per pass instead of {tau:.2f}")
         return
     said = ", ".join(f"{method} {run.mean_acceptance_length:.2f}" for method, run in runs.items())
@@ -224,35 +229,35 @@ def _tried(
     yield Finding("ok" if found <= tau else "note", "options", f"tokens per pass instead of {tau:.2f}: {said}; {verdict}")
 
 
-def _is_clear(better: Run, drafted: Run) -> bool:
-    """Return whether the first drafts of two runs differ significantly in acceptance (two-sided 2%)."""
+def _is_significant(better: Run, drafted: Run) -> bool:
+    """Return whether the first-draft acceptance of two runs differs significantly (two-sided, 2%)."""
     counts = [(run.kept[0], run.reached[0]) for run in (better, drafted)]
     if not all(reached for _, reached in counts):
         return False
     pooled = sum(kept for kept, _ in counts) / sum(reached for _, reached in counts)
     spread: float = (pooled * (1 - pooled) * sum(1 / reached for _, reached in counts)) ** 0.5
     shares = [kept / reached for kept, reached in counts]
-    return shares[0] - shares[1] > CLEAR * spread
+    return shares[0] - shares[1] > MIN_STANDARD_ERRORS * spread
 
 
 def _memory_on_disk(sources: list[Any]) -> Iterator[Finding]:
-    """Check whether weights in local folders fit into free memory."""
+    """Report whether weights in local folders fit into free memory."""
     files = [file for source in sources if isinstance(source, (str, Path)) for file in weight_files(Path(source))]
     needed, free = sum(file.stat().st_size for file in files), free_memory()
     if files and free is not None:
-        said = f"the weights take {size(needed)}; {size(free)} are free"
+        said = f"the weights take {size(needed)}; {size(free)} of memory are free"
         yield Finding("ok" if needed < 0.9 * free else "wrong", "memory", said)
 
 
 def _weights_in_memory(runner: ModelRunner) -> Finding:
-    """Report the precision of the loaded target's weights and the memory that they take."""
+    """Report the precision and the memory of the loaded target's weights."""
     tensors = {tensor.data_ptr(): tensor.nbytes for tensor in [*runner.model.parameters(), *runner.model.buffers()]}
     precision = runner.config.weights or "as in the checkpoint"
-    return Finding("ok", "weights", f"the target's, {precision}, take {size(sum(tensors.values()))} of memory")
+    return Finding("ok", "weights", f"the target's weights ({precision}) take {size(sum(tensors.values()))} of memory")
 
 
 def _cache_memory(runner: ModelRunner) -> Finding:
-    """Check the cache of a request that fills the context window."""
+    """Report the cache memory of a request that fills the context window."""
     needed = runner.cache.shape.floats_per_token * runner.max_len * runner.cache.dtype.itemsize
     free = free_memory()
     said = f"a request that fills the context of {runner.max_len} tokens takes {size(needed)} of cache"
@@ -261,18 +266,18 @@ def _cache_memory(runner: ModelRunner) -> Finding:
     return Finding("ok", "cache", said)
 
 
-def _price_of_drafts(runner: ModelRunner) -> Finding:
-    """Time a pass that scores K drafts against one that scores none, and say what makes it dear."""
+def _time_of_drafts(runner: ModelRunner) -> Finding:
+    """Report the time of a pass with K drafts relative to one without, and the cause if it is high."""
     k, cached = min(K, runner.max_drafts or K), min(CACHED, runner.max_len // 2)
     one, several = (runner.pass_cost(width, 1, cached) for width in (1, 1 + k))
     ratio = several / one
-    said = f"a pass that scores {k} drafts takes {ratio:.2f} times one without"
+    said = f"a pass with {k} drafts takes {ratio:.2f} times as long as one without"
     config = text_config(runner.model)
     experts, chosen = (next((getattr(config, name) for name in names if getattr(config, name, None)), None)
                        for names in (EXPERTS, EXPERTS_PER_TOKEN))  # fmt: skip
     if experts and chosen:
         touched = experts * (1 - (1 - chosen / experts) ** (1 + k))  # by tokens that choose evenly and apart
         said += f": each token reads {chosen} of {experts} experts in a layer, {1 + k} tokens about {touched:.0f} of them"
-    if ratio < DEAR:
+    if ratio < EXPENSIVE:
         return Finding("ok", "passes", said)
     return Finding("suspicious", "passes", f"{said}; drafts pay only where most are accepted: leave K at auto")

@@ -108,7 +108,7 @@ def choose_proposer(
         return speculation.proposer, "drafts with the proposer that was given"
     if speculation.method != AUTO:
         try:
-            return _built(speculation, runner, tokenizer), f"drafts with {speculation.method}, as named"
+            return _built(speculation, runner, tokenizer), f"drafts with {speculation.method}, as specified"
         except DifferentVocabulary as difference:
             advice = f"choose a draft made for this target's tokenizer, or the method {DEFAULT_METHOD_WITH_FOREIGN_DRAFT!r}"
             raise OutriderError(f"{difference.what}; {advice}, which takes any") from difference

@@ -1,6 +1,6 @@
-"""Find what drafts for a target where the user named nothing: in its checkpoint, beside it, in the download cache.
+"""Find a drafter for a target: in its checkpoint, in neighbouring folders, or in the Hugging Face cache.
 
-Only names, configs and headers are read. What a draft is, and whether it fits, its method says (``MethodSpec.recognise``).
+Only names, configs and tensor headers are read. ``MethodSpec.recognise`` of each method decides what fits.
 """
 
 from __future__ import annotations
@@ -27,51 +27,51 @@ from outrider.types import OutriderError, first_line
 logger = getLogger(__name__)
 
 PAIRS = Path(__file__).with_name("drafters.toml")
-LARGEST, SMALLEST = 1 / 5, 1 / 200  # a draft's weights relative to the target's, unless its folder says that it drafts
-OWN, BESIDE, INSIDE = "in the target's checkpoint", "found beside the target", "found in the target's folder"
+LARGEST, SMALLEST = 1 / 5, 1 / 200  # draft weights / target weights, unless the folder's name says that it is a draft
+OWN, BESIDE, INSIDE = "in the target's checkpoint", "found next to the target", "found in the target's folder"
 KNOWN, FAMILY = "known for the target", "the smallest of the target's family in the download cache"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something that a method recognises as made for drafting, or a drafter known for the target."""
+    """A possible drafter: recognised by a method, or listed for the target."""
 
     name: str  # a folder, a file or a hub id
     where: str
     source: Path | None = None  # None: the target's own checkpoint, or nothing on this machine
-    method: str = ""  # the method that it is for
+    method: str = ""  # method that uses it
     what: str = ""  # "EAGLE-3 head"
     num_bytes: int = 0
-    share: float | None = None  # its weights relative to the target's
+    share: float | None = None  # its weights / the target's weights
     precedence: int = 0
     misfit: str = ""  # why it cannot be used
-    is_foreign: bool = False  # it has another tokenizer
-    is_absent: bool = False  # it is known, and not on this machine
+    is_foreign: bool = False  # whether it has another tokenizer
+    is_absent: bool = False  # whether it is listed for the target but not on this machine
 
     @property
     def line(self) -> str:
-        """``"draft model Qwen/Qwen3-0.6B, 1.5 GB, known for the target"``"""
+        """Description, such as "draft model Qwen/Qwen3-0.6B, 1.5 GB, known for the target"."""
         named = f"{self.what} {self.name}".strip() or "a head"
         return ", ".join([named, *([size(self.num_bytes)] if self.num_bytes else []), self.where])
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A method, its draft, and why they were chosen."""
+    """A method with its draft, and the reason for the choice."""
 
     method: str
     draft: Any = None
-    what: str = ""  # in words, and where it was found
-    is_found: bool = False  # not named by the user: the next choice is taken where it turns out not to fit
+    what: str = ""  # description of the draft and where it was found
+    is_found: bool = False  # found automatically: if it does not fit, the next choice is used
 
     @property
     def why(self) -> str:
-        """What was chosen and why, in one line."""
+        """The choice and its reason, in one line."""
         return f"drafts with {self.what}"
 
     @property
     def text(self) -> str:
-        """The method as it is written, with the draft that was found. Raises ``OutriderError`` for a path with a colon."""
+        """The method as an option value, with the draft that was found. Raises ``OutriderError`` for a path with a colon."""
         if not self.is_found or self.draft is None:
             return self.method
         if ":" in str(self.draft):
@@ -82,13 +82,13 @@ class Choice:
 def choices(
     target: TargetFiles | None, draft: object, drafts: Mapping[str, object], download: bool = False
 ) -> Iterator[Choice]:
-    """Yield what to draft with, the best first; the last one always fits.
+    """Yield choices of method and draft, best first. The last one always fits.
 
-    ``draft``: the one that the user named, ``drafts``: those declared with the target. One of the two is the only choice. Else
-    what is found; what does not fit is reported in one line.
+    ``draft``: given by the user; ``drafts``: declared with the target. If there is one of these, it is the only choice.
+    Otherwise candidates are searched, and each one that does not fit is logged in one line.
     """
     if draft is not None:
-        yield Choice(_method_for(draft, target), draft, f"{_named(draft)}, as named")
+        yield Choice(_method_for(draft, target), draft, f"{_named(draft)}, as specified")
         return
     declared = [spec for spec in _methods() if spec.precedence and spec.own_draft in drafts]
     if declared:
@@ -110,15 +110,15 @@ def choices(
 
 
 def candidates(target: TargetFiles, download: bool = False) -> Iterator[Candidate]:
-    """Yield everything that may draft for a target, in the order in which it is taken.
+    """Yield all candidates for a target, in order of preference.
 
-    ``download``: fetch a known drafter that is not on this machine.
+    ``download``: download a listed drafter that is not on this machine.
     """
     own = _examined(target, target.folder, OWN, lambda spec: spec.comes_with_target)
     if own is not None:
         yield replace(own, name="", source=None, num_bytes=0)
     beside = list(_beside(target))
-    # Usable ones by precedence; of two EAGLE heads the one called as its method calls its own.
+    # By precedence; of two EAGLE heads, the one with its method's default name comes first.
     yield from sorted(beside, key=lambda each: (-each.precedence, each.source.name not in _own_names(), each.name))  # type: ignore[union-attr]
     known = known_drafters(target)
     for hub_id in known:
@@ -127,7 +127,7 @@ def candidates(target: TargetFiles, download: bool = False) -> Iterator[Candidat
 
 
 def known_drafters(target: TargetFiles) -> list[str]:
-    """Return the hub ids of the public drafters of a target, known by its id or by the name of its folder."""
+    """Return the hub ids of the public drafters listed for a target's hub id or folder name."""
     table = tomllib.loads(PAIRS.read_text(encoding="utf-8"))
     folder = target.folder.absolute()
     name = _hub_id(folder.parents[1]) if folder.parent.name == "snapshots" else folder.name
@@ -138,22 +138,22 @@ def known_drafters(target: TargetFiles) -> list[str]:
 
 
 def target_files(source: object) -> TargetFiles | None:
-    """Return the files of a folder or hub id; None for anything else, and where they cannot be read.
+    """Return the files of a folder or hub id, or None if they cannot be read.
 
-    Configs of a hub id that was not downloaded yet are fetched: the target's weights will be.
+    Configs of a hub id that is not in the cache are downloaded, because the target itself will be.
     """
     if not isinstance(source, (str, Path)) or Path(source).expanduser().is_file():
         return None
     try:
         folder = on_this_machine(source) or Path(snapshot_download(str(source), allow_patterns=["*.json"]))
         return TargetFiles.read(str(source), folder)
-    except Exception as error:  # what is wrong with it is said where it is loaded
+    except Exception as error:  # reported when the target is loaded
         logger.debug("the target's files cannot be read: %s", first_line(error))
         return None
 
 
 def on_this_machine(source: str | Path) -> Path | None:
-    """Return a local folder, or the folder of a hub id in the download cache; None where it is neither."""
+    """Return a local folder, or the folder of a hub id in the download cache; None otherwise."""
     path = Path(source).expanduser()
     if str(source) and path.is_dir():
         return path
@@ -168,7 +168,7 @@ def on_this_machine(source: str | Path) -> Path | None:
 
 
 def _beside(target: TargetFiles) -> Iterator[Candidate]:
-    """Drafts in the target's folder, and those next to it that are named after it or after a method."""
+    """Yield drafts in the target's folder, and neighbouring folders named after the target or a method."""
     folder = target.folder.absolute()
     inside = [*_folders(folder), *loose_files(folder)]
     prefixes = tuple(f"{folder.name}{mark}" for mark in "-_.")
@@ -180,7 +180,7 @@ def _beside(target: TargetFiles) -> Iterator[Candidate]:
 
 
 def _known(target: TargetFiles, hub_id: str, download: bool) -> Candidate:
-    """A drafter of the table, fetched if it may be."""
+    """Return a listed drafter; download it if ``download`` is set."""
     folder = on_this_machine(hub_id)
     if folder is None and not download:
         said = "it is not on this machine; --download-draft fetches it"
@@ -194,7 +194,7 @@ def _known(target: TargetFiles, hub_id: str, download: bool) -> Candidate:
 
 
 def _family(target: TargetFiles, others: set[str]) -> Iterator[Candidate]:
-    """Smaller models with the target's tokenizer in the download cache, those that are used first."""
+    """Yield smaller models with the target's tokenizer in the download cache, in order of preference."""
     found, models = [], PROPOSERS.get(DEFAULT_METHOD_WITH_DRAFT).drafts_with
     for repository in _folders(Path(constants.HF_HUB_CACHE)):
         hub_id = _hub_id(repository)
@@ -219,13 +219,13 @@ def _examined(
     where: str,
     suits: Callable[[MethodSpec], bool] = lambda spec: True,
 ) -> Candidate | None:
-    """What the methods see in a folder or file: the fitting one of the highest precedence, None if none recognises it."""
+    """Return the candidate of the method with the highest precedence that recognises a folder or file, or None."""
     found: list[Candidate] = []
     for spec in filter(suits, _methods()):
         each = Candidate(str(source), where, source, spec.name, precedence=spec.precedence)
         try:
             recognised = spec.recognise(source, target)
-        except Exception as misfit:  # broken files fail in more ways than can be listed
+        except Exception as misfit:  # broken files can raise anything
             found.append(replace(each, misfit=first_line(misfit), is_foreign=isinstance(misfit, DifferentVocabulary)))
             continue
         if recognised is not None:
@@ -238,7 +238,7 @@ def _examined(
 
 
 def _sized(candidate: Candidate, most: float, least: float = 0.0) -> Candidate:
-    """A draft model whose size does not pay gets that as its misfit."""
+    """Return the candidate; a draft model that is too large or too small gets a misfit."""
     share = candidate.share
     if share is None or least <= share < most or candidate.misfit:
         return candidate
@@ -249,7 +249,7 @@ def _sized(candidate: Candidate, most: float, least: float = 0.0) -> Candidate:
 
 
 def _method_for(draft: object, target: TargetFiles | None) -> str:
-    """Return the method for a draft that the user named, by what it is."""
+    """Return the method for a draft given by the user, by the kind of its files."""
     folder = on_this_machine(draft) if isinstance(draft, (str, Path)) else None
     found = None if folder is None or target is None else _examined(target, folder, "")
     return DEFAULT_METHOD_WITH_DRAFT if found is None else found.method
@@ -264,7 +264,7 @@ def _own_names() -> set[str]:
 
 
 def _says_it_drafts(source: Path) -> bool:
-    """Return whether a name begins as a method's, or as that of a method's own draft."""
+    """Return whether a name starts with the name of a method or of a method's default draft."""
     return source.name.startswith(tuple({spec.name for spec in _methods() if spec.precedence} | _own_names()))
 
 
@@ -273,7 +273,7 @@ def _named(draft: object) -> str:
 
 
 def _hub_id(repository: Path) -> str:
-    """The id of a repository's folder in the download cache."""
+    """Return the hub id of a repository's folder in the download cache."""
     return repository.name.removeprefix("models--").replace("--", "/")
 
 

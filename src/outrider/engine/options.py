@@ -121,7 +121,7 @@ class Speculation:
     grammar_drafts: bool = option(
         Flag(),
         True,
-        "Draft what the grammar of a request leaves no choice about, whatever the method; not with 0 drafts per round.",
+        "Draft the tokens that a request's grammar determines, with every method; not with 0 drafts per round.",
         panel=METHOD,
         in_plan=True,
     )

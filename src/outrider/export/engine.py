@@ -1,4 +1,4 @@
-"""The interface of every engine that a plan can be written for."""
+"""Interface of the engines that plans can be exported to."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ ONE_BY_ONE = "let it make one draft in a pass, with the method's option parallel
 
 @dataclass(frozen=True)
 class Export:
-    """An engine's command, options and files."""
+    """Command, options and files that run a plan on an engine."""
 
     command: Sequence[str]  # the program
-    options: Sequence[str] = ()  # options, relative to the folder
+    options: Sequence[str] = ()  # with paths relative to the export's folder
     files: Mapping[str, str] = field(default_factory=dict)  # name -> text
     environment: Mapping[str, str] = field(default_factory=dict)
     needs_outrider: bool = False  # whether the engine's Python environment needs Outrider
-    notes: Sequence[str] = ()  # differences to Outrider
+    notes: Sequence[str] = ()  # differences from Outrider
 
 
 class Engine(ABC):
-    """One engine: which plans it supports, and how to express them."""
+    """Base class of engines: which plans an engine supports, and how to write them."""
 
     name: ClassVar[str]  # official spelling
     module: ClassVar[str]  # importable module in its Python
     program: ClassVar[str | None] = None  # its server command; None: `outrider serve` cannot run it
     entry: ClassVar[Sequence[str]] = ()  # the server as a module with arguments
-    nameless_entry: ClassVar[Sequence[str]] = ()  # for builds with another package name than the module's
+    nameless_entry: ClassVar[Sequence[str]] = ()  # for builds whose package name differs from the module's
     instead: ClassVar[Mapping[type[Portable], str]]  # unsupported method -> what to use instead
-    rules: ClassVar[Sequence[str]] = ("rejection", "exact")  # its acceptance rules, in our terms
+    rules: ClassVar[Sequence[str]] = ("rejection", "exact")  # supported verifiers, by Outrider's names
     takes_code: ClassVar[bool] = False  # whether it supports custom proposers
 
     def check(self, wanted: Wanted, own_code: bool) -> None:
         """Raise ``OutriderError`` for settings that the engine lacks, independent of the method."""
         if own_code and not self.takes_code:
-            raise OutriderError(f"{self.name} does not support custom proposers: leave out --own-code, or export to vLLM")
+            raise OutriderError(f"{self.name} does not support custom proposers: omit --own-code, or export to vLLM")
         if wanted.same_text:
-            raise OutriderError(f"{self.name} has no same-text mode: leave same_text out of the plan, or use `outrider serve`")
+            raise OutriderError(f"{self.name} has no same-text mode: remove same_text from the plan, or use `outrider serve`")
         if wanted.weights is not None:
             raise OutriderError(
                 f"{self.name} reads weights as in the checkpoint: leave weights={wanted.weights} out of the plan"
@@ -94,13 +94,13 @@ def write(engine: Engine, wanted: Wanted, folder: Path, own_code: bool = False) 
 
 
 def _comment(text: str) -> str:
-    """A line of a script. A line break in it, as in the name of a folder, would begin a command."""
+    """Return a comment line of a shell script, without line breaks, which would start a command."""
     return "# " + "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _script(engine: Engine, wanted: Wanted, export: Export) -> str:
     remarks = [f"{engine.name} for {wanted.name}: method {wanted.method}, {wanted.k} drafts per round."]
-    remarks += ["Written by outrider export; arguments are added to the command.", *export.notes]
+    remarks += ["Written by outrider export; arguments are appended to the command.", *export.notes]
     lines = ["#!/bin/sh", *map(_comment, remarks), "set -e", 'cd "$(dirname "$0")"']
     lines += [f"export {name}={shlex.quote(value)}" for name, value in export.environment.items()]
     if export.needs_outrider:

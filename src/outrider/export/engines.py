@@ -1,4 +1,4 @@
-"""The engines that a plan can be written for, by name; imported when asked for."""
+"""Registry of export engines by name. They are imported on use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convert heads to another engine's format, if necessary."""
+"""Convert heads to another engine's format if necessary."""
 
 from __future__ import annotations
 
@@ -89,6 +89,6 @@ def parallel_heads(kind: ParallelHeads, wanted: Wanted, folder: Path) -> tuple[s
 
 
 def _as_stored(heads: Heads, source: str) -> Heads:
-    """Convert back to the file's dtype; loading converted to float32."""
+    """Convert heads to the dtype of their file, because loading converts them to float32."""
     _, tensors = read_folder(find_folder(source))
     return heads.to(next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32))

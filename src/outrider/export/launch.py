@@ -1,4 +1,4 @@
-"""Replace this process by another engine's server, which then owns signals, terminal and exit code."""
+"""Replace this process by another engine's server, so that signals, terminal and exit code are the server's."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ try:
 except importlib.metadata.PackageNotFoundError:
     sys.exit({nameless})
 """
-NAMELESS = 3  # exit code: the module exists in a package of another name
+NAMELESS = 3  # exit code of CHECK: the module is installed by a package of another name
 
 
 def working_folder(engine: Engine, wanted: Wanted, own_code: bool) -> Path:
-    """Return the cache folder of a plan's export; concurrent servers with different plans have different folders."""
+    """Return the cache folder for a plan's export. Different plans have different folders, so servers can run concurrently."""
     return cache_dir("exports", hashlib.sha256(f"{engine.name}\n{wanted}\n{own_code}".encode()).hexdigest()[:16])
 
 
 def find_command(engine: Engine, python: str | None) -> list[str]:
-    """Return the engine's start command. ``python``: of its environment; None: search the program on PATH.
+    """Return the engine's start command. ``python``: Python of its environment; None searches the program on PATH.
 
     Raises ``OutriderError`` if it is not installed or has no server.
     """
@@ -43,7 +43,9 @@ def find_command(engine: Engine, python: str | None) -> list[str]:
     if python is not None:
         found_there = _asked(python, engine.module)
         if found_there not in (0, NAMELESS):
-            raise OutriderError(f"{engine.name} is not installed for {python}: give the Python of its environment")
+            raise OutriderError(
+                f"{engine.name} is not installed for {python}: give the Python of its environment with --engine-python"
+            )
         return [os.path.abspath(python), "-m", *(engine.nameless_entry if found_there else engine.entry)]
     found = shutil.which(engine.program) or shutil.which(engine.program, path=str(Path(sys.executable).parent))
     if found is None:
@@ -55,7 +57,7 @@ def find_command(engine: Engine, python: str | None) -> list[str]:
 
 
 def _asked(python: str, module: str) -> int | None:
-    """Run ``CHECK`` in another Python, without importing the module. None if there is no such Python."""
+    """Run ``CHECK`` in another Python and return its exit code, or None if that Python does not exist."""
     program = CHECK.format(module=module, nameless=NAMELESS)
     try:
         return subprocess.run([python, "-c", program], timeout=60, check=False, capture_output=True).returncode
@@ -79,7 +81,7 @@ def become(command: Sequence[str], folder: Path, export: Export) -> NoReturn:
 
 
 def _alone(folder: Path) -> Path:
-    """Return a folder that contains only this package, because the engine's environment has its own torch."""
+    """Return a folder that contains only this package, so that the engine's environment keeps its own torch."""
     link = folder / "python" / "outrider"
     link.parent.mkdir(exist_ok=True)
     package = Path(__file__).parent.parent

@@ -1,6 +1,6 @@
 """SGLang: flags of ``python -m sglang.launch_server``, as of 0.5.21.
 
-It counts the last committed token as a draft: ``--speculative-num-draft-tokens`` is one more than in other engines.
+SGLang counts the last committed token as a draft, so ``--speculative-num-draft-tokens`` is K + 1.
 """
 
 from __future__ import annotations

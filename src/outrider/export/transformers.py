@@ -1,4 +1,4 @@
-"""transformers: a generation_config.json and a short program around ``generate``, for one sequence at a time."""
+"""transformers: a generation_config.json and a short program that calls ``generate``, for one sequence at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from outrider.proposers.portable import (
 
 FILE, PROGRAM = "generation_config.json", "generate.py"
 HEADS = "give the plan a draft model, or export to vLLM"
-EXIT_SHARE = 4  # a quarter of the layers, if the plan does not fix them
+EXIT_SHARE = 4  # early exit after 1/4 of the layers, if the plan does not set it
 
 TEMPLATE = '''"""Assisted generation with transformers: python generate.py "a prompt". Written by outrider export."""
 
@@ -71,7 +71,7 @@ class Transformers(Engine):
         device = "" if wanted.device is None else f".to({wanted.device!r})"
         dtype = repr(wanted.dtype or "auto")
         program = TEMPLATE.format(target=repr(wanted.target), dtype=dtype, device=device, **model)
-        notes = ["transformers drafts for one sequence at a time and has no server that does."]
+        notes = ["transformers drafts for one sequence at a time, and its server does not draft."]
         files = {FILE: json.dumps(config, indent=2) + "\n", PROGRAM: program}
         return Export(("python", PROGRAM), files=files, notes=notes)
 
@@ -105,5 +105,5 @@ class Transformers(Engine):
 
 
 def _given(model: str, settings: Mapping[str, Any]) -> str:
-    """Return lines that store settings in the drafting model's generation config, where transformers reads them."""
+    """Return code that stores settings in the draft model's generation config, where transformers reads them."""
     return "".join(f"{model}.generation_config.{name} = {value!r}\n" for name, value in settings.items())

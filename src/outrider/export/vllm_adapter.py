@@ -1,6 +1,6 @@
-"""Outrider's text-based proposers inside vLLM: the class for ``speculative_config = {"method": "custom_class", ...}``.
+"""Adapter for text-based proposers in vLLM: the class for ``speculative_config = {"method": "custom_class", ...}``.
 
-vLLM 0.32 (``v1/spec_decode/custom_class_proposer.py``) makes it from its ``VllmConfig`` and, after each step, calls
+vLLM 0.32 (``v1/spec_decode/custom_class_proposer.py``) creates it from its ``VllmConfig`` and, after each step, calls
 ``propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, slot_mappings=...)``. It does not identify requests: rows move,
 and requests leave and return. So a row is matched to the longest known sequence that is its prefix. This module does not
 import vLLM, so that it can be tested without it.
@@ -35,7 +35,7 @@ PATIENCE = 64  # steps until an unmatched sequence counts as ended; it may have 
 
 @dataclass(eq=False, slots=True)
 class Known:
-    """A sequence as last seen, and its request in the proposer."""
+    """The last known tokens of a sequence, and its request in the proposer."""
 
     request: Request
     tokens: Tokens
@@ -60,7 +60,7 @@ class TextProposer:
         self._num_steps = self._num_requests = self._num_faults = self._resumes_at = 0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: there is no model, but vLLM calls it for every proposer."""
+        """Do nothing. vLLM calls this for every proposer, but there is no model."""
 
     def propose(
         self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, **unused: Any
@@ -81,7 +81,7 @@ class TextProposer:
                 drafts[row] = chain
         except Exception:  # an exception would stop vLLM's engine
             pause = FAULT_PAUSE << min(self._num_faults, MAX_DOUBLINGS)
-            logger.exception("the proposer failed: no drafts for %d steps, then all sequences are read again", pause)
+            logger.exception("the proposer failed: no drafts for %d steps, then a new start with all sequences", pause)
             self._num_faults, self._resumes_at = self._num_faults + 1, self._num_steps + pause
             self._texts.clear()
             self._proposer = build(self._method)
@@ -121,7 +121,7 @@ class TextProposer:
         return Request(f"vllm-{self._num_requests}", [], 0, SamplingParams(), 0, torch.Generator())
 
     def _forget(self) -> None:
-        """Release sequences that stayed unmatched; only then they may count as earlier texts."""
+        """Release sequences that remain unmatched. Only afterwards do they count as earlier texts."""
         ended = [text for text in self._texts if self._num_steps - text.last_seen >= PATIENCE]
         if ended:
             self._texts = [text for text in self._texts if text not in ended]

@@ -24,14 +24,14 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Wanted:
-    """The plan's content for another engine."""
+    """Models, method and settings of a plan."""
 
     target: str  # folder or hub id
     name: str  # model name for clients
     method: str  # Outrider's name, options included
     kind: Portable
-    k: int  # drafts a round
-    has_own_k: bool  # given by the plan; otherwise a typical number
+    k: int  # drafts per round
+    has_own_k: bool  # whether the plan sets k; otherwise it is a typical number
     verifier: str
     reads_text_only: bool  # whether Outrider's proposer can be exported
     dtype: str | None = None
@@ -52,7 +52,7 @@ class Wanted:
 
 
 def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wanted:
-    """Read a plan. ``check``: refuses what is neither a folder nor a hub id.
+    """Read a plan. ``check``: raises for a source that is neither a folder nor a hub id.
 
     Raises ``OutriderError`` for missing models, and for invalid options or drafts.
     """
@@ -64,7 +64,7 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
     name = served_name(target)
     target, draft = _located(target or str(TARGET)), plan.given("draft")
     check(target)
-    verifier = plan.given("verifier") or "rejection"  # supported everywhere; the output distribution is the same
+    verifier = plan.given("verifier") or "rejection"  # supported by all engines, with the same output distribution
     VERIFIERS.get(verifier)
     named = plan.given("method") not in (None, AUTO)
     method = (
@@ -115,13 +115,13 @@ def _kind(method: str, draft: str | None, drafts: Mapping[str, str]) -> Portable
 
 
 def _located(source: str) -> str:
-    """Return a folder's absolute path, because the export is in another folder."""
+    """Return the absolute path of a folder, because the export is written to another one."""
     path = Path(source).expanduser()
     return str(path.resolve()) if path.is_dir() else source
 
 
 def _tokenizers_differ(target: str, draft: str) -> bool:
-    """Return whether both have a tokenizer and the two differ."""
+    """Return whether both models have a tokenizer and the tokenizers differ."""
     from outrider.engine.config import load_tokenizer
     from outrider.runner.tokenizers import DifferentVocabulary, check_same_vocabulary
 

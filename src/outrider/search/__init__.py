@@ -1,4 +1,4 @@
-"""Finds the fastest plan for a traffic by successive halving over measured runs."""
+"""Search for the fastest plan for given traffic, by successive halving over measured runs."""
 
 from outrider.search.search import Question, Search
 

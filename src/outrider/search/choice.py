@@ -12,12 +12,12 @@ from outrider.proposers.base import Proposer
 from outrider.registry import PROPOSERS
 from outrider.search.measurements import Ratio
 
-ALIKE = 0.03  # of speed, given up at most for a simpler method
+MAX_LOSS = 0.03  # largest loss of speed accepted for a simpler method
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen contender, why it was chosen, and why each other one was not, by label."""
+    """The chosen contender and the reason; for each other one, by label, the reason against it."""
 
     chosen: Contender
     speedup: Ratio | None  # over plain decoding; None for plain decoding itself
@@ -26,7 +26,7 @@ class Choice:
 
 
 def simplicity(contender: Contender, proposers: Mapping[str, Proposer]) -> tuple[int, ...]:
-    """Sort key, simplest to serve first: no drafts, one method, no second model, no model at all."""
+    """Return a sort key, simplest to serve first: no drafts, a single method, no second model, no model that drafts."""
     if contender.is_plain:
         return (0,)
     name, _ = split_method(contender.method)
@@ -34,19 +34,19 @@ def simplicity(contender: Contender, proposers: Mapping[str, Proposer]) -> tuple
 
 
 def choose(finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], proposers: Mapping[str, Proposer]) -> Choice:
-    """Choose the simplest method among those as fast as the fastest one, plain decoding included, at its fastest length.
+    """Choose the simplest method that is as fast as the fastest one, at its fastest draft length.
 
-    ``ratio``: the speed of one label over that of another. As fast as the fastest: the interval of the ratio holds 1, and the
-    ratio costs at most ``ALIKE``. A contender that is not faster than plain decoding beyond noise is never chosen.
+    ``ratio``: speed of one label / speed of another. A method is as fast as the fastest if the interval of their ratio contains
+    1 and the loss is at most ``MAX_LOSS``. A contender that is not significantly faster than plain decoding is never chosen.
     """
     speedups = {each: ratio(each.label, PLAIN) for each in finalists}
     winners = [each for each in finalists if is_faster(speedups[each])]
     others: dict[str, str] = {}
     for each in finalists:
         if each not in winners:
-            others[each.label] = f"{_said(speedups[each])} plain decoding's speed: not faster beyond noise"
+            others[each.label] = f"{_ratio_text(speedups[each])} plain decoding's speed: not significantly faster"
     if not winners:
-        reason = "no candidate is faster than plain decoding beyond noise: do not speculate"
+        reason = "no candidate is significantly faster than plain decoding: do not speculate"
         return Choice(PLAIN_CONTENDER, None, reason, others)
     winners.sort(key=lambda each: -speedups[each].value)
     leaders = {each.method: each for each in reversed(winners)}  # fastest length of each method
@@ -54,29 +54,29 @@ def choose(finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], p
     against = {each: ratio(best.label, each.label) for each in leaders.values() if each != best}
     alike = [best, *(each for each, lead in against.items() if _is_alike(lead))]
     chosen = min(alike, key=lambda each: (*simplicity(each, proposers), -speedups[each].value))
-    others[PLAIN] = f"{chosen.label} is {_said(speedups[chosen])} its speed"
+    others[PLAIN] = f"{chosen.label} is {_ratio_text(speedups[chosen])} its speed"
     for each in winners:
         if each != chosen:
             leader = best if each is leaders[each.method] else leaders[each.method]
-            beaten = f"no faster than {chosen.label} beyond noise" if each in alike else f"slower than {leader.label}"
-            others[each.label] = f"{_said(speedups[each])} plain decoding's speed, {beaten}"
-    reason = f"{_said(speedups[chosen])} the speed of plain decoding"
+            beaten = f"not significantly faster than {chosen.label}" if each in alike else f"slower than {leader.label}"
+            others[each.label] = f"{_ratio_text(speedups[each])} plain decoding's speed, {beaten}"
+    reason = f"{_ratio_text(speedups[chosen])} the speed of plain decoding"
     if chosen != best:
         lead = against[chosen]
-        reason += f"; {best.label} measured {lead.value:.2f} times as fast, within noise, and this is simpler"
+        reason += f"; {best.label} measured {lead.value:.2f} times as fast, within noise, but this is simpler"
     return Choice(chosen, speedups[chosen], reason, others)
 
 
 def is_faster(speedup: Ratio) -> bool:
-    """Whether a ratio is above 1 beyond noise; without an interval, above 1 by more than ``ALIKE``."""
-    return speedup.interval[0] > 1 if speedup.interval is not None else speedup.value > 1 + ALIKE
+    """Return whether a ratio is significantly above 1; without an interval, above 1 + ``MAX_LOSS``."""
+    return speedup.interval[0] > 1 if speedup.interval is not None else speedup.value > 1 + MAX_LOSS
 
 
 def _is_alike(lead: Ratio) -> bool:
     within = lead.interval is None or lead.interval[0] <= 1
-    return within and lead.value <= 1 + ALIKE
+    return within and lead.value <= 1 + MAX_LOSS
 
 
-def _said(found: Ratio) -> str:
+def _ratio_text(found: Ratio) -> str:
     spread = "" if found.interval is None else f" ({found.interval[0]:.2f} to {found.interval[1]:.2f})"
     return f"{found.value:.2f}{spread} times"

@@ -1,6 +1,6 @@
-"""Successive halving (Jamieson and Talwalkar 2016): which contenders run on how much of the traffic, and which go on.
+"""Successive halving (Jamieson and Talwalkar 2016): which contenders run on how much of the traffic, and which are dropped.
 
-Knows labels and times, no models: a simulation drives it as well as the search does.
+This module handles labels and times only, so that tests can drive it with a simulation.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import numpy as np
 from outrider.bench.contenders import PLAIN
 from outrider.search.measurements import Array, Group, Measurements
 
-FIRST_SHARE = 1 / 8  # of the traffic on which all candidates run; later rungs double it
-LEAST_GROUPS = 2  # of prompts in a rung: noise cannot be estimated from one
+FIRST_SHARE = 1 / 8  # share of the traffic in the first rung; later rungs double it
+LEAST_GROUPS = 2  # minimum groups of prompts in a rung; noise cannot be estimated from one
 CONFIDENCE = 2.0  # standard errors by which a contender must be slower to be dropped
-MOST_KEPT = 0.75  # of the contenders of a rung, however close they are
-FINALISTS = 3  # that stay if within noise; of more, no more than half once they have run on the whole traffic
-FINAL_SHARE = 0.5  # of the traffic that must have run before the search may end
-RESOLUTION = 0.03  # a difference that does not matter: the search ends when all larger ones are resolved
-UNKNOWN_NOISE = 0.1  # standard deviation of log time that is assumed where it cannot be estimated
+MOST_KEPT = 0.75  # maximum share of the contenders of a rung that continue
+FINALISTS = 3  # number that may continue if within noise, once they have run on the whole traffic
+FINAL_SHARE = 0.5  # share of the traffic that must have run before the search may end
+RESOLUTION = 0.03  # relative difference of speeds that the search must resolve
+UNKNOWN_NOISE = 0.1  # standard deviation of log time if it cannot be estimated
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One stage: contenders that are left run on a share of the traffic. Rungs of one ``repeat`` continue each other."""
+    """One stage: the remaining contenders run on a share of the traffic. Rungs of one ``repeat`` extend each other."""
 
     share: float
-    repeat: int  # 0: the first time that these prompts run
+    repeat: int  # 0: the first run over these prompts
 
     def num_groups(self, total: int) -> int:
-        """Groups of prompts out of ``total``, counted from the first."""
+        """Return the number of groups of prompts, from the first of ``total``."""
         return min(max(LEAST_GROUPS, ceil(self.share * total)), total)
 
     @property
@@ -41,7 +41,7 @@ class Rung:
 
 
 def rungs(total: int, repeats: int) -> list[Rung]:
-    """Growing shares of ``total`` groups of prompts up to all of them, then all of them again: ``repeats`` times altogether."""
+    """Return rungs over growing shares of ``total`` groups up to all of them, then ``repeats`` - 1 rungs over all again."""
     shares, share = [1.0], 0.5
     while share >= FIRST_SHARE:
         if Rung(share, 0).num_groups(total) < Rung(shares[0], 0).num_groups(total):
@@ -52,18 +52,18 @@ def rungs(total: int, repeats: int) -> list[Rung]:
 
 @dataclass(frozen=True)
 class Standing:
-    """Contenders after a rung, fastest first, and how large a difference the measurements resolve."""
+    """Contenders after a rung, fastest first, and the smallest significant difference."""
 
-    speedups: dict[str, float]  # label -> times plain decoding's speed
-    margin: float  # of logarithms of speeds
+    speedups: dict[str, float]  # label -> speedup over plain decoding
+    margin: float  # smallest significant difference of log speeds
 
     def is_slower(self, label: str, than: float) -> bool:
-        """Whether a contender is slower than a speedup ``than`` beyond noise."""
+        """Return whether a contender is significantly slower than a speedup of ``than``."""
         return log(self.speedups[label] / than) < -self.margin
 
 
 def standing(measured: Measurements, labels: Sequence[str], groups: Sequence[Group]) -> Standing:
-    """Speeds of contenders over ``groups``, on each of which all of them ran. Several batch sizes count equally."""
+    """Return the speeds of contenders over ``groups``, which all of them must have run on. Batch sizes have equal weights."""
     if not labels:
         return Standing({}, 0.0)
     everyone = [PLAIN, *labels]
@@ -81,7 +81,7 @@ def standing(measured: Measurements, labels: Sequence[str], groups: Sequence[Gro
 
 
 def noise(seconds: Array) -> float:
-    """Standard deviation of log time that neither the contender nor the prompts explain. ``seconds``: [contenders, groups].
+    """Return the residual standard deviation of log time after contender and group effects. ``seconds``: [contenders, groups].
 
     Pooled over all contenders, so that two groups of prompts are enough to estimate it.
     """
@@ -94,10 +94,10 @@ def noise(seconds: Array) -> float:
 
 
 def survivors(found: Standing, rung: Rung) -> list[str]:
-    """Contenders that go on to the next rung, fastest first.
+    """Return the contenders that continue in the next rung, fastest first.
 
-    Dropped are those slower than plain decoding beyond noise, and the slower half of the rest but for those within noise of the
-    fastest: up to ``MOST_KEPT`` before the whole traffic has run, up to ``FINALISTS`` in all afterwards.
+    Contenders significantly slower than plain decoding are dropped, and the slower half of the rest except those within noise
+    of the fastest. At most a share of ``MOST_KEPT`` continues; after the whole traffic at most ``FINALISTS``, or half if more.
     """
     candidates = [label for label in found.speedups if not found.is_slower(label, 1.0)]
     if len(candidates) < 2:
@@ -109,7 +109,7 @@ def survivors(found: Standing, rung: Rung) -> list[str]:
 
 
 def is_final(found: Standing, rung: Rung) -> bool:
-    """Whether more measurements would not change the choice, or by no more than ``RESOLUTION``."""
+    """Return whether more measurements could improve the choice by at most ``RESOLUTION``."""
     left = survivors(found, rung)
     if not left:
         return True

@@ -16,12 +16,12 @@ Value = TypeVar("Value")
 
 
 class Journal:
-    """A JSON document to which results are added one by one, each written immediately."""
+    """JSON file of results. Each result is written immediately."""
 
     def __init__(self, path: Path | None, question: dict[str, Any], resume: bool = False) -> None:
-        """``question``: everything that the results depend on. ``path`` None: memory only.
+        """``question``: all inputs that the results depend on; ``path``: None keeps the results in memory.
 
-        Raises ``OutriderError`` if ``resume`` is set and the file is missing, invalid or of another question.
+        Raises ``OutriderError`` if ``resume`` is set and the file is missing, invalid or has another ``question``.
         """
         self.path = path
         question = json.loads(json.dumps(question))
@@ -30,7 +30,7 @@ class Journal:
             self.document = self._earlier(question)
 
     def once(self, stage: str, name: str, find: Callable[[], Value]) -> Value:
-        """Return the named result; compute, time and store it if missing. It must be JSON-compatible."""
+        """Return the named result; if it is missing, compute, time and store it. Results must be JSON-serialisable."""
         stored = self.document["found"].setdefault(stage, {})
         if name not in stored:
             started = perf_counter()
@@ -46,13 +46,13 @@ class Journal:
         return name in self.document["found"].get(stage, {})
 
     def write(self) -> None:
-        """Write atomically."""
+        """Write the file atomically."""
         if self.path is not None:
             write_whole(self.path, json.dumps(self.document) + "\n")
 
     def _earlier(self, question: dict[str, Any]) -> dict[str, Any]:
         if self.path is None:
-            raise OutriderError("--resume needs the file of an interrupted search, and there is none")
+            raise OutriderError("--resume requires the file of an interrupted search, but there is none")
         try:
             document = json.loads(self.path.read_text(encoding="utf-8"))
             if document["schema"] != SCHEMA:
@@ -62,9 +62,9 @@ class Journal:
         except OSError as error:
             raise OutriderError(f"--resume: cannot read {self.path}: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise OutriderError(f"--resume: {self.path} is not a document of outrider tune") from None
+            raise OutriderError(f"--resume: {self.path} was not written by outrider tune") from None
         if differing:
             raise OutriderError(
-                f"--resume: {self.path} was made with another {', '.join(differing)}: use the same, or leave --resume out"
+                f"--resume: {self.path} was made with another {', '.join(differing)}: use the same or omit --resume"
             )
         return dict(document)

@@ -1,4 +1,4 @@
-"""Seconds that contenders took for the same prompts, and the ratios of their speeds."""
+"""Times of contenders on the same prompts, and the ratios of their speeds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Ratio:
-    """One contender's speed over another's, the geometric mean over all batch sizes."""
+    """Ratio of two contenders' speeds, the geometric mean over all batch sizes."""
 
     value: float
     interval: Interval | None  # 95%, bootstrap over prompts; None with a single run of a single batch of prompts
@@ -25,7 +25,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Group:
-    """A batch of prompts: number ``index`` of those with ``batch`` prompts each."""
+    """A batch of prompts: the one at ``index`` of those with ``batch`` prompts each."""
 
     batch: int
     index: int
@@ -34,17 +34,17 @@ class Group:
 class Measurements:
     """Times of contenders relative to plain decoding, which runs in every turn.
 
-    A turn is one generation of the same group of prompts by plain decoding and by each contender, one after the other. The
-    ratio within a turn cancels how fast the machine was at that moment. All contenders generate equally many tokens for a
-    group, so that only seconds count.
+    In a turn, plain decoding and each contender generate outputs for the same group of prompts, one after the other. Ratios
+    within a turn cancel changes in the machine's speed. All contenders generate the same number of tokens for a group, so
+    times are comparable.
     """
 
     def __init__(self) -> None:
-        self._relative: dict[str, dict[Group, list[float]]] = {}  # label -> seconds over plain decoding's, one per turn
+        self._relative: dict[str, dict[Group, list[float]]] = {}  # label -> seconds / plain decoding's seconds, one per turn
         self._plain: dict[Group, list[float]] = {}  # seconds
 
     def add_turn(self, group: Group, seconds: Mapping[str, float]) -> None:
-        """``seconds``: by label, plain decoding included."""
+        """Add one turn. ``seconds``: label -> seconds, plain decoding included."""
         plain = seconds[PLAIN]
         self._plain.setdefault(group, []).append(plain)
         for label, each in seconds.items():
@@ -52,15 +52,15 @@ class Measurements:
                 self._relative.setdefault(label, {}).setdefault(group, []).append(each / plain)
 
     def num_turns(self, label: str, group: Group) -> int:
-        """Turns that a contender, not plain decoding, took part in."""
+        """Return the number of turns of a contender other than plain decoding."""
         return len(self._relative.get(label, {}).get(group, []))
 
     def groups(self, label: str) -> list[Group]:
-        """Groups of prompts that a contender ran on."""
+        """Return the groups of prompts that a contender ran on."""
         return list(self._plain if label == PLAIN else self._relative.get(label, {}))
 
     def ratio(self, label: str, base: str = PLAIN) -> Ratio:
-        """The speed of ``label`` over that of ``base`` on the groups that both ran on."""
+        """Return speed of ``label`` / speed of ``base`` on the groups that both ran on."""
         groups = [group for group in self._plain if self._ran(label, group) and self._ran(base, group)]
         values: list[float] = []
         intervals: list[Interval | None] = []
@@ -75,7 +75,7 @@ class Measurements:
         return Ratio(geometric_mean(values), (low, high))
 
     def seconds(self, labels: Sequence[str], groups: Sequence[Group]) -> Array:
-        """Median seconds of each contender for each group over its turns: [contenders, groups]."""
+        """Return the median seconds over all turns: [contenders, groups]."""
         rows = [[median(self._plain[group]) * self._slowness(label, group) for group in groups] for label in labels]
         return np.array(rows, dtype=np.float64)
 

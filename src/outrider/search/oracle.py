@@ -1,7 +1,7 @@
-"""The oracle gap: what choosing the best candidate anew at every position would bring over the best single one.
+"""Oracle gap: speedup of choosing the best candidate at every position over always using the best single one.
 
-No policy can know the best candidate before the round, so this bounds what switching between them can gain. Computed from the
-rounds of measured runs over the same text.
+No policy knows the best candidate before a round, so the gap bounds the gain of switching between candidates. It is computed
+from the rounds of measured runs over the same output.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class Walk:
-    """A candidate's rounds over one text."""
+    """A candidate's rounds over one output."""
 
-    ends: tuple[int, ...]  # tokens of the text behind each round
-    seconds: float  # of all rounds together
+    ends: tuple[int, ...]  # number of tokens after each round
+    seconds: float  # total of all rounds
 
     @classmethod
     def of(cls, num_accepted: Sequence[int], seconds: float) -> Walk:
         return cls(tuple(accumulate(accepted + 1 for accepted in num_accepted)), seconds)
 
     def end_from(self, position: int) -> int:
-        """Where a round that begins at ``position`` ends at least: where the measured round that held it ended."""
+        """Return a lower bound for the end of a round that starts at ``position``: the end of the measured round around it."""
         return self.ends[bisect_right(self.ends, position)]
 
 
 def least_seconds(walks: Sequence[Walk]) -> float:
-    """Seconds of the text with the best choice of candidate at every position, a round of each at its mean price."""
-    end = min(walk.ends[-1] for walk in walks)  # the last rounds may reach beyond the text
+    """Return the seconds with the best candidate at every position, each round at its candidate's mean time."""
+    end = min(walk.ends[-1] for walk in walks)  # the last rounds may end after the output
     prices = [walk.seconds / len(walk.ends) for walk in walks]
     least = [0.0] * (end + 1)
     for position in range(end - 1, -1, -1):
@@ -41,6 +41,6 @@ def least_seconds(walks: Sequence[Walk]) -> float:
 
 
 def gap(texts: Sequence[Sequence[Walk]]) -> float:
-    """How many times as fast as the best single candidate the oracle is. ``texts``: of each, the same candidates' walks."""
+    """Return the oracle's speed / the best single candidate's speed. ``texts``: for each output, one walk per candidate."""
     single: float = min(sum(walk.seconds for walk in of_candidate) for of_candidate in zip(*texts, strict=True))
     return single / sum(map(least_seconds, texts))

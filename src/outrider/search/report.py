@@ -1,4 +1,4 @@
-"""Result of a search as a document, a table, a page and notes in the plan."""
+"""Format the result of a search as a JSON document, a table, an HTML page and comments in the plan."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 FACTS = ("target", "device", "dtype", "weights", "threads", "command", "date", "commit", "version")
 COLUMNS = ("method", "k", "speedup", "95%", "tokens per round", "prompts", "why")
 RUNG = ("rung", "contenders", "batches of prompts", "fastest", "resolved")
-SHOWN, TOLD = 10, 4  # candidates in the terminal's table, and those explained below it; the page has all
+SHOWN, TOLD = 10, 4  # candidates in the terminal's table, and explained below it; the HTML page lists all
 
 
 def result(search: Search, chosen: Choice, target: str) -> dict[str, Any]:
-    """The result of a search, JSON-ready: the plan, every candidate with its speed over plain decoding's, and each rung."""
+    """Return the result of a search as JSON-ready data: the plan, the speedup of every candidate, and each rung."""
     journal, question, gap = search.journal, search.question, search.oracle_gap()
     rows = [_candidate(search, chosen, each) for each in search.candidates.values() if each.method not in search.reasons]
     rows.sort(key=lambda row: (not row["chosen"], -row["prompts"], -row["speedup"]))
@@ -82,7 +82,7 @@ def table(found: Mapping[str, Any]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    title = f"{found['target']}: speed over plain decoding, prompts included"
+    title = f"{found['target']}: speedup over plain decoding, prefill included"
     view = Table(title=Text(title), title_justify="left", box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     for name in COLUMNS[:-1]:
         view.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
@@ -92,13 +92,13 @@ def table(found: Mapping[str, Any]) -> Table:
 
 
 def not_chosen(found: Mapping[str, Any]) -> list[str]:
-    """Why each of the next best candidates was not chosen."""
+    """Return the reasons against the next best candidates."""
     others = [row for row in found["candidates"] if not row["chosen"]][:TOLD]
     return [f"{row['method']} k={row['k']}: {row['why']}" for row in others]
 
 
 def rows(found: Mapping[str, Any]) -> list[list[str]]:
-    """The table's cells for each candidate, the chosen one first, then those that ran on the most prompts."""
+    """Return the table's rows: the chosen candidate first, then those that ran on the most prompts."""
     return [
         [
             each["method"],
@@ -114,30 +114,32 @@ def rows(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def verdict(found: Mapping[str, Any]) -> str:
-    """One line."""
+    """Return the chosen plan and the reason in one line."""
     if found["chosen"]["label"] == PLAIN:
         return f"the plan: {PLAIN}. {found['reason']}"
     return f"the plan: {found['chosen']['method']}, k = {found['chosen']['k']}: {found['reason']}"
 
 
 def oracle(found: Mapping[str, Any]) -> list[str]:
-    """What a perfect choice between the candidates would bring: one line, where that was measured."""
+    """Return the oracle gap as a list of one line, or an empty list if it was not measured."""
     gap = found["oracle_gap"]
     if gap is None:
         return []
-    return [f"oracle gap: the best candidate at every position would be {gap:.2f} times as fast as the best one throughout"]
+    return [
+        f"oracle gap: choosing the best candidate at every position would be {gap:.2f} times as fast as the best single one"
+    ]
 
 
 def notes(found: Mapping[str, Any]) -> list[str]:
-    """The comment lines at the top of a plan."""
+    """Return the comment lines at the top of a plan."""
     traffic, batches = found["traffic"], ", ".join(map(str, found["batches"]))
     lines = [
         f"Found by outrider tune {found['version']} on {found['date'][:10]}, {found['device']},",
-        f"from {traffic['prompts']} prompts with {traffic['tokens']} answer tokens, batch size {batches}.",
+        f"from {traffic['prompts']} prompts with {traffic['tokens']} output tokens, batch size {batches}.",
         f"{found['chosen']['label']}: {found['reason']}.",
     ]
     lines += [f"Not chosen: {said}." for said in not_chosen(found)]
-    return [*lines, "Valid for this machine and traffic: tune again for others."]
+    return [*lines, "Valid for this machine and this traffic: run outrider tune again for others."]
 
 
 def page(found: Mapping[str, Any]) -> str:
@@ -146,13 +148,13 @@ def page(found: Mapping[str, Any]) -> str:
 
     stages = [[name, f"{seconds:.1f}"] for name, seconds in found["seconds"].items()]
     tables: list[tuple[str, str, list[str], list[list[str]]]] = [
-        ("Candidates", "Each measured in turn with plain decoding on that many prompts.", [*COLUMNS], rows(found)),
-        ("Rungs", "Contenders that ran on a share of the traffic, and the fastest of them.", [*RUNG], _rungs(found)),
+        ("Candidates", "Each measured in turn with plain decoding on the given number of prompts.", [*COLUMNS], rows(found)),
+        ("Rungs", "Number of contenders and prompts of each rung, and the fastest contender.", [*RUNG], _rungs(found)),
         ("Time by stage", "Seconds of each stage.", ["stage", "seconds"], stages),
     ]
     if found["not_possible"]:
         impossible = [[method, why] for method, why in found["not_possible"].items()]
-        tables.append(("Not possible here", "Methods that do not fit this target, and why.", ["method", "why"], impossible))
+        tables.append(("Not available", "Methods that do not fit this target, and why.", ["method", "why"], impossible))
     return render(
         title=f"Outrider plan: {found['target']}",
         facts=[(name, found[name]) for name in FACTS if found.get(name) is not None],
@@ -171,10 +173,10 @@ def _rungs(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _picture(found: Mapping[str, Any]) -> Plot:
-    """Speeds over K, one line per method."""
+    """Plot the speedup over K, one line per method."""
     from outrider.bench.plots import COLOURS, INK, Plot, legend, svg_of
 
-    title = "Speed over plain decoding by draft length"
+    title = "Speedup over plain decoding by draft length"
     methods = list(dict.fromkeys(row["method"] for row in found["candidates"]))
 
     def draw(axes: Any) -> None:
@@ -189,7 +191,7 @@ def _picture(found: Mapping[str, Any]) -> Plot:
         legend(axes)
 
     lines = tuple(tuple(row[:6]) for row in rows(found))
-    note = "Points differ in how many prompts they were measured on: see the table, which also has the adaptive length (auto)."
+    note = "The number of measured prompts differs between points: see the table, which also lists the adaptive length (auto)."
     return Plot(title, svg_of(title, draw), note, COLUMNS[:6], lines)
 
 

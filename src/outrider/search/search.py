@@ -1,6 +1,6 @@
-"""The search for a plan: record the target's answers, then measure candidates by successive halving. Knows no method's name.
+"""Search for a plan: record the target's outputs, then measure candidates by successive halving. Independent of methods.
 
-Each run goes into the journal before the next one starts, so that an interrupted search loses only the run in progress.
+Each run is written to the journal before the next one starts, so an interrupted search loses only the current run.
 """
 
 from __future__ import annotations
@@ -33,42 +33,42 @@ if TYPE_CHECKING:
     from outrider.engine import LLM
 
 AUTO = "auto"
-TOGETHER = 8  # texts recorded at a time
-PAIRED_FROM = 1.05  # speedup that the best method of either kind must reach for the two to be tried together
+RECORDING_BATCH = 8  # batch size while recording outputs
+MIN_PAIR_SPEEDUP = 1.05  # minimum speedup of both methods for trying their combination
 
 
 @dataclass(frozen=True)
 class Question:
     """The search space."""
 
-    lengths: tuple[int, ...] = (1, 2, 4, 8, 15)  # K of the candidates; the adaptive length is always a candidate too
-    batches: tuple[int, ...] = (1,)  # requests at a time that the plan is for
-    repeat: int = 3  # times that the finalists run on the whole traffic, at most
+    lengths: tuple[int, ...] = (1, 2, 4, 8, 15)  # K of the candidates; the adaptive length is always added
+    batches: tuple[int, ...] = (1,)  # batch sizes that the plan is for
+    repeat: int = 3  # maximum runs of the finalists over the whole traffic
 
     def lengths_of(self, proposer: Proposer) -> list[int | str]:
-        """Those that the proposer can draft, and the adaptive one."""
+        """Return the lengths that the proposer supports, and the adaptive one."""
         return [*sorted({min(k, proposer.max_drafts) for k in self.lengths}), AUTO]
 
 
 @dataclass(frozen=True)
 class Passed:
-    """A finished rung: what it ran on, and how the contenders stood."""
+    """A finished rung and its results."""
 
     name: str
-    groups: int  # of prompts, over all batch sizes
+    groups: int  # groups of prompts, over all batch sizes
     standing: Standing
-    seconds: float  # from the start of the search, without what an earlier run of it took
+    seconds: float  # since this process started the search
 
     @property
     def leader(self) -> str:
-        """The fastest contender; plain decoding where none is faster."""
+        """Return the fastest contender, or plain decoding if none is faster."""
         best = next(iter(self.standing.speedups), PLAIN)
         return best if self.standing.speedups.get(best, 0.0) > 1 else PLAIN
 
 
 @dataclass
 class Search:
-    """One target, the methods that fit it, the traffic, and what was measured so far."""
+    """State of a search: the target, the methods that fit it, the traffic, and the measurements."""
 
     llm: LLM
     proposers: dict[str, Proposer]
@@ -76,23 +76,23 @@ class Search:
     question: Question
     journal: Journal
     report: Callable[[Progress], None] = lambda progress: None
-    reasons: dict[str, str] = field(default_factory=dict)  # method -> why it is no candidate
+    reasons: dict[str, str] = field(default_factory=dict)  # method -> why it is not a candidate
 
     def __post_init__(self) -> None:
         self.contenders = Contenders(self.llm, proposers=self.proposers)
-        self.candidates: dict[str, Contender] = {}  # by label: all that ran
+        self.candidates: dict[str, Contender] = {}  # label -> contender, for all that ran
         self.measured = Measurements()
         self.taus: dict[str, list[float]] = {}  # label -> tokens per round of each run
-        self.walks: dict[Group, dict[str, oracle.Walk]] = {}  # of greedy texts that ran alone, by label
+        self.walks: dict[Group, dict[str, oracle.Walk]] = {}  # label -> walk, for greedy outputs at batch size 1
         self.passed: list[Passed] = []
         self._warm: set[tuple[Contender, int]] = set()
         self._turn = 0
-        self._done, self._total = 0, 0  # runs
-        self._timed, self._spent = 0, 0.0  # runs that were not in the journal, and their seconds
+        self._done, self._total = 0, 0  # number of runs
+        self._timed, self._spent = 0, 0.0  # runs of this process (not from the journal), and their seconds
         self._started = perf_counter()
 
     def run(self) -> Choice:
-        """Run all stages. Raises ``OutriderError`` if the target fails."""
+        """Run all stages and return the choice. Raises ``OutriderError`` if the target fails."""
         self.texts = self.record()
         running = [contender for method in self.proposers for contender in self._contenders_of(method)]
         others: dict[str, str] = {}
@@ -117,28 +117,28 @@ class Search:
         return replace(chosen, others=others | chosen.others)
 
     def record(self) -> list[Text]:
-        """The target's answers to the traffic, without drafts."""
-        together = min(TOGETHER, self.llm.runner.max_batch)
+        """Generate the target's outputs for the traffic with plain decoding."""
+        together = min(RECORDING_BATCH, self.llm.runner.max_batch)
         texts: list[Text] = []
         with self.contenders.active(PLAIN_CONTENDER):
             for start in range(0, len(self.texts), together):
                 group = self.texts[start : start + together]
-                self.report(Progress(start, len(self.texts), None, "recording the target's answers"))
+                self.report(Progress(start, len(self.texts), None, "recording the target's outputs"))
                 outputs = self.journal.once("recorded", str(start), lambda group=group: self._answers(group))  # type: ignore[misc]
                 texts += [replace(text, output=output) for text, output in zip(group, outputs, strict=True)]
         if not any(len(text.output) > 1 for text in texts):
-            raise OutriderError("every answer to this traffic is empty: there is nothing to draft")
-        random.Random(0).shuffle(texts)  # rungs run on the first of them, whatever order the file has
+            raise OutriderError("all outputs for this traffic are empty: use other prompts or a larger max_tokens")
+        random.Random(0).shuffle(texts)  # rungs use the first ones, so the order of the file must not matter
         return texts
 
     def tau(self, label: str) -> float:
-        """Tokens per round, the mean over the contender's runs."""
+        """Return the mean number of tokens per round over the contender's runs."""
         return fmean(self.taus[label])
 
     def oracle_gap(self) -> float | None:
-        """How many times as fast as the best candidate the best choice at every position would be, where all candidates ran.
+        """Return the oracle gap over the groups that all candidates ran on (see ``oracle.gap``).
 
-        None unless two or more did, on greedy texts one at a time.
+        None unless at least two candidates ran on greedy outputs at batch size 1.
         """
         ran = [walks for walks in self.walks.values() if len(walks) == max(map(len, self.walks.values()))]
         labels = list(ran[0]) if ran else []
@@ -146,7 +146,7 @@ class Search:
         return oracle.gap(texts) if len(labels) > 1 else None
 
     def num_prompts(self, label: str) -> int:
-        """Prompts that a contender ran on, at the batch size at which it ran on the most."""
+        """Return the number of prompts that a contender ran on, the maximum over batch sizes."""
         counts = dict.fromkeys(self.question.batches, 0)
         for group in self.measured.groups(label):
             counts[group.batch] += len(self._texts(group))
@@ -155,9 +155,9 @@ class Search:
     # --- runs ---------------------------------------------------------------------------------------------------------------
 
     def _measure(self, stage: str, contenders: Sequence[Contender], rung: Rung) -> list[Contender]:
-        """Runs contenders in turn with plain decoding on those groups of the rung that they have not run on in this repeat.
+        """Run contenders in turn with plain decoding on the groups of the rung that they have not run on in this repeat.
 
-        Returns the contenders left: a method that fails is dropped with the reason.
+        Returns the remaining contenders. A method that fails is dropped, and the reason is recorded.
         """
         if not contenders:
             return []
@@ -172,7 +172,7 @@ class Search:
         return running
 
     def _take_turns(self, stage: str, contenders: Sequence[Contender], group: Group) -> list[Contender]:
-        """One turn. Each begins with another contender, so that none always runs first or after the same one."""
+        """Run one turn. The order rotates, so that no contender always runs first or after the same one."""
         order = [PLAIN_CONTENDER, *contenders]
         start = self._turn % len(order)
         self._turn += 1
@@ -185,7 +185,7 @@ class Search:
                 name = f"batch {group.batch}, prompts {group.index}: {contender.label}"
                 found = self.journal.once(stage, name, lambda contender=contender: self._run(contender, group))  # type: ignore[misc]
             except Exception as failure:
-                self._leave_out(contender, failure)
+                self._drop_method(contender, failure)
                 continue
             seconds[contender.label] = found["seconds"]
             self.taus.setdefault(contender.label, []).append(found["tau"])
@@ -198,13 +198,13 @@ class Search:
         return left
 
     def _run(self, contender: Contender, group: Group) -> dict[str, Any]:
-        """One timed generation of a group of prompts."""
+        """Generate and time the outputs of one group of prompts."""
         started = perf_counter()
         texts = self._texts(group)
         prompts, params = [text.prompt for text in texts], [text.again for text in texts]
         run = generate(self.contenders, contender, prompts, params, group.batch)
         if run.faults:
-            raise OutriderError("it failed while it ran (--debug shows how)")
+            raise OutriderError("the proposer failed during a run (details with --debug)")
         self._spent += perf_counter() - started
         self._timed += 1
         found: dict[str, Any] = {"seconds": run.seconds, "tau": run.mean_acceptance_length}
@@ -214,7 +214,7 @@ class Search:
         return found
 
     def _warmed(self, contenders: Sequence[Contender], batch: int) -> list[Contender]:
-        """Warms up those that need it at this batch size. Returns those that did not fail."""
+        """Warm up contenders that are new at this batch size. Returns those that did not fail."""
         prompts = [text.prompt for text in self.texts]
         for contender in (PLAIN_CONTENDER, *contenders):
             if (contender, batch) in self._warm or self._failed(contender):
@@ -223,14 +223,14 @@ class Search:
             try:
                 warm_up(self.contenders, contender, prompts, batch)
             except Exception as failure:
-                self._leave_out(contender, failure)
+                self._drop_method(contender, failure)
                 continue
             self.contenders.forget(contender)
             self._warm.add((contender, batch))
         return [contender for contender in contenders if not self._failed(contender)]
 
-    def _leave_out(self, contender: Contender, failure: Exception) -> None:
-        """Drops the method of a contender that failed. Raises where it is plain decoding: then the target failed."""
+    def _drop_method(self, contender: Contender, failure: Exception) -> None:
+        """Drop the method of a failed contender. Raises the error of plain decoding, because then the target failed."""
         if contender.is_plain:
             raise failure
         self.reasons[contender.method] = in_one_line(failure)
@@ -246,7 +246,7 @@ class Search:
             raise OutriderError(failed[0] or "the target failed")
         return [completion.token_ids for completion in completions]
 
-    # --- who runs on what ---------------------------------------------------------------------------------------------------
+    # --- contenders and prompts ---------------------------------------------------------------------------------------------
 
     def _contenders_of(self, method: str) -> list[Contender]:
         found = [Contender(method, k) for k in self.question.lengths_of(self.proposers[method])]
@@ -254,14 +254,14 @@ class Search:
         return found
 
     def _pair(self, found: Standing) -> list[Contender]:
-        """The best method that reads the text alone and the best that runs a model as one, where each promises a gain."""
+        """Return the combination of the best method without a model and the best with one, if both are fast enough."""
         best: dict[bool, str] = {}
         for label in found.speedups:
             method = self.candidates[label].method
             if "+" in split_method(method)[0]:
-                return []  # the user named pairs
+                return []  # the user chose the combinations
             best.setdefault(self.proposers[method].reads_text_only, label)
-        if len(best) < 2 or min(found.speedups[label] for label in best.values()) < PAIRED_FROM:
+        if len(best) < 2 or min(found.speedups[label] for label in best.values()) < MIN_PAIR_SPEEDUP:
             return []
         parts = [self.candidates[best[kind]].method for kind in (True, False)]
         method = in_turn(*parts)
@@ -269,7 +269,7 @@ class Search:
         return self._contenders_of(method)
 
     def _groups(self, rung: Rung) -> list[Group]:
-        """Of every batch size."""
+        """Return the rung's groups of prompts for every batch size."""
         totals = {batch: ceil(len(self.texts) / batch) for batch in self.question.batches}
         return [Group(batch, index) for batch, total in totals.items() for index in range(rung.num_groups(total))]
 
@@ -279,7 +279,7 @@ class Search:
     # --- progress -----------------------------------------------------------------------------------------------------------
 
     def _plan_runs(self, count: int, plan: Sequence[Rung]) -> None:
-        """Estimates how many runs are left, half of the contenders being dropped after each rung."""
+        """Estimate the number of remaining runs, assuming that each rung drops half of the contenders."""
         self._total, before = self._done, 0 if plan[0].repeat or not self.passed else self.passed[-1].groups
         for rung in plan:
             groups = len(self._groups(rung))
@@ -294,10 +294,10 @@ class Search:
 
 
 def why_dropped(found: Standing, label: str) -> str:
-    """Why a contender did not go on to the next rung."""
+    """Return why a contender was dropped after a rung."""
     best, fastest = next(iter(found.speedups.items()))
     said = f"dropped at {found.speedups[label]:.2f} times plain decoding's speed"
-    return said if label == best else f"{said}, when {best} reached {fastest:.2f}"
+    return said if label == best else f"{said}; {best} reached {fastest:.2f}"
 
 
 def _labels(contenders: Sequence[Contender]) -> list[str]:

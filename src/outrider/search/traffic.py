@@ -20,8 +20,8 @@ NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_pena
 SETTINGS = (*WHOLE, *NUMBERS, "stop", "ignore_eos")
 ALIASES = {"max_completion_tokens": "max_tokens"}
 OPENAI_TEMPERATURE = 1.0  # default of requests without a temperature
-MOST = 2**63 - 1  # maximum of integers
-ALL_AS_OTHERS_SAY = -1  # top_k of other servers that keeps all tokens
+MAX_INTEGER = 2**63 - 1  # maximum of integers
+VLLM_ALL_TOKENS = -1  # top_k that keeps all tokens in vLLM and other servers
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt as token ids, and the target's answer."""
+    """A prompt as token ids, and the target's output."""
 
     prompt: list[int]
     params: SamplingParams
@@ -42,7 +42,7 @@ class Text:
 
     @property
     def again(self) -> SamplingParams:
-        """Return settings for the same number of tokens, so that all candidates generate equally many."""
+        """Return settings that generate exactly as many tokens as ``output`` has, so that times are comparable."""
         return replace(self.params, max_tokens=len(self.output), ignore_eos=True, stop=(), stop_token_ids=())
 
 
@@ -66,7 +66,7 @@ def read_builtin(workloads: Sequence[str], most: int, defaults: SamplingParams) 
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase | None, asked: Sequence[Asked], max_len: int) -> list[Text]:
-    """Return texts without outputs; a prompt too long for the context keeps its end.
+    """Tokenize prompts. A prompt that is too long for the context keeps its end.
 
     Raises ``OutriderError`` without a tokenizer, and for a prompt without tokens.
     """
@@ -75,7 +75,7 @@ def encoded(tokenizer: PreTrainedTokenizerBase | None, asked: Sequence[Asked], m
         room = max_len - each.params.max_tokens - 1
         if room < 1:
             raise OutriderError(
-                f"{each.params.max_tokens} tokens of answer leave no room for a prompt in a context of {max_len}"
+                f"max_tokens={each.params.max_tokens} leaves no room for a prompt in a context of {max_len} tokens: lower it"
             )
         token_ids = encode(tokenizer, each.prompt)[-room:]
         if not token_ids:
@@ -95,7 +95,7 @@ def settings(item: Mapping[str, Any], defaults: SamplingParams) -> SamplingParam
     named = {ALIASES.get(name, name): value for name, value in item.items() if value is not None}
     given = {name: _setting(name, value) for name, value in named.items() if name in SETTINGS}
     given["max_tokens"] = min(given.get("max_tokens", defaults.max_tokens), defaults.max_tokens)
-    if given.get("top_k") == ALL_AS_OTHERS_SAY:
+    if given.get("top_k") == VLLM_ALL_TOKENS:
         given["top_k"] = 0
     return replace(defaults, **given)
 
@@ -111,7 +111,7 @@ def _setting(name: str, value: Any) -> Any:
         if not isinstance(value, bool):
             raise OutriderError(f"invalid {name} {value!r}: expected true or false")
         return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -MOST <= value <= MOST:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -MAX_INTEGER <= value <= MAX_INTEGER:
         raise OutriderError(f"invalid {name} {value!r}: expected a number")
     if name in WHOLE and value != int(value):
         raise OutriderError(f"invalid {name} {value!r}: expected an integer")
@@ -138,7 +138,7 @@ def _body(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(message: Any) -> Any:
-    """Join a message's content parts, as OpenAI's clients may send them, to one text."""
+    """Return a message whose content parts (OpenAI's list form) are joined to one string."""
     parts = message.get("content") if isinstance(message, dict) else None
     if not isinstance(parts, list):
         return message

@@ -1,4 +1,4 @@
-"""OpenAI-compatible HTTP server for one engine, and the demo page. The only package with asynchronous code.
+"""OpenAI-compatible HTTP server for one engine, and the demo page. This is the only package with asynchronous code.
 
-Nothing is imported here, so that parts can be used without the libraries of ``outrider[serve]``.
+This module imports nothing, so that some submodules work without the libraries of ``outrider[serve]``.
 """

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's format: whole, in chunks, with log-probabilities and usage."""
+"""Format responses as OpenAI's API does: whole or in chunks, with log-probabilities and usage."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class TokenTexts:
-    """The text of each token id."""
+    """Map token ids to their text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
         self._bytes: list[bytes] = []
 
     def load(self) -> None:
-        """Decode every token at start, which takes a second for a large vocabulary."""
+        """Decode the whole vocabulary once, which takes about a second for a large one."""
         if self._tokenizer is not None and not self._bytes:
             self._bytes = token_bytes(self._tokenizer)
 
@@ -33,7 +33,7 @@ class TokenTexts:
         return self._bytes[token] if token < len(self._bytes) else b""
 
     def text(self, token: int) -> str:
-        """Return the token's characters; its bytes in OpenAI's notation if it is part of one; a special token's name."""
+        """Return the token's text: OpenAI's ``bytes:`` notation for an incomplete character, the name for a special token."""
         found = self.bytes_of(token)
         if found or self._tokenizer is None:
             try:
@@ -44,9 +44,9 @@ class TokenTexts:
 
 
 def speculation_metrics(stats: GenerationStats) -> dict[str, Any]:
-    """Return a request's counts under vLLM's names (``--per-request-spec-decode-metrics summary``), which clients know.
+    """Return a request's speculation counts under vLLM's names (``--per-request-spec-decode-metrics summary``).
 
-    A step is a round with drafts; entry j of the histogram counts the steps that accepted exactly j.
+    A step is a round with drafts; entry j of the histogram counts the steps that accepted exactly j drafts.
     """
     steps = stats.num_drafted_rounds
     histogram = [stats.acceptance_histogram.get(accepted, 0) for accepted in range(max(stats.acceptance_histogram) + 1)]
@@ -64,7 +64,7 @@ def speculation_metrics(stats: GenerationStats) -> dict[str, Any]:
 
 @dataclass
 class Answer:
-    """The running answer of one call: its choices in order, and their format."""
+    """Response of one call: its choices in order, updated while they are generated."""
 
     call_id: str
     model: str
@@ -79,20 +79,20 @@ class Answer:
         return {"id": self.call_id, "object": kind, "created": self.created, "model": self.model}
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the complete response."""
         choices = [self.choice(index, completion) for index, completion in enumerate(self.choices)]
         return {**self.head(self.kind), "choices": choices, **self._counts()}
 
     def _counts(self) -> dict[str, Any]:
-        """Return usage and, for an answer of one choice with drafts, vLLM's object of speculation metrics."""
+        """Return the usage and, for a single choice that had drafts, vLLM's ``speculative_decoding`` metrics."""
         usage: dict[str, Any] = {"usage": self.usage()}
         if len(self.choices) == 1 and self.choices[0].stats.num_drafted_rounds:
             usage["metrics"] = {"speculative_decoding": speculation_metrics(self.choices[0].stats)}
         return usage
 
     def usage(self) -> dict[str, Any]:
-        """Return token counts; OpenAI's accepted and rejected predictions count drafts."""
-        # every sample has the same prompt, which counts once
+        """Return token counts. OpenAI's accepted and rejected prediction tokens count drafts."""
+        # all samples of a prompt share it, so it counts once
         prompts = {completion.prompt_index: completion.num_prompt_tokens for completion in self.choices}
         generated = sum(len(completion.token_ids) for completion in self.choices)
         accepted = sum(completion.stats.num_accepted for completion in self.choices)
@@ -112,11 +112,11 @@ class Answer:
         return []
 
     def chunk(self, index: int, chunk: Chunk) -> dict[str, Any]:
-        """Return the chunk with the tokens that one round added to a choice."""
+        """Return the stream chunk with the tokens that one round added to a choice."""
         return {**self.head(self.chunk_kind), "choices": [self.delta(index, chunk)]}
 
     def last(self) -> dict[str, Any]:
-        """Return the usage chunk, if requested."""
+        """Return the final chunk, which contains the usage and no choices."""
         return {**self.head(self.chunk_kind), "choices": [], **self._counts()}
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
@@ -128,11 +128,11 @@ class Answer:
 
 @dataclass
 class CompletionAnswer(Answer):
-    """Of ``/v1/completions``."""
+    """Response of ``/v1/completions``."""
 
     kind: ClassVar[str] = "text_completion"
     chunk_kind: ClassVar[str] = "text_completion"
-    offsets: dict[int, int] = field(default_factory=dict)  # choice -> characters of its tokens so far
+    offsets: dict[int, int] = field(default_factory=dict)  # index of a choice -> number of characters so far
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         logprobs = self._logprobs(index, completion.token_ids, completion.logprobs, 0)
@@ -165,7 +165,7 @@ class CompletionAnswer(Answer):
 
 @dataclass
 class ChatAnswer(Answer):
-    """Answer of ``/v1/chat/completions``."""
+    """Response of ``/v1/chat/completions``."""
 
     kind: ClassVar[str] = "chat.completion"
     chunk_kind: ClassVar[str] = "chat.completion.chunk"
@@ -200,7 +200,7 @@ class ChatAnswer(Answer):
 
 
 def _finite(logprob: float) -> float:
-    """Clip to OpenAI's minimum: JSON has no infinity, the log-probability of an impossible token."""
+    """Clip to OpenAI's minimum of -9999, because JSON has no minus infinity."""
     return max(logprob, -9999.0)
 
 

@@ -1,4 +1,4 @@
-"""HTTP routes."""
+"""ASGI application: HTTP routes and error handlers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(llm: LLM, config: ServerConfig | None = None, keys: KeyRing | None = None) -> FastAPI:
-    """Return the ASGI application for a loaded ``LLM``, which it owns while it runs."""
+    """Return the ASGI application for a loaded ``LLM``. The application owns the ``LLM`` while it runs."""
     config = config or ServerConfig()
     service = Service(llm, config, keys or KeyRing())
 
@@ -67,7 +67,7 @@ def create_app(llm: LLM, config: ServerConfig | None = None, keys: KeyRing | Non
 
 
 def _add_states(app: FastAPI, service: Service) -> None:
-    """Routes about the server itself."""
+    """Add the routes that describe the server: models, health, readiness and metrics."""
 
     async def models() -> dict[str, Any]:
         """List the served model."""
@@ -76,17 +76,17 @@ def _add_states(app: FastAPI, service: Service) -> None:
         return {"object": "list", "data": [about | {"max_model_len": service.llm.runner.max_len, "method": method}]}
 
     async def health() -> Response:
-        """Report whether the process works."""
+        """Report whether the engine thread is alive."""
         is_healthy = service.bridge.is_healthy
-        return PlainTextResponse("ok" if is_healthy else "the engine's thread has ended", 200 if is_healthy else 500)
+        return PlainTextResponse("ok" if is_healthy else "the engine thread has stopped", 200 if is_healthy else 500)
 
     async def ready() -> Response:
-        """Report whether requests should be sent here."""
+        """Report whether the server accepts requests."""
         why = service.unready()
         return PlainTextResponse("ready") if why is None else PlainTextResponse(f"not ready: {why}", 503)
 
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Return metrics in Prometheus's text format."""
         return Response(service.metrics.page(), media_type="text/plain; version=0.0.4")
 
     app.add_api_route("/v1/models", models)

@@ -1,6 +1,6 @@
-"""Bridge between asyncio and the thread that owns the engine.
+"""Connect asyncio code to the thread that owns the engine.
 
-Knows requests and emissions, no HTTP.
+This module handles requests and emissions; it does not depend on HTTP.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
-IDLE = 1.0  # seconds after which an idle thread checks whether to stop
+IDLE = 1.0  # seconds between two checks of the idle engine thread whether to stop
 
 
 def load_aside(load: Callable[[], Result]) -> Result:
-    """Call ``load`` in a thread that ends afterwards. Raises what ``load`` raises.
+    """Call ``load`` in a temporary thread and return its result. Raises what ``load`` raises.
 
     OpenMP's worker threads belong to the thread that first used them and live as long as it does. If there are more of them
-    than cores, they sleep between two operations of a pass instead of spinning, and waking them takes longer than most
-    operations. So only the engine's thread may own some. An executor's thread is not used: Ctrl-C would wait for it.
+    than cores, they sleep between two operations instead of spinning, and waking them takes longer than most operations. So
+    only the engine thread may keep OpenMP threads. An executor's thread would not do: Ctrl-C waits for it.
     """
     result: Future[Result] = Future()
 
@@ -50,7 +50,7 @@ def load_aside(load: Callable[[], Result]) -> Result:
 
 
 class Busy(OutriderError):
-    """The queue is full; retry after ``retry_after`` seconds."""
+    """The queue is full; the client may retry after ``retry_after`` seconds."""
 
     def __init__(self, retry_after: int) -> None:
         self.retry_after = retry_after
@@ -65,23 +65,23 @@ class Stopping(OutriderError):
 
 
 class Stream:
-    """Iterate over the emissions of one call's requests until all have ended. Always close it.
+    """Asynchronous iterator over the emissions of one call's requests, until all have ended. It must be closed.
 
-    Emissions within ``interval`` seconds of the last chunk are held back and joined, except ends: a chunk costs server and
-    client as much as several passes of a small model.
+    Emissions within ``interval`` seconds of the last chunk are merged into the next one, except final ones: sending a chunk
+    costs as much time as several passes of a small model.
     """
 
     def __init__(self, bridge: EngineBridge, request_ids: Sequence[str], deadline: float, interval: float = 0.0) -> None:
         self._bridge = bridge
         self._open = set(request_ids)
         self._deadline, self._interval = deadline, interval
-        self._held: dict[str, Emission] = {}  # by request
-        self._due = 0.0  # time at which held emissions are sent
+        self._held: dict[str, Emission] = {}  # request id -> merged emission
+        self._due = 0.0  # when to send the held emissions
         self._timer: asyncio.TimerHandle | None = None
         self._woken = asyncio.Event()
 
     async def __aiter__(self) -> AsyncIterator[Emission]:
-        """Raises ``asyncio.TimeoutError`` at the deadline."""
+        """Yield emissions. Raises ``asyncio.TimeoutError`` at the deadline."""
         late = asyncio.get_running_loop().call_later(max(self._deadline - monotonic(), 0.0), self._woken.set)
         try:
             while self._open:
@@ -113,42 +113,42 @@ class Stream:
         return held.values()
 
     def close(self) -> None:
-        """End running requests; their slots are free within one round."""
+        """Cancel unfinished requests; their slots are free within one round."""
         open_ids, self._open = self._open, set()
         if open_ids:
             self._bridge.cancel(open_ids)
 
 
 class EngineBridge:
-    """Runs an ``LLM``'s engine in its own thread. All methods except ``start`` must be called from the event loop's thread."""
+    """Run an ``LLM``'s engine in its own thread. All methods except ``start`` must be called from the event loop's thread."""
 
     def __init__(self, llm: LLM, max_queue: int = 256, interval: float = 0.0) -> None:
-        """``max_queue``: sequences that may wait; ``interval``: see ``Stream``."""
+        """``max_queue``: maximum number of waiting sequences; ``interval``: see ``Stream``."""
         self.llm = llm
         self.max_queue, self.interval = max_queue, interval
         self.is_draining = False
-        self.num_failures = 0  # steps that failed as a whole
+        self.num_failures = 0  # steps that failed for the whole batch
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._streams: dict[str, Stream] = {}  # of requests that have not ended
-        self._inside: set[str] = set()  # ids inside the engine; used by the engine's thread only
+        self._streams: dict[str, Stream] = {}  # request id -> stream, for unfinished requests
+        self._inside: set[str] = set()  # ids of requests in the engine; used by the engine thread only
         self._has_broken = False
-        self._last_move = monotonic()  # when the engine's thread last began something
-        self._num_reserved = 0  # places of calls that are being prepared
+        self._last_move = monotonic()  # when the engine thread last started a step or a command
+        self._num_preparing = 0  # sequences of calls that are still being prepared
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
         self._should_stop = threading.Event()
-        self._seconds_per_end = 1.0  # running mean between two ends of requests
+        self._seconds_per_end = 1.0  # moving average of the time between two finished requests
         self._last_end = monotonic()
 
     # --- from the event loop ------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the engine's thread for the running event loop."""
+        """Start the engine thread for the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self) -> None:
-        """Stop the thread; running requests end with it."""
+        """Stop the engine thread and abort running requests."""
         self.is_draining = True
         self._should_stop.set()
         self._commands.put(lambda: None)
@@ -160,19 +160,19 @@ class EngineBridge:
 
     @property
     def stalled_seconds(self) -> float:
-        """How long the engine has been at one step; 0 while it has nothing to do."""
+        """Seconds since the current step of the engine started; 0 if the engine is idle."""
         return monotonic() - self._last_move if self.llm.engine.has_work else 0.0
 
     @property
     def num_open(self) -> int:
-        """Requests running or waiting, and those that are being prepared."""
-        return len(self._streams) + self._num_reserved
+        """Number of requests that are running, waiting or being prepared."""
+        return len(self._streams) + self._num_preparing
 
     @contextmanager
     def room(self, count: int) -> Iterator[None]:
-        """Keeps places for so many requests while they are prepared; ``submit`` them within, if all goes well.
+        """Context manager that reserves queue space for ``count`` requests while they are prepared; ``submit`` them inside it.
 
-        Raises ``Stopping``, ``Busy`` where the queue has no room for them, ``OutriderError`` where it never will.
+        Raises ``Stopping`` during shutdown, ``Busy`` if the queue is full, ``OutriderError`` if ``count`` exceeds its size.
         """
         if self.is_draining:
             raise Stopping
@@ -183,16 +183,16 @@ class EngineBridge:
         lacking = count - (most - self.num_open)
         if lacking > 0:
             raise Busy(self._retry_after(lacking))
-        self._num_reserved += count
+        self._num_preparing += count
         try:
             yield
         finally:
-            self._num_reserved -= count
+            self._num_preparing -= count
 
     def submit(self, samples: Sequence[Sequence[Request]], deadline: float, client: Client = ANYONE) -> Stream:
         """Queue the samples of each prompt; requests must have passed ``Engine.check``.
 
-        ``deadline``: by the monotonic clock. Raises ``Stopping`` where there is no engine any more.
+        ``deadline``: in seconds of ``time.monotonic``. Raises ``Stopping`` if the engine thread has stopped.
         """
         self._check_health()
         requests = [request for group in samples for request in group]
@@ -207,7 +207,7 @@ class EngineBridge:
             raise Stopping("the engine has failed")
 
     def cancel(self, request_ids: set[str]) -> None:
-        """Abort requests; they emit nothing more."""
+        """Abort requests; nothing more is emitted for them."""
         for request_id in request_ids:
             self._streams.pop(request_id, None)
         self._commands.put(lambda: self._abort(request_ids))
@@ -216,7 +216,7 @@ class EngineBridge:
         for emission in emissions:
             stream = self._streams.get(emission.request_id)
             if stream is None:
-                continue  # cancelled since
+                continue  # cancelled in the meantime
             if emission.finish_reason is not None:
                 del self._streams[emission.request_id]
                 now = monotonic()
@@ -224,54 +224,54 @@ class EngineBridge:
                 self._last_end = now
             stream.put(emission)
 
-    def _break(self, error: BaseException) -> None:
-        """Fail all streams: the engine's thread has ended by itself."""
+    def _fail_streams(self, error: BaseException) -> None:
+        """Fail all streams after the engine thread has stopped unexpectedly."""
         self._has_broken = True
         self._deliver([lost(request_id, error) for request_id in self._streams])
 
     def _retry_after(self, num_lacking: int) -> int:
-        """Estimate the seconds, rounded, until ``num_lacking`` requests have ended, from the last ones that ended."""
+        """Estimate the seconds (1 to 60) until ``num_lacking`` more requests have finished, from the recent rate."""
         return max(1, min(60, round(num_lacking * self._seconds_per_end)))
 
-    # --- in the engine's thread -----------------------------------------------------------------------------------------------
+    # --- in the engine thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             with without_building():
                 self._work()
         except BaseException as error:
-            logger.exception("the engine's thread has ended")
-            self._call(self._break, error)
+            logger.exception("the engine thread has stopped")
+            self._call(self._fail_streams, error)
 
     def _work(self) -> None:
         engine = self.llm.engine
         while not self._should_stop.is_set():
             self._last_move = monotonic()
-            self._obey(wait=not engine.has_work)
+            self._run_commands(wait=not engine.has_work)
             if not engine.has_work:
                 continue
             self._last_move = monotonic()
             try:
                 emissions = engine.step()
-            except BaseException as error:  # not one request's fault, or a library's panic: caches were dropped and are rebuilt
+            except BaseException as error:  # e.g. a panic in a library; the engine rebuilds its caches
                 self.num_failures += 1
                 logger.exception("a round failed; its requests were ended")
                 emissions = self._failed(error)
             self._send(emissions)
-        self._obey(wait=False)
+        self._run_commands(wait=False)
         for entry in [*engine.scheduler.running, *engine.scheduler.waiting]:
             engine.abort(entry.request.request_id)
 
     def _failed(self, error: BaseException) -> list[Emission]:
-        """End all running requests, including those whose end in this round was not reported yet."""
+        """End all running requests, including those that finished in this round but were not reported yet."""
         engine = self.llm.engine
         emissions = engine.fail_running(error)
-        told = {emission.request_id for emission in emissions}
-        told |= {entry.request.request_id for entry in engine.scheduler.waiting}
-        return emissions + [lost(request_id, error) for request_id in self._inside - told]
+        known = {emission.request_id for emission in emissions}
+        known |= {entry.request.request_id for entry in engine.scheduler.waiting}
+        return emissions + [lost(request_id, error) for request_id in self._inside - known]
 
-    def _obey(self, wait: bool) -> None:
-        """Execute the event loop's commands; wait for one if the engine is idle."""
+    def _run_commands(self, wait: bool) -> None:
+        """Run commands from the event loop; if the engine is idle, wait for one."""
         try:
             command = self._commands.get(timeout=IDLE) if wait else self._commands.get_nowait()
             while True:
@@ -307,7 +307,7 @@ class EngineBridge:
 
     def _call(self, what: Callable[[Argument], None], argument: Argument) -> None:
         """Schedule a call in the event loop."""
-        assert self._loop is not None  # start() came before the thread
+        assert self._loop is not None  # set by start()
         try:
             self._loop.call_soon_threadsafe(what, argument)
         except RuntimeError:  # the event loop is closed

@@ -39,8 +39,8 @@ class ServerConfig:
         Number(0), 0.02, "Minimum seconds between two chunks of a stream; 0 sends the tokens of every round.", panel=LIMITS
     )
     shutdown_grace: float = option(SECONDS, 60.0, "Maximum seconds from SIGTERM to the end of the process.", panel=LIMITS)
-    workers: int = option(COUNT, 2, "Processes that tokenise, and as many that test schemas.", panel=LIMITS)
-    worker_memory: float = option(SECONDS, 1.0, "GiB limit of each of these processes.", panel=LIMITS)
+    workers: int = option(COUNT, 2, "Worker processes for tokenisation, and as many for JSON schemas.", panel=LIMITS)
+    worker_memory: float = option(SECONDS, 1.0, "Memory limit of each worker process in GiB.", panel=LIMITS)
     text_timeout: float = option(SECONDS, 10.0, "Processor seconds to tokenise the prompts of one call.", panel=LIMITS)
     schema_timeout: float = option(SECONDS, 2.0, "Processor seconds to compile a JSON schema.", panel=LIMITS)
     max_schema_values: int = option(COUNT, 5000, "Maximum number of values in a JSON schema.", panel=LIMITS)
@@ -61,16 +61,16 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class Client:
-    """A client: scheduling is fair between clients, and higher priorities go first."""
+    """A client of the server. Requests of a higher priority run first; within a priority clients take turns."""
 
     name: str = "anonymous"
     priority: int = 0
-    connection: str = ""  # without keys: each takes turns like a client, since nothing else tells their clients apart
-    is_only: bool = False  # nobody else has a key
+    connection: str = ""  # without API keys, each connection counts as a client
+    is_only: bool = False  # whether this client has the only key
 
     @property
     def turn(self) -> str:
-        """What takes turns with others; empty where there are none."""
+        """Key for fair scheduling: requests with different keys take turns. Empty if there is only one client."""
         return "" if self.is_only else f"{self.name} {self.connection}"
 
 
@@ -88,7 +88,7 @@ class KeyRing:
         return len(self._clients)
 
     def client(self, key: str | None) -> Client | None:
-        """Return the key's client, or None. Takes the same time for every key, known or not."""
+        """Return the client of an API key, or None. Takes constant time, so that timing reveals nothing about the keys."""
         if not self._clients:
             return ANYONE
         digest, found = _digest(key or ""), None
@@ -101,7 +101,7 @@ class KeyRing:
     def load(cls, file: Path | None) -> KeyRing:
         """Read lines ``KEY [NAME [PRIORITY]]`` from a file, or comma-separated entries from ``OUTRIDER_API_KEYS``.
 
-        Keys with one name are one client; a key without a name is a client of its own. Raises ``OutriderError`` for a
+        Keys with the same name are one client; a key without a name is a separate client. Raises ``OutriderError`` for a
         malformed line, and for a file without keys.
         """
         if file is None:

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection, which nobody holds open for nothing: times for headers, for the next call and for unread answers."""
+"""HTTP/1.1 connections with timeouts for headers, idle keep-alive and unread responses."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 logger = logging.getLogger(__name__)
 
-LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-QUIET = 60.0  # seconds between two messages about connections that cannot be accepted
+REQUEST_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+LOG_INTERVAL = 60.0  # seconds between two log messages about connections that cannot be accepted
 
 
 class TimedProtocol(H11Protocol):
-    """uvicorn's connection with limits on time. Each call's ``state`` says when its first byte came, as ``arrived``."""
+    """uvicorn's HTTP protocol with timeouts. ``state["arrived"]`` of each call is the time of its first byte."""
 
     def __init__(self, *args: Any, header_timeout: float, idle_timeout: float, **options: Any) -> None:
         """``header_timeout``: seconds from a connection, or a call's first byte, to the end of the call's headers.
 
-        ``idle_timeout``: seconds that a connection may lie still between two calls, or with an answer that is not read.
+        ``idle_timeout``: maximum seconds between two calls, or with a response that the client does not read.
         """
         super().__init__(*args, **options)
-        self.app_state = dict(self.app_state)  # of this connection
+        self.app_state = dict(self.app_state)  # a copy for this connection
         self.timeout_keep_alive: float = idle_timeout  # type: ignore[assignment]
         self._header_timeout, self._idle_timeout = header_timeout, idle_timeout
-        self._arrived: float | None = None  # when the first byte came of a call whose headers are not complete
+        self._arrived: float | None = None  # time of the first byte of a call with incomplete headers
         self._headers_due: asyncio.TimerHandle | None = None
         self._reading_due: asyncio.TimerHandle | None = None
 
@@ -42,10 +42,10 @@ class TimedProtocol(H11Protocol):
                 self._expect_headers()
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._arrived = None  # what came was of a call that is under way
+            self._arrived = None  # the data belonged to the body of the current call
 
     def handle_events(self) -> None:
-        """Also called after an answer, for calls that came before its end."""
+        """Record the arrival time of a new call. uvicorn also calls this after a response, for pipelined calls."""
         before = self.cycle
         self.app_state["arrived"] = self._arrived or monotonic()
         super().handle_events()
@@ -75,15 +75,15 @@ class TimedProtocol(H11Protocol):
 
     def _refuse(self) -> None:
         if self._arrived is not None:
-            self.transport.write(LATE)
+            self.transport.write(REQUEST_TIMEOUT)
         self.transport.close()
 
 
 class QuietAccepting:
-    """An event loop's exception handler: connections that cannot be accepted, thousands a second, are one message a minute."""
+    """Event-loop exception handler that logs failures to accept connections, thousands per second, once a minute."""
 
     def __init__(self) -> None:
-        self._last = -QUIET
+        self._last = -LOG_INTERVAL
         self._count = 0
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -91,6 +91,6 @@ class QuietAccepting:
             loop.default_exception_handler(context)
             return
         self._count += 1
-        if monotonic() - self._last >= QUIET:
-            logger.error("connections cannot be accepted: %s (tried %d times)", context.get("exception"), self._count)
+        if monotonic() - self._last >= LOG_INTERVAL:
+            logger.error("cannot accept connections: %s (%d failed attempts)", context.get("exception"), self._count)
             self._last, self._count = monotonic(), 0

@@ -1,4 +1,4 @@
-"""Checks before a call is parsed: request id, API key, size and arrival time of the body; and one log line per call."""
+"""ASGI middleware: request ids, API keys, size and time limits for bodies, and one log line per call."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from outrider.server.config import ANYONE, Client, KeyRing, ServerConfig
 logger = logging.getLogger("outrider.server")
 
 GUARDED = ("/v1/", "/openapi.json")  # paths that need a key
-LINGER = 4  # a refused body is read up to this multiple of the size limit
+DISCARD_FACTOR = 4  # the body of a refused call is read up to this multiple of the size limit
 CLOSED = 499  # the client disconnected (nginx's code)
 
 
 @dataclass
 class Call:
-    """Facts about one call, completed while it runs and logged at its end."""
+    """Data about one call, logged when it ends."""
 
     request_id: str
-    arrived: float  # when its first byte did, by the monotonic clock
+    arrived: float  # time.monotonic() at its first byte
     client: Client = ANYONE
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -43,7 +43,7 @@ def error_body(message: str, kind: str, code: str | None = None) -> dict[str, An
 
 
 class Gate:
-    """The outermost ASGI layer."""
+    """Outermost ASGI middleware: check a call before it is parsed, and log it."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig, keys: KeyRing) -> None:
         self._app, self._config, self._keys = app, config, keys
@@ -70,11 +70,11 @@ class Gate:
             if refused is None:
                 await self._app(scope, self._measured(receive), answer)
             else:
-                if "expect" not in headers:  # with Expect the client has not sent the body yet
+                if "expect" not in headers:  # with "Expect: 100-continue" the client has not sent the body yet
                     await self._discard(receive)
                 await _refuse(answer, *refused)
         except Exception:
-            if status:  # the answer has started and can only be aborted
+            if status:  # the response has started: abort it
                 raise
             logger.exception("request %s failed", call.request_id)
             await _refuse(answer, 500, error_body("the server failed", "server_error"))
@@ -92,7 +92,7 @@ class Gate:
     def _refusal(
         self, path: str, headers: dict[str, str], call: Call, address: tuple[str, int] | None
     ) -> tuple[int, dict[str, Any]] | None:
-        """Return status and body for a refused call, else None."""
+        """Return the status and body of the error for a refused call, or None."""
         if path.startswith(GUARDED):
             scheme, _, key = headers.get("authorization", "").partition(" ")
             client = self._keys.client(key.strip() if scheme.lower() == "bearer" else None)
@@ -109,7 +109,7 @@ class Gate:
         return f"the body is larger than {self._config.max_body} bytes"
 
     def _measured(self, receive: Receive) -> Receive:
-        """Read the body within the size and time limits."""
+        """Wrap ``receive`` to enforce the size and time limits of the body."""
         num_bytes, is_complete, deadline = 0, False, monotonic() + self._config.body_timeout
 
         async def measured() -> Message:
@@ -131,10 +131,10 @@ class Gate:
         return measured
 
     async def _discard(self, receive: Receive) -> None:
-        """Read the rest of a body, within bounds: closing the connection with unread data would discard the answer."""
+        """Read the rest of a body, up to a limit: closing a connection with unread data would discard the response."""
 
         async def rest() -> None:
-            left, message = LINGER * self._config.max_body, await receive()
+            left, message = DISCARD_FACTOR * self._config.max_body, await receive()
             while left > 0 and message.get("more_body", False):
                 left -= len(message["body"])
                 message = await receive()
@@ -155,10 +155,10 @@ async def _refuse(send: Callable[[Message], Awaitable[None]], status: int, body:
 
 
 class JsonLines(logging.Formatter):
-    """Log one JSON object per line, without any text of prompts or answers."""
+    """Format log records as one JSON object per line. Prompts and outputs are not logged."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format the record with its ``facts``."""
+        """Return the record and its ``facts`` as JSON."""
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line = {"time": time, "level": record.levelname.lower(), "event": record.getMessage()}
         line |= getattr(record, "facts", {})

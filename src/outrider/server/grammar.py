@@ -1,10 +1,10 @@
-"""Answers of a given form: JSON, or JSON of a schema, by llguidance's grammars.
+"""Structured output: any JSON object, or JSON that matches a schema, with llguidance's grammars.
 
-The grammar says which tokens may follow a text. The sampler masks the others, for drafts and target alike, so whatever is
-drafted the answer is of that form, and drawn from what the target says of such answers.
+A grammar gives the set of allowed next tokens. The sampler masks all others in the distributions of draft and target, so
+outputs match the schema and follow the target's distribution restricted to allowed tokens.
 
-A schema is a program that a client has the server run. Its size is limited before anything is done with it; a worker tries it
-out, limited in time and memory, before the server compiles it; the time that the masks of one answer may take is limited too.
+Schemas come from untrusted clients and can be expensive. Their size is limited; a worker process compiles each one first,
+with time and memory limits; and the total time for the masks of one output is limited.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from outrider.server.prompts import Aside
 
 ANY_OBJECT = '{"type": "object"}'
-MAX_KEPT = 1 << 19  # characters of schemas whose grammars, or refusals, are kept; one comes to some hundred bytes of grammar
+MAX_KEPT = 1 << 19  # total characters of cached schemas; a grammar takes some hundred bytes per character
 CHOICES = ("anyOf", "oneOf", "allOf")
-# Seconds of the engine's thread that the masks of one answer may take: most take 0.1 ms, the first ones some milliseconds.
+# Seconds for the masks of one output: a budget plus an allowance per mask. Most take 0.1 ms, the first ones several ms.
 MASKS_SECONDS, SECONDS_A_MASK = 0.5, 0.001
 
 
 def schema_text(schema: dict[str, Any], config: ServerConfig) -> str:
-    """The schema as JSON. Raises ``OutriderError`` for one that is larger than the server's limits."""
+    """Return the schema as JSON text. Raises ``OutriderError`` if it exceeds the server's limits."""
     num_values = 0
     level: list[Any] = [schema]
     for _ in range(config.max_schema_depth + 1):
@@ -59,10 +59,10 @@ def schema_text(schema: dict[str, Any], config: ServerConfig) -> str:
 
 
 class GrammarCompiler:
-    """Makes grammars for one tokenizer. Bounds neither time nor memory: ``Grammars`` does, for schemas of strangers."""
+    """Compile grammars for one tokenizer, without time or memory limits. For schemas of clients use ``Grammars``."""
 
     def __init__(self, tools: Mapping[str, Any] | None) -> None:
-        """``tools``: what ``server.prompts.tools`` found."""
+        """``tools``: tokenizer data from ``server.prompts.tools``."""
         self._tools = tools
         self._table: LLTokenizer | None = None
 
@@ -71,37 +71,39 @@ class GrammarCompiler:
         return self.compiled(ANY_OBJECT if schema is None else json.dumps(schema))
 
     def compiled(self, schema: str) -> TokenGrammar:
-        """The grammar of a schema, given as JSON. Raises ``OutriderError``."""
+        """Return the grammar of a schema given as JSON text. Raises ``OutriderError`` for an unsupported schema."""
         tools = self.checked()
         if self._table is None:
             self._table = schemas.token_table(tools["tokenizer"], tools["vocab_size"], tools["eos_token_ids"])
         try:
             matcher = schemas.compiled(self._table, schema)
         except schemas.SchemaError as error:
-            raise OutriderError(f"the JSON schema cannot be followed: {error}") from None
+            raise OutriderError(f"unsupported JSON schema: {error}") from None
         return TokenGrammar(matcher, tools["mask_size"], frozenset(tools["eos_token_ids"]))
 
     def checked(self) -> Mapping[str, Any]:
-        """The tools. Raises ``OutriderError`` where there are none to make a grammar with."""
+        """Return the tokenizer data. Raises ``OutriderError`` if the tokenizer does not support grammars."""
         if self._tools is None or not self._tools["eos_token_ids"]:
-            raise OutriderError("structured output needs a fast tokenizer with an end-of-text token")
+            raise OutriderError(
+                "structured output is not available for this model: it requires a fast tokenizer with an end-of-sequence token"
+            )
         return self._tools
 
 
 class Grammars:
-    """Grammars of what clients ask for: each schema is tried out in a worker first, once. For one event loop's thread."""
+    """Cache of compiled grammars. Each new schema is tested in a worker process first. For one event loop's thread."""
 
     def __init__(self, tools: Mapping[str, Any] | None, config: ServerConfig, aside: Aside) -> None:
-        """``aside`` does something in a thread of the server's own."""
+        """``aside`` runs a function in the server's helper thread."""
         self._compiler, self._config, self._aside = GrammarCompiler(tools), config, aside
         self._kept: OrderedDict[str, TokenGrammar] = OrderedDict()
-        self._refused: OrderedDict[str, str] = OrderedDict()  # schema -> why
+        self._refused: OrderedDict[str, str] = OrderedDict()  # schema -> reason
         self._under_way: dict[str, asyncio.Task[TokenGrammar]] = {}
         limits = {"seconds": config.schema_timeout, "memory": int(config.worker_memory * 2**30), "nice": 10, "for_texts": False}
         self.pool = WorkerPool("compile a JSON schema", {**(tools or {}), **limits}, config.workers, eager=False)
 
     async def get(self, schema: dict[str, Any] | None, client: Client) -> TokenGrammar:
-        """Objects, or what a JSON schema allows. Raises ``OutriderError`` for a schema that is refused."""
+        """Return the grammar of a schema, or of JSON objects for None. Raises ``OutriderError`` for an unsupported schema."""
         self._compiler.checked()
         text = ANY_OBJECT if schema is None else schema_text(schema, self._config)
         known = self._kept.get(text)
@@ -114,8 +116,10 @@ class Grammars:
         if text not in self._under_way:
             making = self._under_way[text] = asyncio.create_task(self._made(text, client))
             making.add_done_callback(lambda _: self._under_way.pop(text))
-            making.add_done_callback(lambda _: making.cancelled() or making.exception())  # perhaps nobody waits any longer
-        return await asyncio.shield(self._under_way[text])  # others wait for it too
+            making.add_done_callback(
+                lambda _: making.cancelled() or making.exception()
+            )  # mark as retrieved: all callers may be gone
+        return await asyncio.shield(self._under_way[text])  # other calls may await the same task
 
     async def _made(self, text: str, client: Client) -> TokenGrammar:
         try:
@@ -139,25 +143,25 @@ class TokenGrammar:
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._matcher, self._vocab_size, self._eos_token_ids = matcher, vocab_size, eos_token_ids
-        self.refusal: str | None = None  # why an answer of this form could not go on: the next one need not begin
+        self.refusal: str | None = None  # reason why an output failed; later requests with this grammar are refused
 
     def matcher(self) -> TokenMatcher:
-        """Return the initial state for a new answer."""
+        """Return a matcher in the initial state, for a new output."""
         return TokenMatcher(self, self._matcher.deep_copy(), self._vocab_size, self._eos_token_ids)
 
 
 class TokenMatcher:
-    """Grammar state of one answer."""
+    """Grammar state of one output."""
 
     def __init__(self, grammar: TokenGrammar, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._grammar, self._matcher = grammar, matcher
         self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
         self._num_consumed = 0
-        self._masks: dict[tuple[int, ...], Tensor | None] = {}  # of this round: draft and target use the same masks
+        self._masks: dict[tuple[int, ...], Tensor | None] = {}  # masks of this round, shared by draft and target
         self._seconds_left = MASKS_SECONDS
 
     def allowed(self, output: Sequence[int], path: Sequence[int]) -> Tensor | None:
-        """See ``types.Matcher``. Raises ``OutriderError`` where the schema proves too expensive to go on with."""
+        """Return the mask of allowed tokens (see ``types.Matcher``). Raises ``OutriderError`` if masks take too long."""
         started = thread_time()
         if len(output) != self._num_consumed:
             self._matcher.consume_tokens(list(output[self._num_consumed :]))
@@ -170,7 +174,7 @@ class TokenMatcher:
             self._check()
             self._seconds_left += SECONDS_A_MASK - (thread_time() - started)
         if self._seconds_left < 0:
-            self._refuse("it takes too long to say which tokens may follow")
+            self._refuse(schemas.SLOW)
         return self._masks[key]
 
     def _after(self, path: tuple[int, ...]) -> Tensor | None:
@@ -193,5 +197,5 @@ class TokenMatcher:
             self._refuse(str(error))
 
     def _refuse(self, why: str) -> NoReturn:
-        self._grammar.refusal = f"the JSON schema cannot be followed: {why}"
+        self._grammar.refusal = f"unsupported JSON schema: {why}"
         raise OutriderError(self._grammar.refusal)

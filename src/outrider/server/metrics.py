@@ -16,7 +16,7 @@ TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0,
 
 
 class Metrics:
-    """Counts calls, and reads the engine's counts on request."""
+    """Metrics of calls, and of the engine's counts when the page is requested."""
 
     def __init__(self, bridge: EngineBridge, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -53,7 +53,7 @@ class Metrics:
 
 
 class _EngineCounts:
-    """Exports the engine's totals, which the engine's thread writes."""
+    """Collector of the engine's totals, which the engine thread updates."""
 
     def __init__(self, bridge: EngineBridge, model: str) -> None:
         self._bridge, self._model = bridge, model

@@ -1,7 +1,7 @@
-"""A few worker processes that share out jobs: clients take turns, and a job that takes too long or too much memory is ended.
+"""Pool of worker processes: clients take turns, and a job that exceeds its time or memory limit is killed.
 
-A thread cannot be ended, and one that loops in a library's native code holds up all others that need it. A process can.
-Knows jobs and clients, neither what the jobs are nor HTTP.
+Processes are used because a thread cannot be killed: one stuck in a library's native code would block the server.
+This module does not depend on what the jobs are, or on HTTP.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
-# -I: neither the working folder nor the environment decides what is imported, but the server's own path does.
+# -I: import from the server's own sys.path, whatever the working directory and the environment are.
 COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from outrider.server.worker import main; main()"
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
-START_SECONDS = 60.0  # for a process to be ready, on a machine however busy
-PAUSE = 1.0  # seconds before another is started after one that did not start
+START_SECONDS = 60.0  # until a process must be ready, even on a busy machine
+PAUSE = 1.0  # seconds before the next attempt after a process failed to start
 
 
 class WorkerLost(Exception):
-    """A process that ended without an answer, with its exit code."""
+    """Worker process that exited without an answer."""
 
     def __init__(self, code: int | None) -> None:
         self.code = code
-        super().__init__(f"a worker ended with code {code}")
+        super().__init__(f"worker process exited with code {code}")
 
 
 @dataclass(eq=False)
 class _Task:
-    """A job that waits or is worked on."""
+    """A waiting or running job."""
 
     job: Job
     pushed: float
@@ -51,7 +51,7 @@ class _Task:
     is_repeated: bool = False
 
     def end(self, answer: Job | Exception) -> None:
-        if self.result.done():  # its caller waits no longer
+        if self.result.done():  # the caller was cancelled
             return
         if isinstance(answer, Exception):
             self.result.set_exception(answer)
@@ -60,21 +60,21 @@ class _Task:
 
 
 class Worker:
-    """One process, which does one job at a time."""
+    """One worker process. It runs one job at a time."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     @classmethod
     async def start(cls, setup: Mapping[str, Any]) -> Worker:
-        """Starts a process. Raises ``OSError`` or ``WorkerLost`` where there is none to be had."""
+        """Start a process. Raises ``OSError``, ``WorkerLost`` or ``TimeoutError`` if it does not become ready."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-c", COMMAND, *sys.path),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             env=os.environ | ENVIRONMENT,
-            start_new_session=True,  # Ctrl-C is for the server
+            start_new_session=True,  # Ctrl-C must reach only the server
         )
         worker = cls(process)
         try:
@@ -87,7 +87,7 @@ class Worker:
         return worker
 
     async def answer(self, job: Mapping[str, Any]) -> Job:
-        """What the process says to a job. Raises ``WorkerLost`` where it ends instead."""
+        """Run a job and return its result. Raises ``WorkerLost`` if the process exits first."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         try:
@@ -106,26 +106,26 @@ class Worker:
 
 
 class WorkerPool:
-    """Jobs of one kind and the processes that do them. All methods are for one event loop's thread."""
+    """Queue for one kind of job, and the processes that run them. Use it from one event loop's thread only."""
 
     def __init__(self, what: str, setup: Mapping[str, Any], size: int, eager: bool) -> None:
-        """``what``: what a job does, for messages; ``eager``: processes start with the pool instead of with its first job.
+        """``what``: verb phrase that describes a job, for messages; ``eager``: start processes before the first job.
 
-        ``setup`` is what ``Workbench`` takes, with the limits ``seconds`` (of processor time for a job), ``memory`` (bytes) and
-        ``nice`` (how far processes stand back for others).
+        ``setup``: setup of ``Workbench``, with the limits ``seconds`` (processor time per job), ``memory`` (bytes) and ``nice``
+        (increment of the niceness).
         """
         self._what, self._setup, self._size, self._eager = what, setup, size, eager
         self._waiting: FairQueue[_Task] = FairQueue()
         self._pushed = asyncio.Event()
         self._runners: list[asyncio.Task[None]] = []
-        self._last_move = 0.0  # when a process was last given a job, or started
-        self._trouble: str | None = None  # why there is no process
+        self._last_move = 0.0  # when a job or a process was last started
+        self._trouble: str | None = None  # reason why no process starts
 
     def start(self) -> None:
         self._runners = [asyncio.create_task(self._run()) for _ in range(self._size)]
 
     async def stop(self) -> None:
-        """Ends the processes; jobs that wait are cancelled."""
+        """Kill the processes and cancel waiting jobs."""
         for runner in self._runners:
             runner.cancel()
         await asyncio.gather(*self._runners, return_exceptions=True)
@@ -134,20 +134,19 @@ class WorkerPool:
 
     @property
     def trouble(self) -> str | None:
-        """Why no job can be done, in one line; None while they can."""
-        return self._trouble and f"no process to {self._what} starts: {self._trouble}"
+        """One-line reason why no job can run, or None."""
+        return self._trouble and f"cannot start a process to {self._what}: {self._trouble}"
 
     @property
     def stalled_seconds(self) -> float:
-        """How long nothing has moved although jobs wait."""
+        """Seconds without progress while jobs are waiting."""
         oldest = min((task.pushed for task in self._waiting), default=monotonic())
         return monotonic() - max(self._last_move, oldest)
 
     async def do(self, job: Job, cost: float, client: Client) -> Job:
-        """The answer to a job. ``cost`` measures the work: by it clients take turns.
+        """Run a job and return its result. ``cost``: estimated work, by which the scheduling is fair between clients.
 
-        Raises ``OutriderError`` where the job is refused, or takes more time or memory than it may, and ``Stopping`` where no
-        process starts.
+        Raises ``OutriderError`` if the job is refused or exceeds its time or memory limit, ``Stopping`` if no process starts.
         """
         if self.trouble is not None:
             raise Stopping(self.trouble)
@@ -157,18 +156,18 @@ class WorkerPool:
         try:
             answer = await task.result
         finally:
-            self._waiting.remove(task)  # where the caller was cancelled
+            self._waiting.remove(task)  # if the caller was cancelled
         if "refused" in answer:
             raise OutriderError(answer["refused"])
         return answer
 
     async def _run(self) -> None:
-        """One process after the other, one job after the other."""
+        """Run jobs in one process at a time; replace a process that is killed."""
         task = None
         try:
             while True:
                 if not self._eager and task is None:
-                    await self._pushed_any()
+                    await self._wait_for_job()
                 worker = await self._started(task)
                 try:
                     while True:
@@ -177,34 +176,34 @@ class WorkerPool:
                         task = None
                 except (TimeoutError, WorkerLost) as error:
                     assert task is not None
-                    task = self._again(task, error)
+                    task = self._job_to_retry(task, error)
                 finally:
                     await worker.kill()
         finally:
             if task is not None:
                 task.result.cancel()
 
-    async def _pushed_any(self) -> None:
+    async def _wait_for_job(self) -> None:
         while not len(self._waiting):
             self._pushed.clear()
             await self._pushed.wait()
 
     async def _next(self) -> _Task:
-        await self._pushed_any()
+        await self._wait_for_job()
         task = next(iter(self._waiting))
         self._waiting.serve(task)
         self._last_move = monotonic()
         return task
 
     async def _started(self, task: _Task | None) -> Worker:
-        """A process, as soon as one starts. Where the first try fails ``task`` and all that wait end."""
+        """Start a process, with retries. After a failure, ``task`` and all waiting jobs end with ``Stopping``."""
         while True:
             try:
                 worker = await Worker.start(self._setup)
             except (TimeoutError, OSError, WorkerLost) as error:
                 if self._trouble is None:
-                    logger.error("no process to %s starts: %s", self._what, error)
-                self._trouble = str(error) or "it is not ready in time"
+                    logger.error("cannot start a process to %s: %s", self._what, error)
+                self._trouble = str(error) or f"not ready after {START_SECONDS:g} s"
                 for each in [*self._waiting, *([] if task is None else [task])]:
                     each.end(Stopping(self.trouble or ""))
                 await asyncio.sleep(PAUSE)
@@ -212,16 +211,16 @@ class WorkerPool:
                 self._trouble, self._last_move = None, monotonic()
                 return worker
 
-    def _again(self, task: _Task, error: WorkerLost | asyncio.TimeoutError) -> _Task | None:
-        """The job, if it is to be done once more after its process has ended; else it ends with an error."""
+    def _job_to_retry(self, task: _Task, error: WorkerLost | asyncio.TimeoutError) -> _Task | None:
+        """Return the job if it should run again after its process was lost; otherwise end it with an error."""
         if isinstance(error, WorkerLost) and error.code == -signal.SIGKILL and not task.is_repeated:
-            logger.warning("a process to %s was killed: another does its job", self._what)
+            logger.warning("a process to %s was killed: retrying its job", self._what)
             task.is_repeated = True
             return task
         if isinstance(error, WorkerLost) and error.code not in (-signal.SIGPROF, -signal.SIGALRM):
-            taken = f"more than {self._setup['memory'] >> 20} MiB of memory"
+            limit = f"{self._setup['memory'] >> 20} MiB of memory"
         else:
-            taken = f"longer than {self._setup['seconds']:g} s"
-        logger.warning("a process to %s was ended: a job took %s", self._what, taken)
-        task.end(OutriderError(f"to {self._what} takes {taken}: send less"))
+            limit = f"{self._setup['seconds']:g} s"
+        logger.warning("a process to %s was killed: a job exceeded %s", self._what, limit)
+        task.end(OutriderError(f"cannot {self._what} within {limit}: send a smaller one"))
         return None

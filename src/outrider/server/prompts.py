@@ -1,4 +1,4 @@
-"""From texts and messages to token ids: in workers, within limits, for one client after the other."""
+"""Convert texts and chat messages to token ids, in worker processes with time and memory limits."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from outrider.engine import LLM
     from outrider.server.config import Client, ServerConfig
 
-Aside = Callable[[Callable[[], Any]], Awaitable[Any]]  # does something in a thread of the server's own
+Aside = Callable[[Callable[[], Any]], Awaitable[Any]]  # runs a function in the server's helper thread
 
-OWN_METHODS = ("encode", "_encode_plus", "apply_chat_template")  # what workers do in the place of transformers
+OWN_METHODS = ("encode", "_encode_plus", "apply_chat_template")  # methods of transformers that workers reimplement
 
 
 def tools(llm: LLM) -> dict[str, Any] | None:
-    """What a worker needs of a tokenizer; None for one that does not run on ``tokenizers`` alone."""
+    """Return the tokenizer data for workers, or None if the tokenizer needs more than the ``tokenizers`` library."""
     from transformers import PreTrainedTokenizerFast
 
     found, plain = llm.tokenizer, PreTrainedTokenizerFast
@@ -46,24 +46,24 @@ def tools(llm: LLM) -> dict[str, Any] | None:
 def _template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     try:
         return str(tokenizer.get_chat_template()) if tokenizer.chat_template else None
-    except ValueError:  # several, none of which is the default
+    except ValueError:  # several templates without a default
         return None
 
 
 def _plain(token: Any) -> Any:
-    """A special token, or several, as JSON has them."""
+    """Return a special token, or a list of them, in a JSON-serialisable form."""
     return [str(each) for each in token] if isinstance(token, (list, tuple)) else str(token)
 
 
 class Prompts:
-    """Token ids of what clients ask with. Texts that cannot fit into the context are refused before they are looked at.
+    """Convert prompts and messages to token ids. Texts that are too long for any tokenization to fit are refused first.
 
-    Tokenizers that workers cannot run (written in Python, or with methods of their own) run in the server's thread for such
-    work: limited in size, but not in time.
+    Tokenizers that workers cannot run (written in Python, or with overridden methods) run in the server's helper thread, with
+    a limit on size but not on time.
     """
 
     def __init__(self, llm: LLM, config: ServerConfig, given: Mapping[str, Any] | None, aside: Aside) -> None:
-        """``given``: what ``tools`` found."""
+        """``given``: tokenizer data from ``tools``; ``aside`` runs a function in the server's helper thread."""
         self._llm, self._aside = llm, aside
         self.pool: WorkerPool | None = None
         self._has_template = given is not None and given["template"] is not None
@@ -72,7 +72,7 @@ class Prompts:
             self.pool = WorkerPool("tokenise a text", {**given, **limits}, config.workers, eager=True)
 
     async def encode(self, prompts: Sequence[str] | Sequence[list[int]], client: Client) -> list[list[int]]:
-        """Prompts, all texts or all token ids -> token ids. Raises ``OutriderError`` for what cannot be run."""
+        """Return the token ids of prompts (all strings or all token ids). Raises ``OutriderError`` for an invalid prompt."""
         for prompt in prompts:
             self._check_size(prompt)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -82,10 +82,10 @@ class Prompts:
         return await self._tokenised({"texts": texts}, sum(map(len, texts)), client)
 
     async def chat(self, messages: list[dict[str, str]], client: Client) -> list[list[int]]:
-        """Messages -> one prompt, as the tokenizer's chat template writes it. Raises ``OutriderError``."""
+        """Return one prompt, rendered by the tokenizer's chat template. Raises ``OutriderError`` for invalid messages."""
         most = self._llm.runner.max_len
-        if len(messages) > most:  # none is written with less than a token
-            raise OutriderError(f"{len(messages)} messages do not fit the context of {most}: send fewer")
+        if len(messages) > most:  # every message takes at least one token
+            raise OutriderError(f"{len(messages)} messages do not fit into the context of {most} tokens: send fewer")
         num_characters = self._check_size("".join(message["content"] for message in messages))
         if not self._has_template:
             return [await self._aside(lambda: self._rendered(messages))]
@@ -104,11 +104,11 @@ class Prompts:
             return self._llm.chat_prompt(messages)
         except OutriderError:
             raise
-        except Exception as error:  # a template's own objection, in whatever form it raises it
-            raise OutriderError(f"the chat template does not take these messages: {error}") from error
+        except Exception as error:  # templates may raise anything
+            raise OutriderError(f"the chat template rejects these messages: {error}") from error
 
     def _check_size(self, prompt: str | Sequence[int]) -> int:
-        """Its length. Raises ``OutriderError`` where no tokenization of it could fit into the context."""
+        """Return the prompt's length. Raises ``OutriderError`` if no tokenization of it can fit into the context."""
         if not isinstance(prompt, str):
             self._llm.engine.scheduler.check_prompt_len(len(prompt))
             return len(prompt)
@@ -122,6 +122,6 @@ class Prompts:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters of the vocabulary's longest token; byte-level ones have one for each byte."""
+        """Length of the longest token in characters (for byte-level tokenizers in bytes)."""
         tokenizer = self._llm.tokenizer
         return max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1

@@ -1,4 +1,4 @@
-"""OpenAI's request bodies, extended by the engine's sampling parameters. Unknown fields are refused."""
+"""Request bodies of OpenAI's API, extended by the engine's sampling parameters. Unknown fields are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAIN = "plain"
 
 
 def _unicode(text: str) -> str:
-    """Refuse unpaired surrogates, which JSON can contain."""
+    """Validate that a string has no unpaired surrogates, which JSON can contain."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -41,7 +41,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 def like(name: str, **more: Any) -> Any:
-    """A field with the default, the bounds and the help that ``SamplingParams`` declares; ``more`` goes before them."""
+    """Return a field with the default, bounds and help of the same field of ``SamplingParams``; ``more`` overrides them."""
     kind, default = declared(SamplingParams)[name].kind, getattr(SamplingParams(), name)
     bounds = {"ge": "at_least", "le": "at_most", "gt": "above"}
     given: dict[str, Any] = {bound: getattr(kind, attribute, None) for bound, attribute in bounds.items()}
@@ -50,7 +50,7 @@ def like(name: str, **more: Any) -> Any:
 
 
 class Body(BaseModel):
-    """Base of all bodies. Unknown fields are refused: silently ignoring one would give a wrong answer."""
+    """Base class of all bodies. Unknown fields are refused: ignoring one silently would give a wrong result."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -66,15 +66,15 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """Options of a streamed answer."""
+    """Options of a streamed response."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # vLLM's: token counts in every chunk
-    include_obfuscation: bool = False  # accepted without effect, for clients that always send it
+    continuous_usage_stats: bool = False  # vLLM's extension: token counts in every chunk
+    include_obfuscation: bool = False  # accepted and ignored, because some clients always send it
 
 
 class Speculative(Body):
-    """Drafting options of this request. They do not change the answer's distribution."""
+    """Drafting options of this request. They do not change the output's distribution."""
 
     method: Text | None = Field(None, description="The served method, or plain for no drafts.")
     num_draft_tokens: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = Field(
@@ -114,7 +114,7 @@ ResponseFormat = Annotated[TextFormat | JsonFormat | JsonSchemaFormat, Field(dis
 
 
 class SamplingFields(Body):
-    """Fields that both kinds of completion have. Their defaults are those of ``SamplingParams``."""
+    """Fields common to both kinds of completion. The defaults are those of ``SamplingParams``."""
 
     model: Text | None = None
     temperature: float = like("temperature")
@@ -128,7 +128,7 @@ class SamplingFields(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    # beyond OpenAI's
+    # extensions of OpenAI's API
     top_k: int = like("top_k")
     min_p: float = like("min_p")
     repetition_penalty: float = like("repetition_penalty")
@@ -137,7 +137,7 @@ class SamplingFields(Body):
     banned_token_ids: TokenIds = Field(default_factory=list)
     ignore_eos: bool = like("ignore_eos")
     speculative: Speculative | None = None
-    # accepted without effect
+    # accepted and ignored
     user: Text | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -146,12 +146,12 @@ class SamplingFields(Body):
 
     @property
     def is_json(self) -> bool:
-        """Whether the answer must be JSON."""
+        """Whether the output must be JSON."""
         return isinstance(self.response_format, (JsonFormat, JsonSchemaFormat))
 
     @property
     def schema_asked(self) -> dict[str, Any] | None:
-        """The JSON schema that the answer must have; None where none is given."""
+        """The JSON schema of the output, or None."""
         wanted = self.response_format
         return wanted.json_schema.schema_ if isinstance(wanted, JsonSchemaFormat) else None
 
@@ -180,9 +180,9 @@ class SamplingFields(Body):
         )
 
     def num_drafts(self, served: str) -> int | None:
-        """Return the requested drafts per round; None lets the server decide. ``served``: the served method.
+        """Return the requested drafts per round, or None for the server's default. ``served``: name of the served method.
 
-        Raises ``OutriderError`` for another method.
+        Raises ``OutriderError`` if the request names another method.
         """
         wanted = self.speculative
         if wanted is None:
@@ -196,7 +196,7 @@ class SamplingFields(Body):
 
 
 class CompletionBody(SamplingFields):
-    """``POST /v1/completions``."""
+    """Body of ``POST /v1/completions``."""
 
     prompt: Text | TokenIds | Annotated[list[Text], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: int = Field(16, ge=1)
@@ -233,7 +233,7 @@ class Message(Body):
 
 
 class ChatBody(SamplingFields):
-    """``POST /v1/chat/completions``."""
+    """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)

@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class Record:
-    """Appends request bodies to a file, one prompt per line. Not thread-safe."""
+    """Append request bodies to a file, one prompt per line. Not thread-safe."""
 
     def __init__(self, file: Path, model: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """``model``: the model name in the lines. Raises ``OutriderError`` for a file that cannot be written."""
+        """``model``: model name to write. Raises ``OutriderError`` if the file cannot be written."""
         self._model, self._tokenizer = model, tokenizer
         try:
             self._file = open(file, "a", encoding="utf-8", opener=_private)  # noqa: SIM115 - open for the server's lifetime
@@ -30,7 +30,7 @@ class Record:
             raise OutriderError(f"cannot write --record {file}: {error.strerror}") from error
 
     def add(self, body: SamplingFields) -> None:
-        """Write a request immediately. If writing fails, the line is lost with a warning; the answer is not affected."""
+        """Write a request immediately. If writing fails, log a warning; the response is not affected."""
         try:
             self._file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines(body))
             self._file.flush()
@@ -53,5 +53,5 @@ class Record:
 
 
 def _private(path: str, flags: int) -> int:
-    """Open a file that only its owner can read."""
+    """Open a file with permissions for its owner only."""
     return os.open(path, flags, 0o600)

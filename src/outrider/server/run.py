@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("outrider.server")
 
-CLOSING = 3.0  # seconds of the grace that are kept for closing connections and ending threads and processes
+CLOSING = 3.0  # seconds of the grace reserved for closing connections and stopping threads and processes
 
 
 class GracefulServer(uvicorn.Server):
-    """At the first signal it takes nothing new, and says so, until its answers are finished; at the second it ends at once.
+    """uvicorn server with a graceful shutdown: the first signal refuses new requests and lets running ones finish.
 
-    Whatever hangs, the process ends within the grace of the first signal.
+    A second signal ends the process immediately. Even if something hangs, it ends within ``grace`` seconds of the first one.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class GracefulServer(uvicorn.Server):
         grace: float,
         end: Callable[[int], None] = os._exit,
     ) -> None:
-        """``grace``: seconds from the first signal to the end; ``end`` ends the process at once, with an exit code."""
+        """``grace``: maximum seconds from the first signal to the exit; ``end(code)`` exits immediately."""
         super().__init__(config)
         self._bridge, self._facts, self._grace, self._end = bridge, facts, grace, end
-        self._deadline: float | None = None  # for answers, from the first signal on
+        self._deadline: float | None = None  # for running responses; set by the first signal
         self.last_resort = threading.Timer(grace, self._end_late)
         self.last_resort.daemon = True
 
@@ -63,9 +63,9 @@ class GracefulServer(uvicorn.Server):
         logger.info("ready", extra={"facts": self._facts})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Do not raise a handled signal again: a requested shutdown is not an error."""
+        """Start the shutdown. Unlike uvicorn's, do not raise the signal again: a requested shutdown is not an error."""
         if self._deadline is not None:
-            logger.warning("a second signal: the process ends at once")
+            logger.warning("second signal received: exiting immediately")
             self._end(128 + sig)
         else:
             self._bridge.is_draining = True
@@ -73,7 +73,7 @@ class GracefulServer(uvicorn.Server):
             self.last_resort.start()
 
     def _end_late(self) -> None:
-        logger.error("the end took longer than the grace of %g s: the process ends at once", self._grace)
+        logger.error("shutdown took longer than shutdown_grace (%g s): exiting immediately", self._grace)
         self._end(1)
 
     async def on_tick(self, counter: int) -> bool:
@@ -93,7 +93,7 @@ def log_json() -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     ours = logging.getLogger("outrider")
-    ours.handlers.clear()  # loading used plain lines
+    ours.handlers.clear()  # remove the plain-text handler used while loading
     ours.propagate = True
     ours.setLevel(logging.INFO)
 
@@ -113,7 +113,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def connections(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
-    """How uvicorn runs an application: quietly, and with limits on what a connection may send and how long it may take."""
+    """Return uvicorn's configuration: no access log, and limits on headers and connection times."""
     return uvicorn.Config(
         app,
         http=cast("Any", partial(TimedProtocol, header_timeout=config.header_timeout, idle_timeout=config.idle_timeout)),
@@ -126,7 +126,7 @@ def connections(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
 
 
 def serve(llm: LLM, config: ServerConfig, keys: KeyRing, listener: socket.socket) -> None:
-    """Serves until a signal ends it. The process is to end then: it is ended, if it must be, at the end of the grace."""
+    """Serve until a signal arrives. The process should exit afterwards: it is forced to when ``shutdown_grace`` is over."""
     app = create_app(llm, config, keys)
     host, port = listener.getsockname()[:2]
     if not ip_address(host).is_loopback and not len(keys):

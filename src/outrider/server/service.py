@@ -1,4 +1,4 @@
-"""Turn a request body into an answer: tokens, queue, stream, usage. Independent of routes."""
+"""Turn a request body into a response: tokenize, queue, stream, count usage. Independent of routes."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from outrider.engine import LLM
 
 Result = TypeVar("Result")
-# What pydantic puts into the place of an error for each of several types: function-after[_unicode(), constrained-str].
+# Parts of an error location that pydantic adds for unions of types, such as function-after[_unicode(), constrained-str].
 PYDANTIC_TYPE = re.compile(r"^(constrained|function|nullable|tagged|lax|json)-|^[a-z-]+\[.*\]$")
 DONE = b"data: [DONE]\n\n"
 COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 class Service:
-    """The operations behind the routes."""
+    """Handlers of the API routes."""
 
     def __init__(self, llm: LLM, config: ServerConfig, keys: KeyRing) -> None:
         self.llm, self.config, self.keys = llm, config, keys
@@ -56,14 +56,14 @@ class Service:
         self.pools = [pool for pool in (self._prompts.pool, self._grammars.pool) if pool is not None]
 
     async def completions(self, body: CompletionBody, http: Request) -> Response:
-        """``POST /v1/completions``."""
+        """Handle ``POST /v1/completions``."""
         given, call = body.prompts(), _call(http)
         answer = CompletionAnswer("cmpl-" + call.request_id, self.config.name, self._tokens, [])
         asked = _Asked(body.max_tokens, body.logprobs, len(given) * body.n, lambda: self._prompts.encode(given, call.client))
         return await self._answer(body, http, asked, answer)
 
     async def chat(self, body: ChatBody, http: Request) -> Response:
-        """``POST /v1/chat/completions``."""
+        """Handle ``POST /v1/chat/completions``."""
         call = _call(http)
         answer = ChatAnswer("chatcmpl-" + call.request_id, self.config.name, self._tokens, [])
         max_tokens = body.max_completion_tokens or body.max_tokens or self.llm.runner.max_len
@@ -72,13 +72,13 @@ class Service:
         return await self._answer(body, http, asked, answer)
 
     def start(self) -> None:
-        """Begins to work, for the running event loop."""
+        """Start threads and processes for the running event loop."""
         self.bridge.start()
         for pool in self.pools:
             pool.start()
 
     async def stop(self) -> None:
-        """Ends threads and processes; requests that still run end with them."""
+        """Stop threads and processes, and abort running requests."""
         await self.bridge.stop()
         for pool in self.pools:
             await pool.stop()
@@ -87,41 +87,41 @@ class Service:
             self._record.close()
 
     def _check(self, body: SamplingFields, num_sequences: int) -> None:
-        """Raises ``OutriderError`` for what can be refused without looking at the prompts."""
+        """Raise ``OutriderError`` for errors that do not depend on the prompts."""
         if body.model not in (None, self.config.name):
-            raise UnknownModel(f"unknown model {body.model!r}: this server has {self.config.name!r}")
+            raise UnknownModel(f"unknown model {body.model!r}: this server serves {self.config.name!r}")
         if not 1 <= num_sequences <= self.config.max_choices:
             raise OutriderError(
                 f"invalid number of sequences {num_sequences} (prompts x n): expected 1 to {self.config.max_choices}"
             )
 
     def unready(self) -> str | None:
-        """Why requests should be sent elsewhere, in one line; None where they should come."""
+        """Return the one-line reason why the server does not accept requests, or None if it does."""
         bridge, most = self.bridge, self.config.stall_timeout
         if not bridge.is_healthy:
-            return "the engine's thread has ended"
+            return "the engine thread has stopped"
         if bridge.is_draining:
             return "the server is shutting down"
         if bridge.stalled_seconds > most:
-            return f"the engine has not moved for {bridge.stalled_seconds:.0f} s"
+            return f"the engine has made no progress for {bridge.stalled_seconds:.0f} s"
         for pool in self.pools:
             if pool.trouble is not None:
                 return pool.trouble
             if pool.stalled_seconds > most:
-                return f"the workers have not moved for {pool.stalled_seconds:.0f} s"
+                return f"the workers have made no progress for {pool.stalled_seconds:.0f} s"
         return None
 
     async def _aside(self, work: Callable[[], Result]) -> Result:
-        """Does what takes some time, and what tokenizers are needed for, away from the event loop."""
+        """Run slow work, and all work with the tokenizer, in the helper thread instead of the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._aside_thread, work)
 
     async def _answer(self, body: SamplingFields, http: Request, asked: _Asked, answer: Answer) -> Response:
-        """Prepares the prompts, queues them and answers, whole or as a stream."""
+        """Prepare the prompts, queue them and return the response, whole or as a stream."""
         self._check(body, asked.num_sequences)
         call = _call(http)
         deadline = call.arrived + self.config.request_timeout
         with self.bridge.room(asked.num_sequences):
-            prepared = await _while_wanted(http, deadline, self._prepared(body, asked, call))
+            prepared = await _unless_disconnected(http, deadline, self._prepared(body, asked, call))
             if prepared is None:
                 return Response(status_code=CLOSED)
             prompts, params = prepared
@@ -136,7 +136,7 @@ class Service:
         return await _whole(watched, http)
 
     async def _prepared(self, body: SamplingFields, asked: _Asked, call: Call) -> tuple[list[list[int]], SamplingParams]:
-        """What takes a worker's time: token ids, and the grammar among the sampling parameters."""
+        """Return the token ids and sampling parameters; tokenization and grammar run in workers."""
         prompts = await asked.encode()
         grammar = await self._grammars.get(body.schema_asked, call.client) if body.is_json else None
         if asked.logprobs is not None:
@@ -146,7 +146,7 @@ class Service:
     def _samples(
         self, body: SamplingFields, prompts: list[list[int]], params: SamplingParams, answer: Answer
     ) -> list[list[EngineRequest]]:
-        """The requests of each prompt, as choices of the answer. Raises ``OutriderError`` for what can never run."""
+        """Create the requests of each prompt and add their choices. Raises ``OutriderError`` for requests that cannot run."""
         num_drafts = body.num_drafts(self.llm.proposer.name)
         samples: list[list[EngineRequest]] = []
         for index, prompt in enumerate(prompts):
@@ -164,16 +164,16 @@ class Service:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What both kinds of call come to before their prompts are tokenised."""
+    """Parts of a call that are common to both kinds of completion."""
 
     max_tokens: int
     logprobs: int | None
     num_sequences: int
-    encode: Callable[[], Awaitable[list[list[int]]]]  # the prompts
+    encode: Callable[[], Awaitable[list[list[int]]]]  # tokenizes the prompts
 
 
 class Watched:
-    """A stream with its answer and timing."""
+    """A stream of emissions together with its response and timing."""
 
     def __init__(self, stream: Stream, answer: Answer, call: Call, metrics: Metrics, grammar: Grammar | None) -> None:
         self.answer, self._grammar = answer, grammar
@@ -197,7 +197,7 @@ class Watched:
             self.close()
 
     def close(self) -> None:
-        """End running requests and record metrics."""
+        """Cancel unfinished requests and record metrics."""
         self._stream.close()
         for completion in self.answer.choices:
             if completion.finish_reason is None:
@@ -222,16 +222,16 @@ class Watched:
 
 
 class TargetFailed(OutriderError):
-    """A failure that the caller did not cause."""
+    """The target failed; the client did not cause it."""
 
 
 class UnknownModel(OutriderError):
     """The requested model is not served."""
 
 
-async def _while_wanted(http: Request, deadline: float, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """What the work gives; None if the client goes away before. Raises ``asyncio.TimeoutError`` at the deadline."""
-    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work), asyncio.ensure_future(_gone(http))]
+async def _unless_disconnected(http: Request, deadline: float, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """Return the result of ``work``, or None if the client disconnects. Raises ``asyncio.TimeoutError`` at the deadline."""
+    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(http))]
     try:
         await asyncio.wait(tasks, timeout=max(deadline - monotonic(), 0.0), return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():
@@ -246,19 +246,19 @@ async def _while_wanted(http: Request, deadline: float, work: Coroutine[Any, Any
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _gone(http: Request) -> None:
+async def _disconnected(http: Request) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
 
 
 async def _whole(watched: Watched, http: Request) -> Response:
-    """Return the whole answer; if the client disconnects, its requests end."""
+    """Return the complete response; if the client disconnects, cancel its requests."""
 
     async def collect() -> None:
         async for _ in watched.chunks():
             pass
 
-    tasks = [asyncio.ensure_future(collect()), asyncio.ensure_future(_gone(http))]
+    tasks = [asyncio.ensure_future(collect()), asyncio.ensure_future(_disconnected(http))]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():
@@ -273,7 +273,7 @@ async def _whole(watched: Watched, http: Request) -> Response:
 
 
 class EventStream(StreamingResponse):
-    """Stream server-sent events. However it ends, its requests are removed from the engine."""
+    """Stream of server-sent events. However the stream ends, its requests are removed from the engine."""
 
     def __init__(self, watched: Watched, options: StreamOptions) -> None:
         self._watched, self._options = watched, options
@@ -303,7 +303,7 @@ class EventStream(StreamingResponse):
 
 
 def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Return status, body and headers for an error."""
+    """Return the HTTP status, body and headers for an error."""
     if isinstance(error, HTTPException):
         return error.status_code, error_body(str(error.detail), "invalid_request_error"), dict(error.headers or {})
     if isinstance(error, RequestValidationError):
@@ -325,7 +325,7 @@ def _invalid(errors: Sequence[Any]) -> str:
     """Format pydantic's errors as one line."""
     found = []
     for error in errors[:3]:
-        is_unknown = error["type"] == "extra_forbidden"  # then the place holds what the client wrote
+        is_unknown = error["type"] == "extra_forbidden"  # the location contains the client's field name
         parts = [str(part) for part in error["loc"] if part != "body"]
         place = ".".join(part for part in parts if is_unknown or not PYDANTIC_TYPE.search(part))
         found.append(f"{place}: {error['msg']}" if place else str(error["msg"]))

@@ -1,10 +1,10 @@
-"""A process that does what clients can make expensive: tokenises texts, applies the chat template, tries schemas out.
+"""Worker process for potentially expensive input of clients: tokenize texts, apply the chat template, test JSON schemas.
 
-``server/pool.py`` starts it and talks to it: a frame is four bytes of length and then JSON. The first frame says what it works
-with, each further one is a job, and each job has one answer. A job that takes longer than it may, or more memory, ends the
-process; the pool starts another. It ends with its standard input too, so that nothing of it outlives the server.
+``server/pool.py`` starts it and exchanges frames over standard input and output: four bytes of length, then JSON. The first
+frame is the setup, each further one is a job with one answer. A job that exceeds its time or memory limit ends the process,
+and the pool starts another. The process also exits at the end of its standard input, so that it does not outlive the server.
 
-Imports neither torch nor, as long as no chat comes, transformers.
+This module does not import torch; it imports transformers only for chat templates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 Job = dict[str, Any]
-SLOWDOWN = 5.0  # times the processor time that a job may take, where other processes want the processor too
+SLOWDOWN = 5.0  # wall-clock limit / processor time limit of a job, for busy machines
 
 
 def write_frame(stream: BinaryIO, content: Job) -> None:
@@ -39,7 +39,7 @@ def frame(content: Mapping[str, Any]) -> bytes:
 
 
 def read_frame(stream: BinaryIO) -> Job | None:
-    """The next frame; None at the end of the stream."""
+    """Read the next frame; return None at the end of the stream."""
     size = stream.read(4)
     if len(size) < 4:
         return None
@@ -48,17 +48,17 @@ def read_frame(stream: BinaryIO) -> Job | None:
 
 
 class Workbench:
-    """What jobs are done with. ``setup`` is what ``tools`` in ``server/prompts.py`` gives."""
+    """Run jobs with one tokenizer. ``setup``: tokenizer data from ``server.prompts.tools``, and limits."""
 
     def __init__(self, setup: Job) -> None:
         self._setup = setup
         self._tokenizer = Tokenizer.from_str(setup["tokenizer"])
         self._tokenizer.encode_special_tokens = setup["split_special_tokens"]
         if setup["template"] is not None and setup["for_texts"]:
-            self._render([{"role": "user", "content": ""}])  # now, rather than in the first chat's time
+            self._render([{"role": "user", "content": ""}])  # warm up: the first job is timed
 
     def do(self, job: Job) -> Job:
-        """The answer to a job: its result, or why it is refused."""
+        """Run a job. Returns its result, or ``{"refused": reason}``."""
         if "texts" in job:
             return self._encode(job["texts"], job["max_tokens"], add_special_tokens=True)
         if "messages" in job:
@@ -66,8 +66,8 @@ class Workbench:
                 text = self._render(job["messages"])
             except MemoryError:
                 raise
-            except Exception as error:  # the template's own objection, in whatever form it raises it
-                return {"refused": f"the chat template does not take these messages: {str(error).strip()[:300]}"}
+            except Exception as error:  # templates may raise anything
+                return {"refused": f"the chat template rejects these messages: {str(error).strip()[:300]}"}
             return self._encode([text], job["max_tokens"], add_special_tokens=False)
         return self._try_out(job["schema"])
 
@@ -93,7 +93,7 @@ class Workbench:
         try:
             try_out(self._table, schema)
         except SchemaError as error:
-            return {"refused": f"the JSON schema cannot be followed: {error}"}
+            return {"refused": f"unsupported JSON schema: {error}"}
         return {}
 
     @cached_property
@@ -105,7 +105,7 @@ class Workbench:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Lets this process take ``num_bytes`` beside what it holds. Does nothing where the system does not say what that is."""
+    """Limit this process to ``num_bytes`` more memory than it uses now. Does nothing if ``/proc`` is not available."""
     try:
         held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:
@@ -114,21 +114,22 @@ def limit_memory(num_bytes: int) -> None:
 
 
 def limit_time(seconds: float) -> None:
-    """Ends this process after so many seconds of processor time, and somewhat after the pool should have; 0: not any more.
+    """End this process after ``seconds`` of processor time, or of wall-clock time times ``SLOWDOWN``. 0 removes the limits.
 
-    Both signals end a process even where native code never comes back to Python. The second is for when the pool is gone.
+    Both are signals with their default action, which work even if native code never returns to Python. The wall-clock limit
+    applies if the pool itself is gone.
     """
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_REAL, seconds and SLOWDOWN * seconds + 1.0)
 
 
 def main() -> None:
-    """Works until standard input ends."""
-    for ignored in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a terminal or service: the server ends this one
+    """Run jobs until standard input ends."""
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the server stops this process itself
         signal.signal(ignored, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # keep output of libraries out of the answers
     setup = read_frame(sys.stdin.buffer)
     if setup is None:
         return

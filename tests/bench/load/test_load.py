@@ -237,7 +237,7 @@ def test_virtual_time_is_nobodys_time() -> None:
     [
         (["--url", "http://fake", "--max-batch", "4"], "--max-batch"),
         (["--url", "http://fake", "--inflate", "1b"], "--inflate"),
-        (["--plain-url", "http://fake"], "needs --url"),
+        (["--plain-url", "http://fake"], "requires --url"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

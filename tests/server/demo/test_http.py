@@ -76,7 +76,7 @@ def server(demo: Demo, track: HandTrack) -> Iterator[Server]:
 @pytest.mark.parametrize(
     ("body", "status", "told"),
     [
-        (b"{", 400, "not JSON"),
+        (b"{", 400, "expected JSON"),
         (b"[1]", 400, "JSON object"),
         (b"{}", 400, "prompt must be"),
         (b'{"prompt": "", "method": "draft"}', 400, "prompt must be"),
@@ -94,7 +94,7 @@ def server(demo: Demo, track: HandTrack) -> Iterator[Server]:
         (json.dumps(GOOD | {"max_tokens": 10**6}).encode(), 400, "max_tokens must be"),
         (json.dumps(GOOD | {"max_tokens": 2.5}).encode(), 400, "max_tokens must be an integer"),
         (json.dumps(GOOD | {"colour": "red"}).encode(), 400, "unknown field 'colour'"),
-        (b"[" * 1900, 400, "not JSON"),
+        (b"[" * 1900, 400, "expected JSON"),
         (b" " * 2001, 413, "longer than 2000 bytes"),
     ],
 )

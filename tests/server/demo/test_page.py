@@ -114,7 +114,7 @@ def test_a_clicked_token_shows_its_distributions(visitor: Visitor) -> None:
     assert "it was rejected" in page.inner_text(".story")
     page.locator("#lane-plain .tok .said").last.click()
     assert page.locator(".tok[aria-selected=true]").count() == 1
-    assert "Nothing was drafted here" in page.inner_text(".story")
+    assert "No draft at this position" in page.inner_text(".story")
 
 
 def test_it_can_be_used_by_keyboard_alone(visitor: Visitor) -> None:

@@ -1,1 +1,1 @@
-"""Every architecture of the installed transformers, tiny: does Outrider give the text of transformers' own generate?"""
+"""Test every architecture of the installed transformers as a tiny model against transformers' own ``generate``."""

@@ -1,10 +1,10 @@
-"""Every architecture of the installed transformers against Outrider: a row each in docs/models.md.
+"""Test every architecture of the installed transformers, and write docs/models.md with one row for each.
 
-    python -m outrider.bench.architectures                  # all that the last run has not done; make sweep does this
-    python -m outrider.bench.architectures llama gpt_oss    # these, anew
+    python -m outrider.bench.architectures                  # all without a result yet; make sweep does this
+    python -m outrider.bench.architectures llama gpt_oss    # run these again
 
-Each model is tiny, random and in a process of its own, which ends after ``--timeout`` seconds. Results are kept as they come,
-one JSON object a line, in ``--results``; the page is written from them. Exit code 1 where any text differs or any model fails.
+Each tiny random model runs in its own process with a limit of ``--timeout`` seconds. Results are appended to ``--results``, one
+JSON object per line, and the page is written from them. Exit code 1 if any output differs or any model fails.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ POLL_SECONDS = 0.05
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what is asked for and writes the page, once there is a result for every architecture. Returns the exit code."""
+    """Run the requested architectures; write the page if every architecture has a result. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="architectures by transformers' name, or variants; left out: all")
-    parser.add_argument("--jobs", type=int, default=2, help="models at a time")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds a model may take")
+    parser.add_argument("names", nargs="*", help="architectures by transformers' name, or variants (default: all)")
+    parser.add_argument("--jobs", type=int, default=2, help="number of models in parallel")
+    parser.add_argument("--timeout", type=float, default=300.0, help="maximum seconds per model")
     parser.add_argument("--results", type=Path, default=Path(f".sweep/transformers-{transformers.__version__}.jsonl"))
     parser.add_argument("--page", type=Path, default=Path("docs/models.md"))
-    parser.add_argument("--anew", action="store_true", help="forget what earlier runs have done")
+    parser.add_argument("--anew", action="store_true", help="discard results of earlier runs")
     options = parser.parse_args(arguments)
     known = [*tiny.architectures(), *tiny.VARIANTS]
     unknown = set(options.names) - set(known)
     if unknown:
-        raise SystemExit(f"error: no architecture is called {sorted(unknown)[0]!r}")
+        raise SystemExit(f"error: unknown architecture {sorted(unknown)[0]!r}: expected transformers' name or a variant")
     options.results.parent.mkdir(parents=True, exist_ok=True)
     if options.anew:
         options.results.unlink(missing_ok=True)
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read(path: Path) -> dict[str, compare.Result]:
-    """The results of a file by name, the last one of each."""
+    """Return name -> last result of a file."""
     lines = path.read_text().splitlines() if path.exists() else []
     results = [compare.Result(**json.loads(line)) for line in lines]
     return {result.name: result for result in results}
@@ -76,7 +76,7 @@ class _Job:
 
 
 def run(names: Sequence[str], jobs: int, timeout: float) -> Iterator[compare.Result]:
-    """Results as they come, each from a process of its own: what crashes or hangs takes nothing with it."""
+    """Yield results as they arrive. Each model has its own process, so that a crash or hang affects no other."""
     context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     waiting, running = list(names), list[_Job]()
     while waiting or running:
@@ -96,7 +96,7 @@ def run(names: Sequence[str], jobs: int, timeout: float) -> Iterator[compare.Res
 
 
 def _result_of(job: _Job, timeout: float) -> compare.Result | None:
-    """The result of a job that has come to an end."""
+    """Return the result of a job, or None while it is running."""
     result = None
     if job.answer.poll():
         try:
@@ -115,7 +115,7 @@ def _result_of(job: _Job, timeout: float) -> compare.Result | None:
 
 def _work(name: str, answer: Connection) -> None:
     transformers.utils.logging.disable_progress_bar()
-    logging.disable()  # that no early exit of random weights promises a gain, and the like
+    logging.disable()  # e.g. warnings that early exit of a random model gains nothing
     answer.send(compare.compare(name))
     answer.close()
 

@@ -1,4 +1,4 @@
-"""One tiny model: does every method of Outrider give the greedy text of transformers' own generate?"""
+"""Compare the greedy output of every method with transformers' own ``generate``, for one tiny model."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from outrider.bench.architectures import tiny
 from outrider.runner.loading import quiet
 from outrider.types import OutriderError, first_line
 
-LENGTHS = (5, 41, 150)  # tokens of the prompts: within, beyond and far beyond windows and prefill chunks
+LENGTHS = (5, 41, 150)  # prompt lengths in tokens: below, above and far above windows and prefill chunks
 NEW_TOKENS = 28
-NOISE = 0.04  # of a draft model's weights, beside the target's: some of its drafts are right
-FEWEST_KINDS = 5  # different tokens in the text of a model that is worth comparing
+NOISE = 0.04  # noise of a draft model's weights relative to the target's, so that some drafts are accepted
+FEWEST_KINDS = 5  # minimum number of different tokens in an output
 SEEDS = 4
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {"method": "plain"},
@@ -37,21 +37,21 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Result:
-    """What became of one architecture."""
+    """Result for one architecture."""
 
     name: str
     verdict: str  # runs, refused, wrong, fails, not built
-    reason: str = ""  # why not
+    reason: str = ""  # if it does not run
     cells: dict[str, str] = field(default_factory=dict)  # method -> same (accepted/drafted), refused: why, differs: where
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """A dictionary of plain values."""
+        """Return a JSON-serialisable dictionary."""
         return asdict(self)
 
 
 def compare(name: str, methods: Sequence[str] = tuple(METHODS)) -> Result:
-    """Runs one architecture, or one of ``tiny.VARIANTS``, by some of ``METHODS``. Raises nothing: a failure is its result."""
+    """Run an architecture or one of ``tiny.VARIANTS`` with ``methods``. Never raises: a failure is a result."""
     started = time.perf_counter()
     try:
         with warnings.catch_warnings(), quiet():
@@ -73,12 +73,12 @@ def _compared(name: str, methods: Sequence[str]) -> Result:
         return Result(name, "not built", f"{type(error).__name__}: {first_line(error)}")
     options: dict[str, Any] = {"compile": "never", "prefill_chunk": 64, "num_draft_tokens": 4}
     options["max_len"] = tiny.ASKED_LENGTH.get(name)
-    LLM(copy.deepcopy(first), method="plain", **options)  # refuses, where it does, before transformers' generate takes its time
+    LLM(copy.deepcopy(first), method="plain", **options)  # refuses unsupported models before the slow generate of transformers
     model, wanted = _worth_comparing(config, first)
     result = Result(name, "runs")
     with tempfile.TemporaryDirectory() as folder:
         source: Any = model
-        if tiny.is_multimodal(name):  # from its folder, as it is downloaded
+        if tiny.is_multimodal(name):  # load from a folder, like a downloaded model
             model.save_pretrained(folder)
             any_tokenizer().save_pretrained(folder)
             source = folder
@@ -95,7 +95,7 @@ def _compared(name: str, methods: Sequence[str]) -> Result:
 
 
 def prompts() -> list[list[int]]:
-    """Random tokens in which some stretches come twice, for n-grams to find."""
+    """Return prompts of random tokens with repeated n-grams."""
     draw = random.Random(1)
     texts = []
     for length in LENGTHS:
@@ -109,7 +109,7 @@ def prompts() -> list[list[int]]:
 
 
 def _worth_comparing(config: Any, first: PreTrainedModel) -> tuple[PreTrainedModel, list[list[int]]]:
-    """Weights whose greedy text is not of a few tokens, and that text of each prompt; the best of some seeds."""
+    """Return a model whose outputs have at least ``FEWEST_KINDS`` different tokens (or the best seed), and its outputs."""
     best: tuple[int, PreTrainedModel, list[list[int]]] | None = None
     for seed in range(SEEDS):
         if seed > 0:
@@ -126,7 +126,7 @@ def _worth_comparing(config: Any, first: PreTrainedModel) -> tuple[PreTrainedMod
 
 
 def _generated(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    """Greedy text of transformers' generate."""
+    """Return the greedy output of transformers' ``generate``."""
     ids = torch.tensor([prompt])
     config = model.generation_config
     assert config is not None
@@ -138,7 +138,7 @@ def _generated(model: PreTrainedModel, prompt: list[int]) -> list[int]:
 
 
 def _cell(source: Any, wanted: list[list[int]], options: dict[str, Any]) -> str:
-    """What one method gives, in a word."""
+    """Return the table cell for one method."""
     try:
         llm = LLM(copy.deepcopy(source), **options)
         params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
@@ -154,7 +154,7 @@ def _cell(source: Any, wanted: list[list[int]], options: dict[str, Any]) -> str:
 
 
 def _draft_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with a little noise on its weights."""
+    """Return a copy of the model with noise added to its weights."""
     draft = copy.deepcopy(model)
     torch.manual_seed(7)
     for parameter in draft.parameters():
@@ -163,5 +163,5 @@ def _draft_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def any_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer for prompts that are given as tokens."""
+    """Return a placeholder tokenizer, because prompts are token ids."""
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({str(i): i for i in range(tiny.VOCAB)}, "0")))

@@ -1,4 +1,4 @@
-"""docs/models.md: which architectures run, which are refused, and why."""
+"""Write docs/models.md: which architectures run, which are refused, and why."""
 
 from __future__ import annotations
 
@@ -13,31 +13,30 @@ from outrider.bench.architectures import compare, tiny
 
 HEAD = """# Models
 
-Which architectures of transformers {version} run in Outrider (torch {torch}; supported: transformers {range}). Written by
-`make sweep`, which builds every architecture that can be asked for text: tiny, with random weights ({layers} layers, hidden
-size {hidden}, windows of {window} tokens). The greedy text of every method is compared with that of transformers' `generate`,
-for prompts of {lengths} tokens in one batch. "same" means that all {new} tokens of every prompt are the same; in brackets the
-drafted tokens that were accepted, of all that were drafted. Float32, on a CPU; weights of real checkpoints are not looked at.
+Architectures of transformers {version} that run in Outrider (torch {torch}; supported: transformers {range}). Written by
+`make sweep`, which builds a tiny model with random weights of every architecture that can process text alone ({layers} layers,
+hidden size {hidden}, windows of {window} tokens). The greedy output of every method is compared with that of transformers'
+`generate`, for prompts of {lengths} tokens in one batch. "same" means that all {new} tokens of every prompt are equal; brackets
+hold accepted drafts / all drafts. Float32, on a CPU; real checkpoints are not tested here.
 
-What is refused is refused in one line and with exit code 2, before its weights are read. A model that runs is checked again
-whenever one is loaded: a few tokens over Outrider's cache against its own forward pass without one. `self_check=False` skips
-that.
+An unsupported model is refused with a one-line error and exit code 2, before its weights are read. Each time a model is loaded,
+a few tokens over Outrider's cache are compared with its own forward pass without a cache; `self_check=False` skips this.
 
 | | language models | multimodal models |
 |---|---|---|
 {summary}
 """
 VERDICTS = {
-    "runs": "run: the same text by every method",
+    "runs": "run: same output with every method",
     "refused": "refused",
-    "wrong": "other text",
+    "wrong": "different output",
     "fails": "fail in transformers' own code, as a tiny model",
     "not built": "not built: transformers refuses the tiny config, or needs a package that is not installed",
 }
 
 
 def page(results: Sequence[compare.Result]) -> str:
-    """The whole page as Markdown."""
+    """Return the page as Markdown."""
     multimodal = set(tiny.architectures()) - set(tiny.language_models())
     plain = [each for each in results if each.name not in multimodal and each.name not in tiny.VARIANTS]
     wrapped = [each for each in results if each.name in multimodal]
@@ -62,15 +61,15 @@ def page(results: Sequence[compare.Result]) -> str:
         head,
         "## Language models that run\n\n" + runs_table(each for each in plain if each.verdict == "runs"),
         "## Variants\n\n" + runs_table(each for each in results if each.name in tiny.VARIANTS),
-        "## Multimodal models, for their text\n\nLoaded from their folders; what reads images or sounds is dropped.\n\n"
+        "## Multimodal models, for their text\n\nLoaded from their folders, without the parts for images and sound.\n\n"
         + runs_table(each for each in wrapped if each.verdict == "runs"),
-        "## Refused, and why\n\n" + reasons_table(each for each in [*plain, *wrapped] if each.verdict != "runs"),
+        "## Refused, with reasons\n\n" + reasons_table(each for each in [*plain, *wrapped] if each.verdict != "runs"),
     ]
     return "\n".join(parts)
 
 
 def supported_range() -> str:
-    """The versions of transformers that Outrider asks for."""
+    """Return the range of transformers versions that Outrider requires."""
     from importlib.metadata import requires
 
     found = next(each for each in requires("outrider") or [] if re.match(r"transformers\b", each))
@@ -78,7 +77,7 @@ def supported_range() -> str:
 
 
 def runs_table(results: Iterable[compare.Result]) -> str:
-    """One row an architecture, one column a method."""
+    """Return a table with one row per architecture and one column per method."""
     lines = ["| architecture | " + " | ".join(compare.METHODS) + " |", "|---" * (1 + len(compare.METHODS)) + "|"]
     notes: dict[str, int] = {}
     for each in results:
@@ -99,7 +98,7 @@ def runs_table(results: Iterable[compare.Result]) -> str:
 
 
 def reasons_table(results: Iterable[compare.Result]) -> str:
-    """One row an architecture: what became of it and why."""
+    """Return a table with one row per architecture: verdict and reason."""
     lines = ["| architecture | | reason |", "|---|---|---|"]
     for each in sorted(results, key=lambda each: (list(VERDICTS).index(each.verdict), each.name)):
         reason = each.reason.replace("|", "\\|").replace("\n", " ")

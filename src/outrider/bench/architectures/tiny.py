@@ -1,7 +1,7 @@
 """Tiny models with random weights, of every architecture of the installed transformers.
 
-A config is the architecture's default one with every size replaced that is known by name; what that does not settle stands in
-``CHANGES``. Weights are drawn so that greedy text does not fall into a loop of a few tokens, for which any drafts would do.
+A config is the architecture's default one with known size fields replaced; further changes are in ``CHANGES``. Weights are
+drawn such that greedy outputs do not loop over a few tokens, which would make comparisons meaningless.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from transformers.models.auto.modeling_auto import (
 
 from outrider.runner.loading import auto_class
 
-VOCAB = 131  # no multiple of anything
-LENGTH = 256  # tokens that fit
-WINDOW = 16  # of sliding and chunked attention: prompts are longer
+VOCAB = 131  # a prime, so that no padding applies by chance
+LENGTH = 256  # context length
+WINDOW = 16  # of sliding and chunked attention, shorter than the prompts
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INNER = 64, 4, 4, 2, 16, 96
 
-# By the names that configs use for them.
+# Values of size fields, by name.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"), VOCAB),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "embed_dim", "hidden_dim", "emb_dim"), HIDDEN),
@@ -56,7 +56,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "decoder_start_token_id": 1,
 }
-# Of the encoders inside multimodal models.
+# Values of size fields of the encoders in multimodal models.
 TOWER: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "embed_dim", "d_model"), 32),
     **dict.fromkeys(("num_hidden_layers", "depth", "encoder_layers"), 2),
@@ -71,7 +71,7 @@ TEXT_PARTS = ("text_config", "llm_config", "thinker_config", "decoder", "attn_co
 
 LATENT = {"num_key_value_heads": HEADS, "head_dim": 8}
 SLIDING = ["sliding_attention", "full_attention"] * 2
-# What else an architecture's config needs to be a small one of its kind.
+# Further changes per architecture.
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 IN_TEXT_SECTIONS = {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [4, 2, 2]}}}
 HALF_ROTATED = {"text_config": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}}}
@@ -130,7 +130,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
-# The same architecture with something in it that its default config does not have: name -> architecture, changes.
+# Variants of an architecture with features that its default config lacks: name -> architecture, changes.
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 3.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
@@ -180,27 +180,27 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid with attention alone": ("granitemoehybrid", {"layer_types": ["full_attention"] * LAYERS}),
     "qwen3_moe with dense layers": ("qwen3_moe", {"mlp_only_layers": [1]}),
 }
-# Variants whose context is longer than the one that Outrider takes by itself.
+# Variants whose context is longer than Outrider's default.
 ASKED_LENGTH = {"phi3 with longrope": LENGTH}
 
 
 def architectures() -> list[str]:
-    """Every architecture that may be asked for text alone, by transformers' name: language models, then multimodal ones."""
+    """Return the names of all architectures that can process text alone: language models, then multimodal ones."""
     return [*language_models(), *sorted(set(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES) - set(language_models()))]
 
 
 def language_models() -> list[str]:
-    """The architectures of transformers' AutoModelForCausalLM."""
+    """Return the architectures of transformers' ``AutoModelForCausalLM``."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def is_multimodal(name: str) -> bool:
-    """Whether an architecture reads more than text."""
+    """Return whether an architecture has inputs other than text."""
     return VARIANTS.get(name, (name,))[0] in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 
 def tiny_config(name: str) -> PreTrainedConfig:
-    """The config of an architecture, or of one of ``VARIANTS``. Raises whatever transformers raises of a config."""
+    """Return the config of an architecture or of one of ``VARIANTS``. Raises the errors of transformers' configs."""
     kind, extra = VARIANTS.get(name, (name, {}))
     default = AutoConfig.for_model(kind)
     values = merged(merged(shrunk(default, SIZES), CHANGES.get(kind, {})), extra)
@@ -208,7 +208,7 @@ def tiny_config(name: str) -> PreTrainedConfig:
 
 
 def shrunk(default: PreTrainedConfig, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a config that make it small: sizes known by name, lists of one entry a layer, and those of its parts."""
+    """Return the values that make a config small: size fields, per-layer lists, and the same for its sub-configs."""
     known = default.to_dict()
     counts = {known.get(name) for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")} - {None}
     values: dict[str, Any] = {}
@@ -219,17 +219,17 @@ def shrunk(default: PreTrainedConfig, sizes: Mapping[str, Any]) -> dict[str, Any
         elif value is not None and name in sizes and not isinstance(value, (list, dict)):
             values[name] = sizes[name]
         elif isinstance(value, (list, tuple)) and len(value) in counts and len(value) > LAYERS:
-            kinds = list(dict.fromkeys(value))  # each that occurs, in turn
+            kinds = list(dict.fromkeys(value))  # distinct kinds, in order
             values[name] = [kinds[layer % len(kinds)] for layer in range(sizes.get("num_hidden_layers", LAYERS))]
     if "qk_rope_head_dim" in values:  # multi-head latent attention
         values |= {name: value for name, value in LATENT.items() if name in known}
-    if "is_decoder" in known and not default.sub_configs:  # models of either kind
+    if "is_decoder" in known and not default.sub_configs:  # models that can be encoders or decoders
         values |= {"is_decoder": True, "is_encoder_decoder": False}
     return values
 
 
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Values with changes, those of parts with those of parts."""
+    """Return ``values`` updated with ``changes``, sub-configs recursively."""
     result = dict(values)
     for name, change in changes.items():
         both = isinstance(change, Mapping) and isinstance(result.get(name), Mapping) and name != "rope_parameters"
@@ -238,7 +238,7 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 
 def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
-    """A random float32 model whose weights are large enough for its choices to differ from token to token."""
+    """Return a random float32 model with weights large enough that its outputs vary from token to token."""
     torch.manual_seed(seed)
     model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32).eval()
     for parameter in model.parameters():

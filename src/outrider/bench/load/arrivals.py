@@ -1,4 +1,4 @@
-"""Arrival processes: a number of clients, or random arrivals at a rate."""
+"""Arrival processes of a load test: a fixed number of clients, or random arrivals at a rate."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Ask = Callable[[Item], Awaitable[Result]]
 
 @dataclass(frozen=True)
 class Load:
-    """A number of clients, each sending its next request after an answer; or arrivals at a rate, however many are running."""
+    """A number of clients, each of which waits for its answer before the next request; or arrivals at a fixed rate."""
 
     concurrency: int | None = None
     rate: float | None = None  # requests per second, as a Poisson process
 
     def __post_init__(self) -> None:
         if (self.concurrency is None) == (self.rate is None):
-            raise OutriderError("a load needs either a number of clients or a rate")
+            raise OutriderError("invalid load: expected either a number of clients or a rate")
         if (self.concurrency is not None and self.concurrency < 1) or (self.rate is not None and not 0 < self.rate < inf):
             raise OutriderError("invalid load: expected at least 1 client, or a finite rate above 0")
 
@@ -34,7 +34,7 @@ class Load:
         return f"{self.concurrency} at a time" if self.concurrency else f"{self.rate:g}/s"
 
     async def send(self, ask: Ask[Item, Result], items: Sequence[Item], seed: int) -> list[Result]:
-        """Send all items. ``seed``: of the arrivals, so that two runs have the same."""
+        """Send all items and return the results. ``seed``: seed of the arrival times."""
         if self.concurrency is not None:
             return await _in_turn(ask, items, self.concurrency)
         assert self.rate is not None
@@ -53,7 +53,7 @@ async def _in_turn(ask: Ask[Item, Result], items: Sequence[Item], concurrency: i
 
 
 async def _at_random(ask: Ask[Item, Result], items: Sequence[Item], rate: float, seed: int) -> list[Result]:
-    """Start items with exponential gaps from the last planned arrival, so that delays do not accumulate."""
+    """Send items with exponential gaps between planned arrivals, so that delays do not accumulate."""
     loop, choose = asyncio.get_running_loop(), random.Random(seed)
     tasks, at = [], loop.time()
     for item in items:

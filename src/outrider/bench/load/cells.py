@@ -1,4 +1,4 @@
-"""Compute a cell for each load and mode from samples."""
+"""Compute one cell of results per load and mode from samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.bench.load.sweep import PLAIN, Group, Run
 from outrider.bench.statistics import quantiles
 
 LEVELS = (0.5, 0.95)
-BLINK = 1e-6  # minimum seconds of a run, if all requests were refused immediately
+MIN_SECONDS = 1e-6  # minimum seconds of a run, against division by zero
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class Objective:
     token: float = 0.2  # mean after the first chunk
 
     def holds(self, sample: Any) -> bool:
-        """Return whether an answer arrived within the targets."""
+        """Return whether a response met the targets."""
         first, token = sample.first_token_seconds, sample.token_seconds
         return sample.error is None and first is not None and first <= self.first_token and (token or 0.0) <= self.token
 
 
 def cells(groups: Sequence[Group], objective: Objective) -> list[dict[str, Any]]:
-    """Return cells of every load and mode, with ratios to plain decoding within a repeat, if measured."""
+    """Return the cells of all loads and modes, with ratios to plain decoding within a repeat if it was measured."""
     return [_cell(group, mode, objective) for group in groups for mode in group.repeats[0]]
 
 
@@ -39,7 +39,7 @@ def _cell(group: Group, mode: str, objective: Objective) -> dict[str, Any]:
     samples = [sample for run in runs for sample in run.samples]
     answered = [sample for sample in samples if sample.error is None]
     pauses = [pause for sample in answered for pause in sample.pauses]
-    good = [sum(objective.holds(sample) for sample in run.samples) / max(run.seconds, BLINK) for run in runs]
+    good = [sum(objective.holds(sample) for sample in run.samples) / max(run.seconds, MIN_SECONDS) for run in runs]
     first = _milliseconds([sample.first_token_seconds for sample in answered])
     speeds = [speed(run) for run in runs]
     ratios = [_ratio(own, speed(base)) for own, base in zip(speeds, plain, strict=True)] if plain else []
@@ -56,7 +56,7 @@ def _cell(group: Group, mode: str, objective: Objective) -> dict[str, Any]:
         "repeat_tok_s": speeds,
         "speedup": median(ratios) if ratios else None,
         "repeat_speedup": ratios,
-        "requests_s": median([len(run.samples) / max(run.seconds, BLINK) for run in runs]),
+        "requests_s": median([len(run.samples) / max(run.seconds, MIN_SECONDS) for run in runs]),
         "goodput_s": median(good),
         "good_share": sum(map(objective.holds, samples)) / len(samples),
         "first_token_ms": first,
@@ -69,7 +69,7 @@ def _cell(group: Group, mode: str, objective: Objective) -> dict[str, Any]:
 
 
 def speed(run: Run) -> float:
-    """Return tokens of all answers per second."""
+    """Return the tokens of all responses per second."""
     return sum(sample.num_tokens for sample in run.samples if sample.error is None) / run.seconds if run.seconds else 0.0
 
 
@@ -93,7 +93,7 @@ def _milliseconds(seconds: Iterable[float | None], weights: Sequence[float] | No
 
 
 def _acceptance(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return acceptance over all repeats: from the server's counters, else from the answers' usage."""
+    """Return acceptance over all repeats, from the server's counters or else from the usage in responses."""
     counted = [run.counted for run in runs if run.counted is not None]
     if len(counted) == len(runs):
         total = sum(counted, Counters())

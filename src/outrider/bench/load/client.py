@@ -1,4 +1,4 @@
-"""One streamed request with the arrival times of its tokens, in the event loop's seconds."""
+"""Send streamed requests and record the arrival times of their tokens, in seconds of the event loop's clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATH = "/v1/completions"
 
 @dataclass
 class Sample:
-    """Answer to one request."""
+    """Timing and counts of one request."""
 
     started: float
     first: float | None = None  # arrival of the first token
@@ -34,20 +34,20 @@ class Sample:
 
     @property
     def token_seconds(self) -> float | None:
-        """Return mean seconds per token after the first chunk; None with one chunk."""
+        """Return the mean seconds per token after the first chunk; None with a single chunk."""
         tokens = sum(count for _, count in self.pauses)
         return sum(seconds for seconds, _ in self.pauses) / tokens if tokens else None
 
 
 class Asker:
-    """Sends requests to one server."""
+    """HTTP client for one server."""
 
     def __init__(self, http: httpx.AsyncClient, body: Mapping[str, Any]) -> None:
-        """``body``: common fields of all requests. Without ``continuous_usage_stats`` tokens are distributed evenly."""
+        """``body``: common fields of all requests. Without ``continuous_usage_stats``, all chunks count as equally long."""
         self.http, self.body = http, body
 
     async def ask(self, prompt: str, **more: Any) -> Sample:
-        """Send one request; errors are stored in the sample."""
+        """Send one request and return its sample. Errors are stored in the sample."""
         clock = asyncio.get_running_loop().time
         sample = Sample(clock())
         try:
@@ -56,15 +56,15 @@ class Asker:
                     sample.error = f"{answer.status_code}: {_message(await answer.aread())}"
                 else:
                     await self._read(answer, sample)
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:  # TypeError: an answer of another form
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:  # TypeError: unexpected JSON
             sample.error = f"{type(error).__name__}: {error}"
         sample.ended = sample.ended or clock()
         return sample
 
     async def _read(self, answer: httpx.Response, sample: Sample) -> None:
-        """Read the stream. The tokens of a chunk are the increase of its usage counts.
+        """Read the stream. The number of tokens in a chunk is the increase of the usage count.
 
-        Read past [DONE] to the end, so that the connection is reused.
+        It is read to the end, beyond [DONE], so that the connection is reused.
         """
         clock, last, is_done = asyncio.get_running_loop().time, 0.0, False
         async for data in events(answer):
@@ -114,7 +114,7 @@ def _count_drafts(usage: Mapping[str, Any], sample: Sample) -> None:
 
 
 def _message(body: bytes) -> str:
-    """Return an error body's message as one line."""
+    """Return the message of an error body in one line."""
     try:
         error = json.loads(body)["error"]
         text = error["message"] if isinstance(error, dict) else error

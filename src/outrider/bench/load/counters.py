@@ -1,4 +1,4 @@
-"""Draft counters from a server's ``/metrics`` page, under vLLM's names."""
+"""Read draft counters from a server's ``/metrics`` page, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BY_POSITION, BY_PHASE = "spec_decode_num_accepted_tokens_per_pos", "phase_second
 class Counters:
     """Totals since the server's start, or the difference of two readings."""
 
-    rounds: float = 0.0  # with drafts
+    rounds: float = 0.0  # rounds with drafts
     drafts: float = 0.0
     accepted: float = 0.0
     by_position: dict[int, float] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Counters:
 
 
 def parse(page: str) -> Counters:
-    """Sum over labels: several engines on one page count as one."""
+    """Parse Prometheus's text format. Counters of several engines on one page are added."""
     totals = dict.fromkeys(NAMES.values(), 0.0)
     positions: dict[int, float] = {}
     phases: dict[str, float] = {}
@@ -64,7 +64,7 @@ def parse(page: str) -> Counters:
 
 
 async def read(http: httpx.AsyncClient) -> Counters | None:
-    """Return the counters; None if the server has no such page or no draft counts."""
+    """Return the server's counters, or None if it has no ``/metrics`` page or no draft counters."""
     try:
         answer = await http.get("/metrics")
     except httpx.HTTPError:

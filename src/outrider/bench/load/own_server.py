@@ -1,4 +1,4 @@
-"""An Outrider server in a separate process for the time of a measurement."""
+"""Run an Outrider server in a separate process during a measurement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from time import sleep
 from outrider.server.config import KEYS_VARIABLE
 from outrider.types import OutriderError
 
-GRACE = 20.0  # seconds to wait for its end
+GRACE = 20.0  # seconds until a stopping server is killed
 
 
 @contextmanager
@@ -54,6 +54,6 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
                 if said.get("event") == "ready":
                     return str(said["url"])
         if process.poll() is not None:
-            last = next((line for line in reversed(lines) if line.strip()), f"it ended with code {process.returncode}")
+            last = next((line for line in reversed(lines) if line.strip()), f"exit code {process.returncode}")
             raise OutriderError(f"the server did not start: {last.removeprefix('error: ')}")
         sleep(0.1)

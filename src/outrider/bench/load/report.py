@@ -1,4 +1,4 @@
-"""The document of a load test, and its table."""
+"""JSON document and table of a load test."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 DEFINITIONS = (
-    "tok_s: tokens of all answers over the seconds from the first request to the last token, median of the repeats; speedup: "
+    "tok_s: tokens of all responses / seconds from the first request to the last token, median of the repeats; speedup: "
     "median of the ratios to plain within a repeat; first_token_ms: from the request to its first token; inter_token_ms: over "
-    "tokens, the pause before them divided by how many came together; goodput_s: requests a second that kept the objective; "
-    "mean_acceptance_length: 1 + accepted / rounds with drafts, as vLLM has it; all keys: docs/bench.md"
+    "tokens, the pause before them / number that arrived together; goodput_s: requests per second that met the objective; "
+    "mean_acceptance_length: 1 + accepted / rounds with drafts, as in vLLM; all keys: docs/bench.md"
 )
 
 
 def document(sweep: Sweep, objective: Objective, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all measurements with their provenance."""
+    """Return all measurements with their provenance, JSON-ready."""
     traffic, found = sweep.traffic, cells(sweep.groups, objective)
     return {
         "kind": "serve",
@@ -52,7 +52,7 @@ def table(result: Mapping[str, Any]) -> Table:
     limits, cells = result["objective_ms"], result["cells"]
     title = (
         "load: concurrent clients, or arrivals; ms p50/p95; good: requests per second with the first token in "
-        f"{limits['first_token']:g} ms and {limits['token']:g} ms a token"
+        f"{limits['first_token']:g} ms and {limits['token']:g} ms per token"
     )
     has_failed = any(cell["failed"] for cell in cells)
     view = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=0)
@@ -89,15 +89,15 @@ def _pair(value: Mapping[str, float] | None) -> str:
 
 
 def _short(milliseconds: float) -> str:
-    """Format in at most five characters."""
+    """Format milliseconds in at most five characters."""
     return f"{milliseconds:.0f}" if milliseconds < 99_999 else f"{milliseconds / 1000:.0f}s"
 
 
 def verdict(result: Mapping[str, Any]) -> str:
-    """Return the worst cell as one line."""
+    """Return a one-line summary of the worst cell."""
     found = result["worst"]
     if found is None:
-        return "no plain baseline: Outrider servers support it per request; for another server give --plain-url"
+        return "no plain baseline: for a server other than Outrider's give --plain-url"
     latest = found["first_token_p95_ratio"]
     first = "" if latest is None else f"; first token p95 at most {latest:.2f}x plain's, at {found['first_token_at']}"
     return f"smallest speedup {found['speedup']:.2f}x, at {found['speedup_at']}{first}"

@@ -1,4 +1,4 @@
-"""Sweep over loads and repeats, plain and speculative in turn; each run has samples, seconds and draft counts."""
+"""Measure a server over loads and repeats, plain and speculative in turn."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT = httpx.Timeout(600.0, connect=30.0)
 
 @dataclass(frozen=True)
 class Mode:
-    """One mode: a server, and additional fields of its requests."""
+    """A mode to measure: a server, and additional fields of its requests."""
 
     name: str
     url: str
@@ -34,9 +34,9 @@ class Mode:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The requests."""
+    """Prompts and settings of a load test's requests."""
 
-    prompts: Sequence[str]  # used in turn; each repeat continues where the last one ended
+    prompts: Sequence[str]  # used cyclically; each repeat continues after the last one
     requests_per_client: int = 4
     num_requests: int = 32  # requests per run with a rate
     max_tokens: int = 64
@@ -51,7 +51,7 @@ class Traffic:
         return self.num_requests if load.concurrency is None else load.concurrency * self.requests_per_client
 
     def texts(self, load: Load, run: str, repeat: int = 0) -> list[str]:
-        """Return the prompts of one run with unique beginnings, so that no prefix cache applies except to the shared prefix."""
+        """Return the prompts of one run with unique beginnings, so that only the shared prefix can hit a prefix cache."""
         count = self.count(load)
         texts = islice(cycle(self.prompts), repeat * count, (repeat + 1) * count)
         if self.shared_prefix:
@@ -59,7 +59,7 @@ class Traffic:
         return [f"{_mark(f'{run}, {index}')}{text}" for index, text in enumerate(texts)]
 
     def body(self, model: str) -> dict[str, Any]:
-        """Return the common fields of all requests: a fixed number of tokens, so that every mode generates the same amount."""
+        """Return the common fields of all requests, with a fixed number of tokens so that modes are comparable."""
         return {
             "model": model,
             "max_tokens": self.max_tokens,
@@ -92,7 +92,7 @@ def _mark(what: str) -> str:
 
 
 class Sweep:
-    """Measures group by group; finished measurements stay in ``groups`` if it is stopped."""
+    """Measure group by group. Finished measurements remain in ``groups`` after an interrupt."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Sweep:
         return len(self.loads) * self.traffic.repeat * len(self.modes)
 
     async def run(self, report: Callable[[Progress], None] = lambda progress: None) -> None:
-        """Run the sweep, each repeat starting with another mode. Raises ``httpx.HTTPError`` if a server does not answer."""
+        """Run the sweep; the order of modes rotates. Raises ``httpx.HTTPError`` if a server does not answer."""
         clock = asyncio.get_running_loop().time
         async with AsyncExitStack() as stack:
             askers = {mode.name: await stack.enter_async_context(self._connected(mode)) for mode in self.modes}
@@ -141,7 +141,7 @@ class Sweep:
         return chain(self.modes[start:], self.modes[:start])
 
     def _progress(self, done: int, spent: float, what: str) -> Progress:
-        """Estimate the remaining time by requests, because runs with many clients take longer."""
+        """Return the progress. The remaining time is estimated by requests, because runs with many clients take longer."""
         traffic = self.traffic
         each = [traffic.count(load) for load in self.loads for _ in range(traffic.repeat * len(self.modes))]
         left = spent / sum(each[:done]) * sum(each[done:]) if done else None

@@ -1,1 +1,1 @@
-"""``outrider demo``: a page on which plain and speculative decoding race, and its server."""
+"""``outrider demo``: a web page that runs plain and speculative decoding side by side, and its server."""

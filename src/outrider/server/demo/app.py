@@ -1,6 +1,6 @@
 """HTTP interface of the demo: the page, its requests, and races as server-sent events, one at a time.
 
-Everything that touches the engine runs in one separate thread; this module contains coroutines only.
+All work with the engine runs in one separate thread; this module contains coroutines only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 PAGE = Path(__file__).parent / "page"
 HEARTBEAT = 2.0  # seconds between queue position updates
-UNREAD = 10.0  # seconds until a visitor who reads no messages loses the place
+UNREAD = 10.0  # seconds until a visitor who does not read messages leaves the queue
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -89,7 +89,7 @@ class Demo:
         return body
 
     async def events(self, place: Place, wanted: RaceRequest, prompt: list[int]) -> AsyncGenerator[Event, None]:
-        """Yield the visitor's queue position, then the race. Closing it ends the race within one slice."""
+        """Yield the visitor's queue position, then the race. Closing the generator ends the race within one slice."""
         while place.ahead:
             yield {"type": "waiting", "ahead": place.ahead}
             await place.wait(HEARTBEAT)
@@ -104,18 +104,18 @@ class Demo:
             logger.warning("a race failed: %s: %s", type(error).__name__, error, exc_info=logger.isEnabledFor(logging.DEBUG))
             yield {"type": "error", "message": "the race failed inside the engine; the server continues"}
         finally:
-            self._thread.submit(racing.close)  # after the running slice, before the next visitor's
+            self._thread.submit(racing.close)  # runs after the current slice, before the next visitor's
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def close(self) -> None:
-        """Stop the engine's thread after its current work."""
+        """Stop the engine thread after its current work."""
         self._thread.shutdown()
 
 
 class RaceStream:
-    """Response of a race: the visitor is queued for as long as the connection lasts."""
+    """Response of a race. The visitor stays in the queue for as long as the connection lasts."""
 
     def __init__(self, demo: Demo, wanted: RaceRequest, prompt: list[int]) -> None:
         self._demo, self._wanted, self._prompt = demo, wanted, prompt
@@ -149,7 +149,7 @@ def _parsed(body: bytes) -> object:
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
-        raise HTTPException(400, "the body is not JSON") from None
+        raise HTTPException(400, "invalid body: expected JSON") from None
 
 
 def refusal(message: str, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:
@@ -173,7 +173,7 @@ async def failed(request: Request, error: Exception) -> Response:
 
 
 def with_headers(app: ASGIApp) -> ASGIApp:
-    """Add headers: no external resources, no caching, no framing."""
+    """Wrap an application to send headers against external resources, caching and framing."""
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
         async def start(message: Message) -> None:

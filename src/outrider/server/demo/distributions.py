@@ -1,6 +1,6 @@
-"""Distributions behind each token: the draft's, the target's, and their residual.
+"""Distributions at each token's position: the draft's, the target's, and their residual.
 
-Reads the ``RoundResult`` of a batch of one, by the verifier's own formulas; knows no method and no page.
+Computed from the ``RoundResult`` of a batch of one with the verifier's formulas, for any method.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ MAX_ROWS = 9
 
 @dataclass(frozen=True)
 class Guess:
-    """A draft tried at a position, in the order of trial."""
+    """A draft that was verified at a position."""
 
     token_id: int
-    chance: float  # acceptance probability when it was tried
+    chance: float  # acceptance probability when it was verified
     is_accepted: bool
 
 
 @dataclass(frozen=True)
 class Place:
-    """One emitted token and the distributions over the likeliest tokens at its position, one entry per token."""
+    """One emitted token, and the distributions over the most likely tokens at its position, one entry per token."""
 
     guesses: list[Guess]
     token_ids: list[int]
@@ -84,7 +84,7 @@ def _place(
         guesses.append(Guess(token, float(accept_prob(left[token], draft[token])), node == accepted))
         excess = (left - draft).clamp_min(0.0)
         left = residual(left, draft) if float(excess.sum()) > 0 else torch.zeros_like(left)
-    # With coupled noise the target selects its own token whatever was drafted, so there is no residual.
+    # With coupled noise the target's choice does not depend on the draft, so there is no residual.
     rest = left if tried and float(left.sum()) > 0 and not seen.context.sampler.coupled else None
     shown = _shown([target if odds is None else odds, first, rest], [emitted, *[guess.token_id for guess in guesses]])
     return Place(
@@ -99,7 +99,7 @@ def _place(
 
 
 def _shown(distributions: Sequence[Tensor | None], always: Sequence[int]) -> list[int]:
-    """Return the emitted token, the drafts, then the likeliest tokens of each distribution."""
+    """Return the emitted token, the drafts, then the most likely tokens of each distribution."""
     chosen = dict.fromkeys(always)
     tops = [torch.topk(each, min(TOP, len(each))).indices.tolist() for each in distributions if each is not None]
     for rank in range(TOP):
@@ -107,7 +107,7 @@ def _shown(distributions: Sequence[Tensor | None], always: Sequence[int]) -> lis
             if rank < len(top) and len(chosen) < MAX_ROWS:
                 chosen.setdefault(top[rank])
     order = distributions[0]
-    assert order is not None  # the target's
+    assert order is not None  # the target's distribution is always given
     return sorted(chosen, key=lambda token: -float(order[token]))
 
 

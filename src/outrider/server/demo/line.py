@@ -11,7 +11,7 @@ class LineFull(Exception):
 
 
 class WaitingLine:
-    """Queue of at most ``longest`` places, the first of which races. For one event loop."""
+    """Queue with at most ``longest`` places; the visitor at the first one races. For one event loop."""
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
@@ -21,7 +21,7 @@ class WaitingLine:
         return len(self._places)
 
     def join(self) -> Place:
-        """Return the last place, as a context manager that frees it. Raises ``LineFull``."""
+        """Append a visitor and return the place, a context manager that frees it. Raises ``LineFull``."""
         if len(self._places) >= self.longest:
             raise LineFull
         place = Place(self)
@@ -47,11 +47,11 @@ class Place:
 
     @property
     def ahead(self) -> int:
-        """Number of visitors before this one; 0 means its turn."""
+        """Number of visitors before this one; 0 if it is this visitor's turn."""
         return self._line.ahead_of(self)
 
     async def wait(self, seconds: float) -> None:
-        """Wait until the place has moved up, at most ``seconds``."""
+        """Wait until the place moves up, at most ``seconds``."""
         try:
             await asyncio.wait_for(self.moved.wait(), seconds)
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""A race as the page shows it: the events of ``bench.race``, told round by round, with the distributions of every token."""
+"""Convert a race (``bench.race``) to events for the page: one per round, with the distributions at every token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAIN, SPECULATIVE = "plain", "speculative"
 
 
 def figures(stats: GenerationStats, plain: GenerationStats) -> dict[str, float | None]:
-    """Rates of a lane and the formula's expected speedup, with the plain lane's pass time as the unit; None: unknown."""
+    """Return a lane's acceptance rates, costs relative to a plain pass, and expected speedup. None means unknown."""
     stats.pass_seconds, stats.num_timed_rounds = plain.times.score, plain.num_steps
     return {
         "tok_s": stats.tok_s or None,
@@ -31,18 +31,18 @@ def figures(stats: GenerationStats, plain: GenerationStats) -> dict[str, float |
 
 
 class ShownRace:
-    """Both lanes, with the same prompt, settings and seed."""
+    """A race of two lanes with the same prompt, settings and seed."""
 
     def __init__(self, lanes: Mapping[str, Engine], prompt: Sequence[int], params: SamplingParams, texts: TokenTexts) -> None:
-        """``lanes``: the engine of each, plain first."""
+        """``lanes``: name -> engine, plain decoding first."""
         self._race = Race(lanes, prompt, params)
         self.lanes = self._race.lanes
         self._texts = texts
 
     def run(self, seconds: float) -> Generator[list[Event], None, None]:
-        """Yield the race's events in slices. It ends when the iterator is closed or its time is over.
+        """Yield lists of events until the race ends, its time limit is reached or the generator is closed.
 
-        Raises ``OutriderError`` for a prompt that does not fit, or if the target fails.
+        Raises ``OutriderError`` if the prompt does not fit into the context, or if the target fails.
         """
         started, pending = perf_counter(), [self._started()]
         last = started
@@ -64,7 +64,7 @@ class ShownRace:
         return {"type": "started", "num_prompt_tokens": self.lanes[0].request.num_prompt_tokens}
 
     def _round(self, step: Step) -> Event:
-        """Return one round for the page: its tokens, their origins, and the rejected drafts."""
+        """Return the event of one round: its tokens, their origins, and the rejected drafts."""
         lane, emission, seen = step.lane, step.emission, step.seen
         tokens: list[Event] = []
         shown = places(seen.result, emission.token_ids)
@@ -87,7 +87,7 @@ class ShownRace:
         }
 
     def _dropped(self, seen: Observation) -> list[str]:
-        """Return the drafts of a chain after the rejected one, which were never reached."""
+        """Return the drafts of a chain after the rejected one, which were not reached."""
         proposal = seen.result.proposal
         if proposal.parents is not None:
             return []
@@ -95,7 +95,7 @@ class ShownRace:
         return [self._texts.name(token) for token in proposal.token_ids[0, first : int(proposal.lens[0])].tolist()]
 
     def _place(self, place: Place, token_id: int) -> Event:
-        """Return a position for the page: token names, and indices into them, because two tokens may share a name."""
+        """Return the event data of a position: token names, and indices into them, because two tokens may share a name."""
         name, row_of = self._texts.name, place.token_ids.index
         return {
             "guesses": [

@@ -1,4 +1,4 @@
-"""Requests of visitors, validated before a race, and the events sent back.
+"""Validation of visitors' requests, and the type of the events sent back.
 
 Independent of engine and HTTP.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from outrider.types import OutriderError
 
 Event = dict[str, Any]  # one message to the page, with its kind under "type"
-MAX_DRAFTS = 16  # on the page's slider
+MAX_DRAFTS = 16  # maximum of the page's slider
 AUTO = "auto"
 
 
@@ -24,7 +24,7 @@ class Limits:
     max_tokens: int = 256
     body_bytes: int = 32_768
     waiting: int = 32  # visitors in the queue, the racing one included
-    seconds: float = 120.0  # of a race, both lanes together
+    seconds: float = 120.0  # maximum duration of a race, both lanes together
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RaceRequest:
     method: str
     k: int | str = 4  # drafts per round, or "auto"
     temperature: float = 0.0
-    accuracy: float = 1.0  # share of the drafts left unchanged
+    accuracy: float = 1.0  # share of drafts that are not replaced by wrong tokens
     max_tokens: int = 128
     seed: int = 0
 

@@ -1,4 +1,4 @@
-"""Token ids as text, one token at a time. Knows a tokenizer."""
+"""Decode token ids one at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.runner.tokenizers import BROKEN
 
 
 class TokenTexts:
-    """Decodes tokens one by one: within a lane, where a character may span several tokens, and by name."""
+    """Decode tokens within a lane, where a character may span several tokens, or alone as a name."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self._tokenizer, self._prompt = tokenizer, list(prompt)
@@ -19,7 +19,7 @@ class TokenTexts:
         self._names: dict[int, str] = {}
 
     def next(self, lane: str, token_id: int) -> tuple[str, str]:
-        """Return the text that the token adds to the lane (empty while a character is incomplete), and its name."""
+        """Return the text that the token adds to the lane (empty for an incomplete character), and the token's name."""
         if lane not in self._lanes:
             self._lanes[lane] = self._factory(self._prompt)
         return self._lanes[lane].feed([token_id]), self.name(token_id)

@@ -1,4 +1,4 @@
-"""Engines of the demo: one target with a lane for plain decoding and one for each method.
+"""Engines of the demo, which share one target: one for plain decoding and one per method.
 
 Not thread-safe: used by one thread, like an engine.
 """
@@ -31,7 +31,7 @@ WARMUP_TOKENS = 12
 
 
 class Track:
-    """Engines over one loaded target: plain decoding, and one per offered method."""
+    """Engines that share one loaded target: plain decoding, and one per available method."""
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class Track:
         limits: Limits | None = None,
         must_fit: bool = False,
     ) -> None:
-        """``llm`` must have room for two requests; ``draft`` is for methods that take one and have none of their own.
+        """``llm`` must allow a batch of two; ``draft`` is the default draft of methods that take one.
 
-        Raises ``OutriderError`` without a tokenizer, if no method fits, and with ``must_fit`` if any does not fit.
+        Raises ``OutriderError`` without a tokenizer, if no method fits the target, or with ``must_fit`` if any does not.
         """
         if llm.tokenizer is None:
-            raise OutriderError("the demo needs a tokenizer, and this target has none")
+            raise OutriderError("the demo requires a tokenizer, but this target has none")
         self.llm, self.limits = llm, limits or Limits()
         self._plain = self._engine(build_proposer(replace(llm.speculation, method=PLAIN, proposer=None), llm.runner, None))
         speculation = replace(llm.speculation, draft=draft)
@@ -61,7 +61,7 @@ class Track:
 
     @property
     def methods(self) -> dict[str, int]:
-        """Return the offered methods with their longest path, limited to the page's maximum."""
+        """Return the available methods with their maximum K, limited to the page's maximum."""
         return {name: min(engine.proposer.max_drafts, MAX_DRAFTS) for name, engine in self._engines.items()}
 
     @property
@@ -69,7 +69,7 @@ class Track:
         return all(verifier.lossless for verifier in build_verifiers(self.llm.speculation))
 
     def warm_up(self) -> float:
-        """Run a few tokens of every method, so that no race includes compiling. Return plain tokens per second."""
+        """Generate a few tokens with every method, so that no race includes compilation. Return plain decoding's tokens/s."""
         speed = 0.0
         for method in self._engines:
             for temperature in (0.0, 1.0):

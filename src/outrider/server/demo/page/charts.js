@@ -1,4 +1,4 @@
-// Two small charts: how many tokens a pass brought, and what the formula expects of each K.
+// Two charts: a histogram of tokens per pass, and the formula's expected speedup over K.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -8,7 +8,7 @@ export function expectedSpeedup(alpha, k, costRatio) {
   return tau / (k * costRatio + 1);
 }
 
-/** `counts[n]`: rounds that brought n tokens. A table whose bars are drawn behind its numbers. */
+/** Draw a table with bars. `counts[n]`: number of rounds that emitted n tokens. */
 export function histogram(root, counts, longest) {
   const most = Math.max(...Object.values(counts), 1);
   const table = document.createElement("table");
@@ -29,10 +29,10 @@ export function histogram(root, counts, longest) {
   root.replaceChildren(table);
 }
 
-/** The formula's curve over K at this alpha and c, and the measurement as a dot. */
+/** Draw the formula's speedup over K for the measured alpha and c, and the measured speedup as a dot. */
 export function curve(root, { alpha, cost_ratio: costRatio, mean_k: meanK, speedup, expected }, longest) {
   const [height, left, bottom, top, right] = [210, 34, 44, 10, 14];
-  const width = root.clientWidth || 520; // drawn to size, so that its letters keep theirs
+  const width = root.clientWidth || 520; // drawn at its final size, so that text is not scaled
   const ks = Array.from({ length: 4 * longest + 1 }, (_, at) => at / 4);
   const values = ks.map((k) => expectedSpeedup(alpha, k, costRatio));
   const highest = Math.max(...values, speedup ?? 0, 1.2) * 1.12;
@@ -46,7 +46,7 @@ export function curve(root, { alpha, cost_ratio: costRatio, mean_k: meanK, speed
   }
   svg.append(node("line", { x1: left, x2: width - right, y1: y(1), y2: y(1), stroke: "var(--muted)", "stroke-dasharray": "3 4" }));
   for (let k = 0; k <= longest; k += longest > 8 ? 2 : 1) svg.append(label(x(k), height - bottom + 18, k, "middle"));
-  svg.append(label(left + (width - left - right) / 2, height - 6, "drafts a round, K", "middle"));
+  svg.append(label(left + (width - left - right) / 2, height - 6, "drafts per round, K", "middle"));
   const points = ks.map((k, at) => `${x(k).toFixed(1)},${y(values[at]).toFixed(1)}`).join(" ");
   svg.append(node("polyline", { points, fill: "none", stroke: "var(--accent)", "stroke-width": 2.5 }));
   if (expected !== null) svg.append(node("circle", { cx: x(meanK), cy: y(expected), r: 4.5, fill: "var(--accent)" }));

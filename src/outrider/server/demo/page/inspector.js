@@ -1,4 +1,4 @@
-// Why a token is what it is: in one sentence, then as a table of the distributions.
+// Explains a token: one sentence, then a table of the distributions.
 
 import { visible } from "./lane.js";
 
@@ -15,7 +15,7 @@ export class Inspector {
     this.detail.hidden = true;
   }
 
-  /** `token` as the server sent it; `temperature` that of the race. */
+  /** `token`: as sent by the server; `temperature`: of the race. */
   show(token, temperature) {
     this.empty.hidden = true;
     this.detail.hidden = false;
@@ -28,24 +28,24 @@ function story(token, temperature) {
   const { guesses, is_point_mass: isPointMass } = token.place;
   const said = code(token.name);
   const isGreedy = temperature === 0;
-  const rule = isGreedy ? "At temperature 0 a guess survives if it is the target’s likeliest token." : null;
+  const rule = isGreedy ? "At temperature 0 a draft is accepted if it is the target’s most likely token." : null;
   const failed = guesses.filter((guess) => !guess.accepted);
   if (token.origin === "plain") {
-    line.append("Nothing was drafted here: the target said ", said, ".");
+    line.append("No draft at this position: the target generated ", said, ".");
   } else if (token.origin === "bonus") {
-    line.append("All drafts of this round were accepted, so the target’s own next token, ", said, ", came for free.");
+    line.append("All drafts of this round were accepted, so its target pass also gave the bonus token ", said, ".");
   } else if (token.origin === "accepted") {
     const chance = guesses.at(-1).chance;
-    line.append("The draft guessed ", said, " and the target kept it");
-    line.append(isGreedy ? ". " : `: it was to be accepted with probability ${percent(chance)}. `);
-    if (failed.length) line.append("Before it ", ...names(failed), failed.length > 1 ? " had failed. " : " had failed. ");
+    line.append("The draft proposed ", said, " and the target accepted it");
+    line.append(isGreedy ? ". " : ` (acceptance probability ${percent(chance)}). `);
+    if (failed.length) line.append("Rejected before it: ", ...names(failed), ". ");
   } else {
-    line.append("The draft guessed ", ...names(failed), isGreedy ? "; the target would rather say " : "; it was rejected ");
-    if (!isGreedy) line.append(`(chance of acceptance ${percent(failed[0].chance)}), and from the residual came `);
+    line.append("The draft proposed ", ...names(failed), isGreedy ? "; the target’s choice is " : "; it was rejected ");
+    if (!isGreedy) line.append(`(acceptance probability ${percent(failed[0].chance)}). Sampled from the residual: `);
     line.append(said, ". ");
   }
   if (guesses.length && rule) line.append(rule, " ");
-  if (isPointMass && !isGreedy) line.append("This method’s guesses are point masses: they come without a distribution.");
+  if (isPointMass && !isGreedy) line.append("This method’s drafts are point masses: they have no distribution.");
   return line;
 }
 
@@ -57,7 +57,7 @@ function table(token) {
   const { place } = token;
   const columns = [
     place.draft && ["draft", place.is_point_mass ? "Draft (point mass)" : "Draft", place.draft],
-    place.odds && ["odd", "Target, before it chooses", place.odds],
+    place.odds && ["odd", "Target, before the argmax", place.odds],
     ["target", place.odds ? "Target, greedy" : "Target", place.target],
     place.residual && ["residual", "Residual: max(0, target − draft)", place.residual],
   ].filter(Boolean);
@@ -86,8 +86,8 @@ function table(token) {
 }
 
 function caption(place) {
-  const parts = ["The likeliest tokens in this place, as the verifier saw them."];
-  if (place.draft && !place.residual) parts.push("Nothing of the target is left when the draft is taken away: no residual.");
+  const parts = ["The most likely tokens at this position, with the verifier’s probabilities."];
+  if (place.draft && !place.residual) parts.push("The residual is empty.");
   return parts.join(" ");
 }
 

@@ -1,6 +1,6 @@
-// One lane: its text token by token, its clock, and a keyboard's way through it.
+// One lane: its tokens, its clock and keyboard navigation.
 
-// Half a character is a token without a text, and line ends or accents have no width of their own: these get a sliver to click on.
+// Incomplete characters, line ends and combining accents have no width: these tokens get a narrow box to click on.
 const WIDTHLESS = /^[\p{C}\p{M}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}]*$/u;
 const WHITESPACE = { "\n": "↵", "\t": "⇥", " ": "␣" };
 const ORIGINS = {
@@ -10,7 +10,7 @@ const ORIGINS = {
   plain: "plain",
 };
 
-/** A token so that it can be seen: whitespace of its own becomes signs. */
+/** Return a token's text with symbols for whitespace. */
 export function visible(text) {
   return /^\s+$/.test(text) ? [...text].map((each) => WHITESPACE[each] ?? "␣").join("") : text.replaceAll("\n", "↵");
 }
@@ -56,7 +56,7 @@ export class Lane {
     this.field("clock", seconds.toFixed(seconds < 10 ? 3 : 1));
   }
 
-  /** Draws a round's tokens, each behind the guesses that failed in its place. */
+  /** Draw a round's tokens, each after the drafts rejected at its position. */
   show(round) {
     const isFollowed = this.text.scrollTop + this.text.clientHeight > this.text.scrollHeight - 24;
     this.rounds += 1;
@@ -109,7 +109,7 @@ export class Lane {
     if (document.activeElement !== element) element.focus();
   }
 
-  /** The one place of the text at which Tab stops, in either direction. */
+  /** Set the only token at which Tab stops (roving tabindex). */
   #stopAt(element) {
     if (this.stop) this.stop.tabIndex = -1;
     this.text.tabIndex = -1;
@@ -117,7 +117,7 @@ export class Lane {
     this.stop = element;
   }
 
-  /** From the keyboard to a token, or to the text as a whole: then to the token that was left last. */
+  /** Handle keyboard focus on a token, or on the text: then move to the token that had it last. */
   #enter(target) {
     if (target !== this.text) this.#select(target.closest(".tok"));
     else if (this.stop && this.text.matches(":focus-visible")) this.#select(this.stop);

@@ -1,4 +1,4 @@
-// The page: reads the form, runs a race, shows what comes.
+// The page: reads the form, runs a race and shows its events.
 
 import { curve, histogram } from "./charts.js";
 import { Inspector } from "./inspector.js";
@@ -14,7 +14,7 @@ const EXAMPLES = {
 };
 const RATES = { 1: "real time", 0.5: "half speed", 0.2: "1/5 speed", 0.1: "1/10 speed", 0.05: "1/20 speed", 0.02: "1/50 speed" };
 const LENGTHS = [32, 64, 128, 256];
-const WATCHABLE = 9; // seconds that a race should take to watch
+const WATCHABLE = 9; // minimum seconds for a replay
 
 const byId = (id) => document.getElementById(id);
 const [form, status, verdict] = ["setup", "status", "verdict"].map(byId);
@@ -23,9 +23,9 @@ const inspector = new Inspector(byId("inspector"));
 const lanes = Object.fromEntries(LANES.map((name) => [name, new Lane(byId(`lane-${name}`), inspect)]));
 const player = new Player(showRound, tick, finished);
 let offer = { methods: {}, plain_tok_s: 0, lossless: true };
-let running = null; // the AbortController of the race under way
-let wanted = null; // what the race shown was asked for
-let result = null; // how it ended
+let running = null; // AbortController of the running race
+let wanted = null; // settings of the race that is shown
+let result = null; // its final event
 let counts = {};
 
 // --- the form ---------------------------------------------------------------------------------------------------------------
@@ -50,14 +50,14 @@ function describeForm() {
   const temperature = Number(byId("temperature").value);
   byId("temperature-value").value = temperature.toFixed(1);
   byId("temperature-note").textContent = temperature
-    ? "Two draws from one distribution: the words differ."
-    : "The likeliest token: both texts must be equal.";
+    ? "Two samples from one distribution: the texts differ."
+    : "Greedy: both texts must be equal.";
   const accuracy = Number(byId("accuracy").value);
   byId("accuracy-value").value = `${accuracy}%`;
   byId("accuracy-note").textContent =
     accuracy === 100
-      ? "The real draft. Move to the left to replace its guesses by wrong ones."
-      : `${100 - accuracy}% of the draft’s guesses are replaced by wrong ones. The text cannot become wrong, only slow.`;
+      ? "The real draft. Move to the left to replace drafts by wrong tokens."
+      : `${100 - accuracy}% of the drafts are replaced by wrong tokens. The output stays correct and becomes slower.`;
 }
 
 function fillForm() {
@@ -83,7 +83,7 @@ function fillForm() {
   chooseRate();
 }
 
-/** Slow enough to watch: fast models would be over in the blink of an eye. */
+/** Choose a replay speed that is slow enough to watch, even for fast models. */
 function chooseRate() {
   const seconds = Number(byId("length").value) / (offer.plain_tok_s || 20);
   const rates = Object.keys(RATES).map(Number);
@@ -110,10 +110,10 @@ async function start(event) {
   setBusy(true);
   verdict.textContent = "";
   let isOver = false;
-  say("Asking for a place …");
+  say("Joining the queue …");
   try {
     await race(asked, (event) => (isOver = handle(event, asked)), controller.signal);
-    if (!isOver) throw new Refused("The server broke off. Is it still running?");
+    if (!isOver) throw new Refused("The connection was closed. Is outrider demo still running?");
   } catch (error) {
     player.finish();
     if (controller.signal.aborted) say("Stopped.");
@@ -124,12 +124,12 @@ async function start(event) {
   }
 }
 
-/** Shows an event of the race asked for. Says whether it was the last. */
+/** Show an event of the requested race. Return whether it was the last one. */
 function handle(event, asked) {
   if (event.type === "waiting") {
     say(event.ahead === 1 ? "One visitor is racing. You are next." : `${event.ahead} visitors are before you.`);
   } else if (event.type === "started") {
-    wanted = asked; // not before: until then the race before it can be replayed
+    wanted = asked; // only now: until it starts, the previous race can be replayed
     reset();
     say("Racing …");
   } else if (event.type === "round") {
@@ -188,7 +188,7 @@ function drawFigures(figures) {
 
 const times = (value) => (value ? `${value.toFixed(2)}×` : "–");
 
-/** Numbers only: nothing of what a visitor wrote goes through here. */
+/** For numbers only: text of visitors must not be passed here. */
 function equation({ alpha, mean_k: k, cost_ratio: c, expected }) {
   const [a, n, cost] = [alpha.toFixed(2), Number(k.toFixed(1)), c.toFixed(2)];
   return (

@@ -1,12 +1,12 @@
-// Plays rounds back against their lanes' clocks. Knows times, not the page.
+// Plays rounds back at the times of their lanes' clocks. Independent of the page.
 
 export const LANES = ["plain", "speculative"];
 
 export class Player {
-  /** `show(lane, round)` draws a round; `tick(time)` runs each frame; `end()` once everything is shown and `finish` was called. */
+  /** `show(lane, round)` draws a round; `tick(time)` runs each frame; `end()` runs after `finish`, once everything is shown. */
   constructor(show, tick, end) {
     Object.assign(this, { show, tick, end });
-    this.rate = 1; // seconds of the race for each second of the visitor's
+    this.rate = 1; // seconds of the race per second of playback
     this.clear();
   }
 
@@ -25,7 +25,7 @@ export class Player {
     this.#wake();
   }
 
-  /** No more rounds will come. */
+  /** Signal that all rounds have been added. */
   finish() {
     for (const lane of LANES) this.lanes[lane].ended = true;
     this.isFinished = true;
@@ -44,13 +44,13 @@ export class Player {
     this.#wake();
   }
 
-  /** The time of the race up to which every lane is known: beyond it the server is still at work. */
+  /** Return the time up to which the rounds of every lane have arrived. */
   get horizon() {
     const known = LANES.filter((lane) => !this.lanes[lane].ended).map((lane) => this.#clock(lane));
     return known.length ? Math.min(...known) : Infinity;
   }
 
-  /** When the last lane known so far came in. */
+  /** Return the finish time of the slowest lane so far. */
   get length() {
     return Math.max(...LANES.map((lane) => this.#clock(lane)));
   }
@@ -78,7 +78,7 @@ export class Player {
     this.tick(this.time);
     const allShown = LANES.every((lane) => this.lanes[lane].ended && this.lanes[lane].shown === this.lanes[lane].rounds.length);
     if (allShown) {
-      this.isOver = this.isFinished; // the last rounds may be shown before it is known how the race ended
+      this.isOver = this.isFinished; // the last rounds may be shown before the race's final event arrives
       if (this.isOver) this.end();
       return;
     }

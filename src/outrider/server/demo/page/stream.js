@@ -1,4 +1,4 @@
-// Talks to the server: what it offers, and a race as a stream of events.
+// Requests to the server: the available methods, and a race as a stream of events.
 
 export class Refused extends Error {}
 
@@ -8,7 +8,7 @@ export async function about() {
   return response.json();
 }
 
-/** Posts a race and calls `handle` with every event. Resolves at its end; throws Refused with one line to show. */
+/** Post a race and call `handle` with every event. Resolves at its end; throws Refused with a one-line message. */
 export async function race(wanted, handle, signal) {
   const response = await fetch("api/race", {
     method: "POST",
