@@ -132,32 +132,44 @@ def test_weights_of_another_form_and_inputs_of_another_size_are_refused():
 EXACT = [
     (4, 32, "none", torch.bfloat16),
     (4, 32, "middle", torch.float16),  # Q4_0 of GGUF, symmetric GPTQ
-    (4, 32, "offsets", torch.float32),  # Q4_K
-    (4, 16, "offsets", torch.float16),  # Q2_K has fewer bits
-    (3, 16, "middle", torch.float32),  # Q3_K
+    (4, 32, "offsets", torch.float16),  # Q4_1
+    (4, 32, "offsets", "products"),  # Q4_K
+    (2, 16, "offsets", "products"),  # Q2_K
+    (3, 16, "middle", "products"),  # Q3_K
     (4, 128, "zeros", torch.float16),  # GPTQ, AWQ
     (4, 64, "zeros", torch.float32),
     (8, 32, "middle", torch.float16),  # Q8_0
     (8, 128, "zeros", torch.bfloat16),
     (8, 32, "none", torch.float32),
     (8, 10_000, "zeros", torch.float32),  # one scale per output
-    (6, 16, "middle", torch.float32),  # Q6_K
-    (5, 32, "offsets", torch.float32),  # Q5_K
-    (5, 16, "zeros", torch.float16),
+    (6, 16, "middle", "products"),  # Q6_K
+    (5, 32, "offsets", "products"),  # Q5_K
+    (5, 16, "zeros", torch.float32),
+    (5, 16, "offsets", torch.float16),
+    (4, 32, "zeros", "products"),
 ]
 
 
 def coded(outputs, inputs, bits, group, added, dtype, seed=0):
-    """A weight in blocks, and its values as a reference computes them in float32."""
+    """A weight in blocks, and its values as a reference computes them in float32. Products have a multiple of 256 inputs."""
     torch.manual_seed(seed)
+    if dtype == "products":
+        inputs = -(-inputs // 256) * 256
     groups = max(1, -(-inputs // group)) if group < inputs else 1
     codes = torch.randint(0, 1 << bits, (outputs, inputs), dtype=torch.uint8)
-    scales, offsets = torch.randn(outputs, groups).to(dtype).float(), 4 * torch.randn(outputs, groups)
+    if dtype == "products":
+        made = [torch.randint(-64, 64, (outputs, groups), dtype=torch.int8) for _ in range(2)]
+        bases = [torch.randn(outputs, inputs // 256).half() / 50 for _ in range(2)]
+        scales, offsets = (blocks.Products(*pair) for pair in zip(made, bases, strict=True))
+    else:
+        scales, offsets = torch.randn(outputs, groups).to(dtype).float(), 4 * torch.randn(outputs, groups)
     zeros = (
         torch.randint(0, 1 << bits, (outputs, groups)) if added == "zeros" else torch.full((outputs, groups), 1 << (bits - 1))
     )
 
     def each(numbers):
+        if isinstance(numbers, blocks.Products):
+            return each(numbers.factors.float()) * numbers.bases.float().repeat_interleave(256, 1)
         return numbers.repeat_interleave(group, 1)[:, :inputs] if groups > 1 else numbers.expand(-1, inputs)
 
     given = {"none": {}, "offsets": {"offsets": offsets}}.get(added, {"zeros": zeros})
@@ -171,6 +183,7 @@ def coded(outputs, inputs, bits, group, added, dtype, seed=0):
 @pytest.mark.parametrize("outputs, inputs", [(1, 1), (31, 7), (97, 513), (70, 1024)])
 def test_codes_of_a_checkpoint_keep_their_values_bit_for_bit(outputs, inputs, bits, group, added, dtype):
     packed, values = coded(outputs, inputs, bits, group, added, dtype)
+    inputs = values.shape[1]
     assert torch.equal(blocks.unpack(packed, outputs, inputs), values)
     ids = torch.arange(outputs)
     assert torch.equal(torch.ops.outrider.embed_blocks(ids, packed, inputs), values)
@@ -188,17 +201,18 @@ def test_scales_take_no_more_bytes_than_their_numbers_need():
         (4, "middle", torch.bfloat16): 18,
         (4, "zeros", torch.float16): 19,
         (4, "offsets", torch.float32): 24,
+        (4, "offsets", "products"): 18.5,
     }
     for (bits, added, dtype), expected in sizes.items():
-        packed, _ = coded(32, 64, bits, 32, added, dtype)
-        assert packed.nbytes == blocks.HEADER + 2 * 32 * expected, (bits, added, dtype)
+        packed, _ = coded(32, 256, bits, 32, added, dtype)
+        assert packed.nbytes == blocks.HEADER + 8 * 32 * expected, (bits, added, dtype)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("bits, group, added, dtype", EXACT)
 def test_the_operator_computes_what_the_codes_of_a_checkpoint_say(bits, group, added, dtype, precision):
     packed, values = coded(97, 513, bits, group, added, dtype)
-    x, bias = torch.randn(2, 20, 513), torch.randn(97)
+    x, bias = torch.randn(2, 20, values.shape[1]), torch.randn(97)
     x[0, 3], x[1, 2] = 0, 1000 * x[1, 2]
     got = torch.ops.outrider.linear_blocks(x, packed, bias, 97, precision)
     exact = blocks.round_activations(x, precision).double() @ values.double().T + bias.double()
@@ -212,8 +226,8 @@ def test_the_operator_computes_what_the_codes_of_a_checkpoint_say(bits, group, a
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("bits, group, added, dtype", EXACT)
 def test_a_row_has_the_same_bits_among_any_number_of_rows_of_exact_codes(bits, group, added, dtype, precision):
-    packed, _ = coded(97, 1100, bits, group, added, dtype)
-    x, multiply = torch.randn(40, 1100), torch.ops.outrider.linear_blocks
+    packed, values = coded(97, 1100, bits, group, added, dtype)
+    x, multiply = torch.randn(40, values.shape[1]), torch.ops.outrider.linear_blocks
     alone = torch.cat([multiply(row[None], packed, None, 97, precision) for row in x])
     for rows in (*range(1, 27), 40):
         assert torch.equal(multiply(x[:rows], packed, None, 97, precision), alone[:rows]), rows
@@ -235,6 +249,9 @@ def test_codes_that_no_form_holds_exactly_are_refused():
             blocks.pack_codes(codes, 8, scales * number, group=32)
         with pytest.raises(OutriderError, match="offsets are NaN or infinite"):
             blocks.pack_codes(codes // 2, 8, scales, scales * number, group=32)
+    products = blocks.Products(torch.ones(32, 2, dtype=torch.int8), torch.ones(32, 1).half())
+    with pytest.raises(OutriderError, match="unsupported products of 64 inputs: expected a multiple of 256"):
+        blocks.pack_codes(codes, 8, products, group=32)
 
 
 @pytest.mark.parametrize("activation", kernels.GATES)

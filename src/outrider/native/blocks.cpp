@@ -31,15 +31,16 @@ namespace outrider {
 namespace {
 
 constexpr int64_t kInputs = 32;   // inputs of a block; its outputs are kPanel
-constexpr int64_t kHeader = 64;   // bytes before the blocks of a panel
+constexpr int64_t kHeader = 64;   // bytes at the start of a panel
+constexpr int64_t kSpan = 8;      // blocks that share a base
 constexpr int kMaxRows = 12;      // of a tile: 12 rows x 2 vectors of sums leave 8 registers for weights
 constexpr int64_t kStretch = 16;  // blocks whose weights stay in the L1 cache while all rows of a pass are multiplied
 constexpr int64_t kAhead = 6144;  // bytes to prefetch ahead: the hardware prefetcher stops at page ends
 
 // What codes stand for, and what scales and offsets are stored as. Python's names for them are in runner/blocks.py.
 enum Codes : uint8_t { kInt8, kTable4, kInt4, kUint4, kNumCodes };
-enum Numbers : uint8_t { kNone, kBfloat16, kFloat16, kFloat32, kZeros, kNumNumbers };
-constexpr int64_t kWidths[kNumNumbers] = {0, 2, 2, 4, 1};  // bytes
+enum Numbers : uint8_t { kNone, kBfloat16, kFloat16, kFloat32, kZeros, kProducts, kNumNumbers };
+constexpr int64_t kWidths[kNumNumbers] = {0, 2, 2, 4, 1, 1};  // bytes
 
 // Numbers of the 4-bit codes.
 constexpr int8_t kTables[kNumCodes][16] = {
@@ -61,13 +62,18 @@ struct Bits4 {
   static constexpr int64_t together = 8, bytes = kInputs * kPanel / 2;
 };
 
+// A panel: a header, bases, blocks. Bases are 32 numbers in float16 for every `kSpan` blocks: those of scales, of offsets, or of both.
+struct Panel {
+  const uint8_t *bases, *blocks;
+};
+
 // What the blocks of a weight consist of: codes, then 32 scales for each group of inputs, then as many offsets. Zeros are integers
-// that are subtracted from numbers before these are scaled.
+// that are subtracted from numbers before these are scaled. Products are integers that are multiplied with the base of their blocks.
 struct Form {
   Codes codes;
   Numbers scales, offsets;
   uint8_t groups;
-  int64_t scales_at, offsets_at, bytes;
+  int64_t scales_at, offsets_at, bytes, base_bytes;
 
   Form(uint8_t codes_, uint8_t scales_, uint8_t offsets_, uint8_t groups_)
       : codes(static_cast<Codes>(codes_)),
@@ -76,8 +82,19 @@ struct Form {
         groups(groups_),
         scales_at(codes == kInt8 ? Bits8::bytes : Bits4::bytes),
         offsets_at(scales_at + groups * kPanel * kWidths[scales]),
-        bytes(offsets_at + groups * kPanel * kWidths[offsets]) {}
+        bytes(offsets_at + groups * kPanel * kWidths[offsets]),
+        base_bytes(((scales == kProducts) + (offsets == kProducts)) * kPanel * kWidths[kFloat16]) {}
 
+  // `blocks` is a multiple of kSpan where there are bases.
+  int64_t panel_bytes(int64_t blocks) const { return kHeader + blocks * bytes + blocks / kSpan * base_bytes; }
+  Panel panel(const uint8_t* packed, int64_t index, int64_t blocks) const {
+    const uint8_t* bases = packed + index * panel_bytes(blocks) + kHeader;
+    return {bases, bases + blocks / kSpan * base_bytes};
+  }
+  const uint8_t* scale_bases(const Panel& panel, int64_t block) const { return panel.bases + block / kSpan * base_bytes; }
+  const uint8_t* offset_bases(const Panel& panel, int64_t block) const {
+    return scale_bases(panel, block) + (scales == kProducts ? kPanel * kWidths[kFloat16] : 0);
+  }
   const uint8_t* scales_of(const uint8_t* block, int64_t group) const { return block + scales_at + group * kPanel * kWidths[scales]; }
   const uint8_t* offsets_of(const uint8_t* block, int64_t group) const {
     return block + offsets_at + group * kPanel * kWidths[offsets];
@@ -104,7 +121,8 @@ inline float stored_at(const uint8_t* from, Numbers kind, int64_t output) {
     case kBfloat16: return from_bfloat16(read_at<uint16_t>(from, output));
     case kFloat16: return static_cast<float>(read_at<at::Half>(from, output));
     case kFloat32: return read_at<float>(from, output);
-    case kZeros: return static_cast<float>(read_at<int8_t>(from, output));
+    case kZeros:
+    case kProducts: return static_cast<float>(read_at<int8_t>(from, output));
     default: return 0.0f;
   }
 }
@@ -117,12 +135,15 @@ inline float number_at(const uint8_t* block, Codes codes, int64_t input, int64_t
 }
 
 // Decode one weight, in the order in which a checkpoint's reference does.
-inline float value_at(const Form& form, const uint8_t* block, int64_t input, int64_t output) {
+inline float value_at(const Form& form, const Panel& panel, int64_t b, int64_t input, int64_t output) {
+  const uint8_t* block = panel.blocks + b * form.bytes;
   const int64_t group = input * form.groups / kInputs;
   const float number = number_at(block, form.codes, input, output);
-  const float scale = stored_at(form.scales_of(block, group), form.scales, output);
+  float scale = stored_at(form.scales_of(block, group), form.scales, output);
+  if (form.scales == kProducts) scale *= stored_at(form.scale_bases(panel, b), kFloat16, output);
   if (form.offsets == kNone) return scale * number;
-  const float offset = stored_at(form.offsets_of(block, group), form.offsets, output);
+  float offset = stored_at(form.offsets_of(block, group), form.offsets, output);
+  if (form.offsets == kProducts) offset *= stored_at(form.offset_bases(panel, b), kFloat16, output);
   return form.offsets == kZeros ? scale * (number - offset) : scale * number + offset;
 }
 
@@ -163,9 +184,15 @@ inline __m512 stored(const uint8_t* from, Numbers kind, int half) {
   }
 }
 
+inline __m512 scale_of(const Form& form, const Panel& panel, int64_t b, int64_t group, int half) {
+  const __m512 scale = stored(form.scales_of(panel.blocks + b * form.bytes, group), form.scales, half);
+  return form.scales == kProducts ? _mm512_mul_ps(scale, stored(form.scale_bases(panel, b), kFloat16, half)) : scale;
+}
+
 // What an offset, or a zero, adds to a weight.
-inline __m512 added(const Form& form, const uint8_t* block, int64_t group, int half, __m512 scale) {
-  const __m512 offset = stored(form.offsets_of(block, group), form.offsets, half);
+inline __m512 added(const Form& form, const Panel& panel, int64_t b, int64_t group, int half, __m512 scale) {
+  const __m512 offset = stored(form.offsets_of(panel.blocks + b * form.bytes, group), form.offsets, half);
+  if (form.offsets == kProducts) return _mm512_mul_ps(offset, stored(form.offset_bases(panel, b), kFloat16, half));
   return form.offsets == kZeros ? _mm512_fnmadd_ps(offset, scale, _mm512_setzero_ps()) : offset;
 }
 #endif
@@ -282,13 +309,13 @@ const std::array<Halves::Table, kNumCodes> Halves::kEntries = [] {
 #if defined(__AVX512F__)
 // out[r][32] (+)= blocks [from, to) of one panel times `rows` rows.
 template <typename Arithmetic, typename Bits, int groups, int rows>
-void tile(const Form& form, const uint8_t* blocks, int64_t from, int64_t to, const Part& x, float* out, int64_t out_stride, int64_t ahead) {
+void tile(const Form& form, const Panel& panel, int64_t from, int64_t to, const Part& x, float* out, int64_t out_stride, int64_t ahead) {
   // Steps of a group; words of x in one.
   constexpr int64_t steps = kInputs / Bits::together / groups, words = Arithmetic::words / steps / groups;
   const __m512i table = Arithmetic::table(form.codes);
   const int64_t bytes = form.bytes;
   for (int64_t b = from; b < to; ++b) {
-    const uint8_t* block = blocks + b * bytes;
+    const uint8_t* block = panel.blocks + b * bytes;
     if (ahead)
       for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(block + ahead + i);
     for (int64_t group = 0; group < groups; ++group) {
@@ -312,9 +339,9 @@ void tile(const Form& form, const uint8_t* blocks, int64_t from, int64_t to, con
       }
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
-        const __m512 scale = stored(form.scales_of(block, group), form.scales, half);
+        const __m512 scale = scale_of(form, panel, b, group, half);
         const bool shifted = form.offsets != kNone;
-        const __m512 offset = shifted ? added(form, block, group, half, scale) : _mm512_setzero_ps();
+        const __m512 offset = shifted ? added(form, panel, b, group, half, scale) : _mm512_setzero_ps();
 #pragma GCC unroll 12
         for (int r = 0; r < rows; ++r) {
           float* sum = out + r * out_stride + half * 16;
@@ -328,7 +355,7 @@ void tile(const Form& form, const uint8_t* blocks, int64_t from, int64_t to, con
   }
 }
 
-using Tile = void (*)(const Form&, const uint8_t*, int64_t, int64_t, const Part&, float*, int64_t, int64_t);
+using Tile = void (*)(const Form&, const Panel&, int64_t, int64_t, const Part&, float*, int64_t, int64_t);
 template <typename Arithmetic, typename Bits, int groups, size_t... index>
 constexpr std::array<Tile, sizeof...(index)> make_tiles(std::index_sequence<index...>) {
   return {tile<Arithmetic, Bits, groups, static_cast<int>(index) + 1>...};
@@ -359,19 +386,21 @@ Rows prepare(const float* x, int64_t count, int64_t inputs) {
 template <typename Arithmetic, typename Bits, int groups>
 void multiply(const Form& form, const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out) {
   const Rows rows = prepare<Arithmetic, groups>(x, count, inputs);
-  const int64_t blocks = rows.blocks, stride = panels * kPanel, panel_bytes = kHeader + blocks * form.bytes;
+  const int64_t blocks = rows.blocks, stride = panels * kPanel;
   const int64_t stretch = count == rows.at_once ? blocks : kStretch;
   const int64_t grain = std::max<int64_t>(1, 200'000 / (inputs * kPanel * (count + 4)));  // about 10 microseconds of work per thread
   parallel_for(0, panels, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p)
+    for (int64_t p = begin; p < end; ++p) {
+      const Panel panel = form.panel(packed, p, blocks);
       for (int64_t b = 0; b < blocks; b += stretch)
         for (int64_t r = 0; r < count; r += rows.at_once) {
           const int64_t n = std::min(rows.at_once, count - r), at = r * blocks;
           const Part part{rows.words.get() + at * Arithmetic::words, rows.scales.get() + at, rows.starts.get() + at * groups,
                           rows.sums.get() + at * groups};
-          kTiles<Arithmetic, Bits, groups>[n - 1](form, packed + p * panel_bytes + kHeader, b, std::min(blocks, b + stretch), part,
-                                                  out + r * stride + p * kPanel, stride, r == 0 ? kAhead : 0);
+          kTiles<Arithmetic, Bits, groups>[n - 1](form, panel, b, std::min(blocks, b + stretch), part, out + r * stride + p * kPanel, stride,
+                                                  r == 0 ? kAhead : 0);
         }
+    }
   });
 }
 
@@ -386,15 +415,15 @@ void multiply(const Form& form, const float* x, int64_t count, int64_t inputs, c
 // float32, on any CPU. Each block is decoded once for all rows.
 void multiply_floats(const Form& form, const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out) {
   typedef float wide __attribute__((vector_size(kPanel * sizeof(float))));
-  const int64_t blocks = (inputs + kInputs - 1) / kInputs, stride = panels * kPanel, panel_bytes = kHeader + blocks * form.bytes;
+  const int64_t blocks = (inputs + kInputs - 1) / kInputs, stride = panels * kPanel;
   parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     wide values[kInputs];
-    for (int64_t p = begin; p < end; ++p)
+    for (int64_t p = begin; p < end; ++p) {
+      const Panel panel = form.panel(packed, p, blocks);
       for (int64_t b = 0; b < blocks; ++b) {
-        const uint8_t* block = packed + p * panel_bytes + kHeader + b * form.bytes;
         const int64_t depth = std::min(kInputs, inputs - b * kInputs);
         for (int64_t k = 0; k < depth; ++k)
-          for (int64_t j = 0; j < kPanel; ++j) values[k][j] = value_at(form, block, k, j);
+          for (int64_t j = 0; j < kPanel; ++j) values[k][j] = value_at(form, panel, b, k, j);
         for (int64_t r = 0; r < count; ++r) {
           const float* row = x + r * inputs + b * kInputs;
           wide sum = wide{}, before = wide{};
@@ -405,6 +434,7 @@ void multiply_floats(const Form& form, const float* x, int64_t count, int64_t in
           std::memcpy(to, &before, sizeof before);
         }
       }
+    }
   });
 }
 
@@ -426,19 +456,19 @@ Form form_of(const at::Tensor& packed, int64_t inputs) {
                   packed.size(1) > kHeader,
               "linear_blocks: weights ", packed.sizes(), " are not in blocks");
   const uint8_t* said = packed.const_data_ptr<uint8_t>();
-  TORCH_CHECK(said[0] < kNumCodes && said[1] > kNone && said[1] < kZeros && said[2] < kNumNumbers && (said[3] == 1 || said[3] == 2),
+  TORCH_CHECK(said[0] < kNumCodes && said[1] > kNone && said[1] < kNumNumbers && said[1] != kZeros && said[2] < kNumNumbers && (said[3] == 1 || said[3] == 2),
               "linear_blocks: weights ", packed.sizes(), " are in blocks of an unknown form");
   const Form form(said[0], said[1], said[2], said[3]);
-  const int64_t blocks = (packed.size(1) - kHeader) / form.bytes;
-  TORCH_CHECK(packed.size(1) == kHeader + blocks * form.bytes, "linear_blocks: weights ", packed.sizes(), " are not in blocks of ",
+  const int64_t blocks = (packed.size(1) - kHeader) / (form.bytes + form.base_bytes / kSpan);
+  TORCH_CHECK(packed.size(1) == form.panel_bytes(blocks), "linear_blocks: weights ", packed.sizes(), " are not in blocks of ",
               form.bytes, " bytes");
   TORCH_CHECK(blocks == (inputs + kInputs - 1) / kInputs, "linear_blocks: input of size ", inputs, ", weight for ", blocks, " blocks of ",
               kInputs);
   return form;
 }
 
-void decode_row(const Form& form, const uint8_t* panel, int64_t output, int64_t inputs, float* out) {
-  for (int64_t k = 0; k < inputs; ++k) out[k] = value_at(form, panel + kHeader + k / kInputs * form.bytes, k % kInputs, output);
+void decode_row(const Form& form, const Panel& panel, int64_t output, int64_t inputs, float* out) {
+  for (int64_t k = 0; k < inputs; ++k) out[k] = value_at(form, panel, k / kInputs, k % kInputs, output);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------
@@ -578,9 +608,10 @@ at::Tensor embed_blocks(const at::Tensor& token_ids, const at::Tensor& packed, i
   auto shape = ids.sizes().vec();
   shape.push_back(inputs);
   at::Tensor out = at::empty(shape, packed.options().dtype(at::kFloat));
+  const uint8_t* panels = packed.const_data_ptr<uint8_t>();
   float* to = out.mutable_data_ptr<float>();
   for (int64_t i = 0; i < count; ++i)
-    decode_row(form, packed.const_data_ptr<uint8_t>() + from[i] / kPanel * packed.size(1), from[i] % kPanel, inputs, to + i * inputs);
+    decode_row(form, form.panel(panels, from[i] / kPanel, (inputs + kInputs - 1) / kInputs), from[i] % kPanel, inputs, to + i * inputs);
   return out;
 }
 
@@ -589,7 +620,7 @@ void pack_blocks(const at::Tensor& weight, int64_t bits, at::Tensor packed) {
   TORCH_CHECK(weight.dim() == 2 && (bits == 4 || bits == 8), "pack_blocks: weight ", weight.sizes(), " in ", bits, " bits");
   const int64_t outputs = weight.size(0), inputs = weight.size(1), panels = (outputs + kPanel - 1) / kPanel;
   const Form form(bits == 8 ? kInt8 : kTable4, kBfloat16, kNone, 1);
-  const int64_t panel_bytes = kHeader + (inputs + kInputs - 1) / kInputs * form.bytes;
+  const int64_t panel_bytes = form.panel_bytes((inputs + kInputs - 1) / kInputs);
   TORCH_CHECK(packed.scalar_type() == at::kByte && packed.is_contiguous() && packed.sizes() == at::IntArrayRef({panels, panel_bytes}),
               "pack_blocks: weight ", weight.sizes(), " into ", packed.sizes());
   uint8_t* to = packed.mutable_data_ptr<uint8_t>();

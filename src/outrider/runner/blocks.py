@@ -26,10 +26,11 @@ from outrider.runner.kernels import PANEL
 from outrider.types import OutriderError
 
 BLOCK = 32  # inputs of an output in a block
-HEADER = 64  # bytes before the blocks of a panel, which begin with the form
+HEADER = 64  # bytes at the start of a panel, which begin with the form
+SPAN = 256  # inputs that share a base
 CODES = ("int8", "table4", "int4", "uint4")  # what codes stand for: integers, or values of a table
-NUMBERS = ("none", "bfloat16", "float16", "float32", "zeros")  # what scales and offsets are stored as
-WIDTHS = dict(zip(NUMBERS, (0, 2, 2, 4, 1), strict=True))  # their bytes
+NUMBERS = ("none", "bfloat16", "float16", "float32", "zeros", "products")  # what scales and offsets are stored as
+WIDTHS = dict(zip(NUMBERS, (0, 2, 2, 4, 1, 1), strict=True))  # their bytes
 CHUNK = 1 << 22  # weights packed at a time
 
 _library = torch.library.Library("outrider", "FRAGMENT")
@@ -41,7 +42,8 @@ _library.define("embed_blocks(Tensor token_ids, Tensor packed, int inputs) -> Te
 class Form:
     """What blocks consist of: one of ``CODES``, one of ``NUMBERS`` for scales and for offsets, and scales per 32 inputs.
 
-    Offsets "zeros" are integers that are subtracted from codes before these are scaled.
+    Offsets "zeros" are integers that are subtracted from codes before these are scaled; "products" are integers that are
+    multiplied with a base in float16 of each output and 256 inputs, which stand before the blocks of a panel.
     """
 
     codes: str
@@ -59,14 +61,27 @@ class Form:
         """Bytes of a block."""
         return PANEL * (BLOCK * self.bits // 8 + self.groups * (WIDTHS[self.scales] + WIDTHS[self.offsets]))
 
+    @property
+    def base_bytes(self) -> int:
+        """Bytes of the bases of 256 inputs."""
+        return 2 * PANEL * (self.scales, self.offsets).count("products")
+
     def panel_bytes(self, inputs: int) -> int:
-        """Bytes of a panel of 32 outputs."""
-        return HEADER + -(-inputs // BLOCK) * self.block_bytes
+        """Bytes of a panel of 32 outputs; ``inputs`` are a multiple of 256 where there are bases."""
+        return HEADER + inputs // SPAN * self.base_bytes + -(-inputs // BLOCK) * self.block_bytes
 
     def header(self) -> Tensor:
         """Return uint8 [64], which ``form_of`` and the C++ read."""
         said = (CODES.index(self.codes), NUMBERS.index(self.scales), NUMBERS.index(self.offsets), self.groups)
         return functional.pad(torch.tensor(said, dtype=torch.uint8), (0, HEADER - len(said)))
+
+
+@dataclass(frozen=True)
+class Products:
+    """Scales or offsets that are products: factors int8 [outputs, groups] of bases float16 [outputs, inputs / 256]."""
+
+    factors: Tensor
+    bases: Tensor
 
 
 ROUNDED = {8: Form("int8", "bfloat16"), 4: Form("table4", "bfloat16")}  # what ``pack`` makes, by bits
@@ -97,8 +112,8 @@ def pack(weight: Tensor, bits: int) -> Tensor:
 def pack_codes(
     codes: Tensor,
     bits: int,
-    scales: Tensor,
-    offsets: Tensor | None = None,
+    scales: Tensor | Products,
+    offsets: Tensor | Products | None = None,
     *,
     group: int,
     zeros: Tensor | int | None = None,
@@ -108,7 +123,8 @@ def pack_codes(
     codes: uint8 [outputs, inputs], each below 2^bits, ``bits`` at most 8. scales, offsets or zeros: [outputs, groups] of
     ``group`` inputs each, a multiple of 16 or at least all inputs; zeros also one integer for all. A value is
     scale * code + offset, or scale * (code - zero) with integers as zeros, computed in float32 in this order. Scales and
-    offsets are stored in the narrowest of bfloat16, float16 and float32 that holds them all.
+    offsets are stored as ``Products`` if they are given so, else in the narrowest of bfloat16, float16 and float32 that holds
+    them all.
 
     Raises ``OutriderError`` for groups of another size, for numbers that are not finite, for codes above 127 with offsets, and
     for zeros that do not fit 8 bits.
@@ -117,29 +133,37 @@ def pack_codes(
     if group % 16 and group < inputs:
         raise OutriderError(f"unsupported group of {group} inputs: expected a multiple of 16")
     kind, codes, zeros = _signed(codes, bits, zeros, has_offsets=offsets is not None)
-    added = zeros if offsets is None else offsets.float()
-    numbers = {"scales": scales.float(), "offsets": added}
-    for name, each in numbers.items():
-        if each is not None and not bool(torch.isfinite(each.float()).all()):
+    given = {"scales": scales, "offsets": zeros if offsets is None else offsets}
+    numbers = {name: each.factors if isinstance(each, Products) else each for name, each in given.items()}
+    bases = [each.bases for each in given.values() if isinstance(each, Products)]
+    for name, each in given.items():
+        told = each.bases if isinstance(each, Products) else each
+        if told is not None and not bool(torch.isfinite(told).all()):
             raise OutriderError(f"{name} are NaN or infinite")
-    kept = {name: "none" if each is None else _narrowest(each) for name, each in numbers.items()}
+    kept = {name: "none" if each is None else _narrowest(each) for name, each in given.items()}
     form = Form(kind, **kept, groups=2 if group % BLOCK and group < inputs else 1)
+    if bases and inputs % SPAN:
+        raise OutriderError(f"unsupported products of {inputs} inputs: expected a multiple of {SPAN}")
     panels, blocks = -(-outputs // PANEL), -(-inputs // BLOCK)
     packed = huge_pages.empty((panels, form.panel_bytes(inputs)), torch.uint8)
     packed[:, :HEADER] = form.header()
+    start = HEADER + inputs // SPAN * form.base_bytes  # of the blocks
     step = max(1, CHUNK // (inputs * PANEL))
     for at in range(0, panels, step):
         rows, n = slice(at * PANEL, (at + step) * PANEL), min(step, panels - at)
         missing = n * PANEL - len(codes[rows])
         part = functional.pad(codes[rows], (0, blocks * BLOCK - inputs, 0, missing)).view(n, PANEL, blocks, BLOCK)
         parts = [_in_words(part, form.bits)]
-        for name, each in numbers.items():
-            if each is not None:
-                spread = _per_part(each[rows], group, blocks * form.groups, BLOCK // form.groups)
+        for name, number in numbers.items():
+            if number is not None:
+                spread = _per_part(number[rows], group, blocks * form.groups, BLOCK // form.groups)
                 spread = functional.pad(spread, (0, 0, 0, missing)).view(n, PANEL, blocks, form.groups)
                 stored = spread.permute(0, 2, 3, 1).to(_dtype(kept[name])).contiguous()
                 parts.append(stored.view(torch.uint8).flatten(2))
-        packed[at : at + n, HEADER:] = torch.cat(parts, 2).flatten(1)
+        packed[at : at + n, start:] = torch.cat(parts, 2).flatten(1)
+        if bases:
+            turned = [functional.pad(base[rows], (0, 0, 0, missing)).view(n, PANEL, -1).transpose(1, 2) for base in bases]
+            packed[at : at + n, HEADER:start] = torch.cat(turned, 2).contiguous().view(torch.uint8).flatten(1)
     return packed
 
 
@@ -164,16 +188,18 @@ def _signed(codes: Tensor, bits: int, zeros: Tensor | int | None, has_offsets: b
     return kind, codes - shift, zeros.to(torch.int8)
 
 
-def _narrowest(numbers: Tensor) -> str:
+def _narrowest(numbers: Tensor | Products) -> str:
     """Return the one of ``NUMBERS`` with the fewest bytes that holds these exactly."""
+    if isinstance(numbers, Products):
+        return "products"
     if numbers.dtype == torch.int8:
         return "zeros"
-    fits = (name for name in ("bfloat16", "float16") if torch.equal(numbers.to(_dtype(name)).float(), numbers))
+    fits = (name for name in ("bfloat16", "float16") if torch.equal(numbers.to(_dtype(name)).float(), numbers.float()))
     return next(fits, "float32")
 
 
 def _dtype(numbers: str) -> torch.dtype:
-    found: torch.dtype = torch.int8 if numbers == "zeros" else getattr(torch, numbers)
+    found: torch.dtype = torch.int8 if numbers in ("zeros", "products") else getattr(torch, numbers)
     return found
 
 
@@ -209,7 +235,9 @@ def form_of(packed: Tensor) -> Form:
 
 def shape_of(packed: Tensor) -> tuple[int, int]:
     """Return the outputs and inputs of a weight in blocks, each with its padding to a multiple of 32."""
-    return packed.shape[0] * PANEL, (packed.shape[1] - HEADER) // form_of(packed).block_bytes * BLOCK
+    form = form_of(packed)
+    per_block = form.block_bytes + form.base_bytes * BLOCK // SPAN
+    return packed.shape[0] * PANEL, (packed.shape[1] - HEADER) // per_block * BLOCK
 
 
 def bits_of(packed: Tensor) -> int:
@@ -219,9 +247,10 @@ def bits_of(packed: Tensor) -> int:
 
 def unpack(packed: Tensor, outputs: int, inputs: int) -> Tensor:
     """Decode a weight in blocks to [outputs, inputs] float32."""
-    form, panels = form_of(packed), packed.shape[0]
-    block = packed[:, HEADER:].reshape(panels, -1, form.block_bytes)
-    blocks = block.shape[1]
+    form, (rows, columns) = form_of(packed), shape_of(packed)
+    panels, blocks = rows // PANEL, columns // BLOCK
+    start = HEADER + columns // SPAN * form.base_bytes
+    block = packed[:, start:].reshape(panels, blocks, form.block_bytes)
     size = PANEL * BLOCK * form.bits // 8
     words = block[..., :size].reshape(panels, blocks, -1, PANEL, 4)
     if form.bits == 8:
@@ -232,17 +261,22 @@ def unpack(packed: Tensor, outputs: int, inputs: int) -> Tensor:
         numbers = table[torch.cat([words & 15, words >> 4], -1).long()]
     numbers = numbers.permute(0, 1, 2, 4, 3).reshape(panels, blocks, form.groups, -1, PANEL)
 
-    def stored(kind: str, at: int) -> Tensor:
+    def stored(kind: str, at: int, base: int) -> Tensor:
         raw = block[..., at : at + form.groups * PANEL * WIDTHS[kind]].contiguous()
-        return raw.view(_dtype(kind)).float().view(panels, blocks, form.groups, 1, PANEL)
+        found = raw.view(_dtype(kind)).float().view(panels, blocks, form.groups, 1, PANEL)
+        if kind != "products":
+            return found
+        bases = packed[:, HEADER:start].reshape(panels, columns // SPAN, -1, 2 * PANEL)[:, :, base].contiguous()
+        return found * bases.view(torch.float16).float().repeat_interleave(SPAN // BLOCK, 1)[:, :, None, None]
 
-    scales, after = stored(form.scales, size), size + form.groups * PANEL * WIDTHS[form.scales]
-    if form.offsets == "zeros":
-        values = (numbers - stored("zeros", after)) * scales
-    elif form.offsets == "none":
+    scales, after = stored(form.scales, size, 0), size + form.groups * PANEL * WIDTHS[form.scales]
+    offsets = None if form.offsets == "none" else stored(form.offsets, after, -1)
+    if offsets is None:
         values = numbers * scales
+    elif form.offsets == "zeros":
+        values = (numbers - offsets) * scales
     else:
-        values = numbers * scales + stored(form.offsets, after)
+        values = numbers * scales + offsets
     return values.reshape(panels, blocks * BLOCK, PANEL).transpose(1, 2).reshape(-1, blocks * BLOCK)[:outputs, :inputs]
 
 

@@ -16,14 +16,16 @@ from outrider.runner import blocks
 
 CHUNK = 1 << 24  # weights decoded at a time
 
-Parts = tuple[Tensor, Tensor, Tensor | None]  # codes [n, weights of a block], scales and offsets [n, groups]
+# Codes [n, weights of a block], scales and, in some formats, offsets [n, groups]. Where these are products, each is two
+# tensors: factors int8 [n, groups] and bases float16 [n, 1].
+Parts = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Format:
     """One of ggml's formats: weights and bytes of a block, bits of a code, weights that share a scale, and what codes mean.
 
-    ``zero`` is subtracted from codes; None where there are offsets.
+    ``zero`` is subtracted from codes; None where there are offsets. Scales of blocks of 256 weights are products.
     """
 
     weights: int
@@ -42,22 +44,21 @@ def pack(data: Tensor, kind: str) -> Tensor:
     form = FORMATS[kind]
     outputs, per_row = len(data), data.shape[1] // form.bytes
     inputs = per_row * form.weights
-    codes = torch.empty(outputs, inputs, dtype=torch.uint8)
-    scales = torch.empty(outputs, inputs // form.group)
-    offsets = torch.empty_like(scales) if form.zero is None else None
+    codes, found = torch.empty(outputs, inputs, dtype=torch.uint8), []
     step = max(1, CHUNK // inputs)
     for at in range(0, outputs, step):
-        rows = slice(at, at + step)
-        found = form.decode(data[rows].reshape(-1, form.bytes))
-        codes[rows], scales[rows] = found[0].view(-1, inputs), found[1].view(-1, inputs // form.group)
-        if offsets is not None and found[2] is not None:
-            offsets[rows] = found[2].view(-1, inputs // form.group)
-    return blocks.pack_codes(codes, form.bits, scales, offsets, group=form.group, zeros=form.zero)
+        part, *numbers = form.decode(data[at : at + step].reshape(-1, form.bytes))
+        codes[at : at + step] = part.view(-1, inputs)
+        found.append([number.reshape(-1, per_row * number.shape[1]) for number in numbers])
+    whole = [torch.cat(each) for each in zip(*found, strict=True)]
+    pairs = zip(whole[::2], whole[1::2], strict=True)
+    scales, *offsets = [blocks.Products(*pair) for pair in pairs] if form.weights == blocks.SPAN else whole
+    return blocks.pack_codes(codes, form.bits, scales, *offsets, group=form.group, zeros=form.zero)
 
 
 def _half(raw: Tensor) -> Tensor:
-    """float16 numbers [n, 2 bytes each] as float32."""
-    return raw.contiguous().view(torch.float16).float()
+    """The number [n, 1] in the two bytes [n, 2] of each block."""
+    return raw.contiguous().view(torch.float16)
 
 
 def _planes(raw: Tensor, width: int, bits: int) -> Tensor:
@@ -71,15 +72,15 @@ def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
     first, second, rest = raw.split(4, 1)
     scales = torch.cat([first & 63, rest & 15 | first >> 2 & 48], 1)
     minimums = torch.cat([second & 63, rest >> 4 | second >> 2 & 48], 1)
-    return scales.float(), minimums.float()
+    return scales.view(torch.int8), minimums.view(torch.int8)
 
 
 def _q8_0(raw: Tensor) -> Parts:
-    return raw[:, 2:] ^ 128, _half(raw[:, :2]), None
+    return raw[:, 2:] ^ 128, _half(raw[:, :2])
 
 
 def _q4_0(raw: Tensor) -> Parts:
-    return _planes(raw[:, 2:], 16, 4), _half(raw[:, :2]), None
+    return _planes(raw[:, 2:], 16, 4), _half(raw[:, :2])
 
 
 def _q4_1(raw: Tensor) -> Parts:
@@ -87,7 +88,7 @@ def _q4_1(raw: Tensor) -> Parts:
 
 
 def _q5_0(raw: Tensor) -> Parts:
-    return _planes(raw[:, 6:], 16, 4) | _planes(raw[:, 2:6], 1, 1) << 4, _half(raw[:, :2]), None
+    return _planes(raw[:, 6:], 16, 4) | _planes(raw[:, 2:6], 1, 1) << 4, _half(raw[:, :2])
 
 
 def _q5_1(raw: Tensor) -> Parts:
@@ -96,30 +97,30 @@ def _q5_1(raw: Tensor) -> Parts:
 
 
 def _q2_k(raw: Tensor) -> Parts:
-    scales, least = _half(raw[:, 80:82]), _half(raw[:, 82:84])
-    return _planes(raw[:, 16:80], 32, 2), scales * (raw[:, :16] & 15), -(least * (raw[:, :16] >> 4))
+    scales, minimums = (each.view(torch.int8) for each in (raw[:, :16] & 15, raw[:, :16] >> 4))
+    return _planes(raw[:, 16:80], 32, 2), scales, _half(raw[:, 80:82]), minimums, -_half(raw[:, 82:84])
 
 
 def _q3_k(raw: Tensor) -> Parts:
     codes = _planes(raw[:, 32:96], 32, 2) | _planes(raw[:, :32], 32, 1) << 2
     scales = _planes(raw[:, 96:104], 8, 4) | _planes(raw[:, 104:108], 4, 2) << 4
-    return codes, _half(raw[:, 108:]) * (scales.float() - 32), None
+    return codes, scales.view(torch.int8) - 32, _half(raw[:, 108:])
 
 
 def _q4_k(raw: Tensor) -> Parts:
     scales, minimums = _six_bits(raw[:, 4:16])
-    return _planes(raw[:, 16:], 32, 4), _half(raw[:, :2]) * scales, -(_half(raw[:, 2:4]) * minimums)
+    return _planes(raw[:, 16:], 32, 4), scales, _half(raw[:, :2]), minimums, -_half(raw[:, 2:4])
 
 
 def _q5_k(raw: Tensor) -> Parts:
     scales, minimums = _six_bits(raw[:, 4:16])
     codes = _planes(raw[:, 48:], 32, 4) | _planes(raw[:, 16:48], 32, 1) << 4
-    return codes, _half(raw[:, :2]) * scales, -(_half(raw[:, 2:4]) * minimums)
+    return codes, scales, _half(raw[:, :2]), minimums, -_half(raw[:, 2:4])
 
 
 def _q6_k(raw: Tensor) -> Parts:
     codes = _planes(raw[:, :128], 64, 4) | _planes(raw[:, 128:192], 32, 2) << 4
-    return codes, _half(raw[:, 208:]) * raw[:, 192:208].contiguous().view(torch.int8), None
+    return codes, raw[:, 192:208].contiguous().view(torch.int8), _half(raw[:, 208:])
 
 
 FORMATS = {
