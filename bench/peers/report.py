@@ -19,7 +19,7 @@ def tables(document: dict[str, Any]) -> list[Table]:
         found.append(table(cells))
     if any(entry["bits"] and not entry["prompt_tokens"] for entry in cells):
         found.append(equal_bits_table(cells, document["best_by"]))
-    if document["bandwidth"]:
+    if any("weights_gb_s" in entry for entry in cells):
         found.append(bandwidth_table(cells, document["bandwidth"]))
     return found
 
