@@ -211,6 +211,14 @@ WRONG = {
     ),
     "more layers than said": (configured(num_hidden_layers=1), "the first layers.1."),
     "fewer layers than said": (configured(num_hidden_layers=3, layer_types=None), "the first layers.2.self_attn.q_proj.weight"),
+    "no matrix": (
+        changed(lambda t: t.update({"fc.weight": torch.zeros(())})),
+        r"fc.weight has shape \[\], expected 2 dimensions",
+    ),
+    "rounded to 8 bits": (
+        changed(lambda t: t.update({NAME: t[NAME].to(torch.float8_e4m3fn)})),
+        f"is quantised: {NAME} is float8_e4m3fn",
+    ),
     "not finite": (changed(lambda t: t["norm.weight"].fill_(float("nan"))), "the weights of norm.weight contain NaN"),
     "no Markov table": (
         without("markov_head.markov_w2.weight", config=dspark_config, more=markov_tensors),
@@ -415,3 +423,15 @@ def test_a_head_that_gives_nan_costs_its_drafts_alone(model, target, tmp_path):
     llm = engine(model, "dflash", draft=head)
     assert texts_of(llm, PROMPTS, params) == wanted
     assert llm.stats.faults > 0 and llm.stats.num_drafts == 0
+
+
+def test_numbers_that_are_nan_after_one_token_cost_the_drafts_of_that_request_alone(model, target, tmp_path):
+    head = block_formats.load(write(tmp_path, dspark_config(), head_tensors() | markov_tensors()), target)
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    wanted = texts_of(engine(model, "plain"), PROMPTS, params)
+    first = wanted[0][0]  # the first token that a draft follows
+    assert not any(first in text for text in wanted[1:])
+    head.markov_head.markov_w1.weight[first] = float("nan")
+    llm = engine(model, "dflash", 1, draft=head)
+    assert texts_of(llm, PROMPTS, params) == wanted
+    assert llm.stats.faults == 1 and llm.stats.num_drafts > 0

@@ -42,6 +42,7 @@ LAYER_KEYS = (
     "attention_bias",
     "hidden_act",
 )
+MAPPINGS = ("d2t", "t2d")  # between the target's vocabulary and a reduced one
 SECTIONS = ("transformer_layer_config", "dflash_config", "outrider")  # nested configs
 SPECULATORS = ("dflash", "dspark")
 UNSUPPORTED = {  # what the names of its tensors tell -> the feature
@@ -63,6 +64,7 @@ def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None 
     config, tensors = read_folder(folder)
     tensors = {re.sub(r"^(model|draft_model)\.", "", name): tensor for name, tensor in tensors.items()}
     _check_kind(config, tensors, str(source))
+    _check_weights(tensors, str(source))
     layer: dict[str, Any] = config.get("transformer_layer_config") or config
     check_sizes(f"{source}/config.json", layer)
     if model is not None:
@@ -111,9 +113,18 @@ def _check_kind(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source
     for key, wanted in (("projector_type", "dflash"), ("markov_head_type", "vanilla")):
         if config.get(key) not in (None, wanted):
             raise OutriderError(f"{source} has {key} {config[key]!r}, which is not supported: expected {wanted!r}")
-    for name in ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"):
+
+
+def _check_weights(tensors: Mapping[str, Tensor], source: str) -> None:
+    """Raise ``OutriderError`` where tensors that tell the sizes are missing or misshapen, and for quantised ones."""
+    for name, num_dims in (("fc.weight", 2), ("hidden_norm.weight", 1), ("layers.0.self_attn.q_norm.weight", 1)):
         if name not in tensors:
             raise OutriderError(f"{source} is not a block drafter: {name} is missing")
+        if tensors[name].dim() != num_dims:
+            raise OutriderError(f"{source}: {name} has shape {list(tensors[name].shape)}, expected {num_dims} dimensions")
+    for name, tensor in tensors.items():
+        if name not in MAPPINGS and (not tensor.is_floating_point() or tensor.element_size() < 2):
+            raise OutriderError(f"{source} is quantised: {name} is {str(tensor.dtype).removeprefix('torch.')}")
 
 
 def _shape(
