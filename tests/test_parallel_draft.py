@@ -260,7 +260,7 @@ def test_greedy_text_is_plain_decodings_for_every_k(models, max_batch):
     for k in (1, 2, 5, 16, "auto"):
         found, stats = texts(models, params, num_draft_tokens=k, max_batch=max_batch)
         assert found == plain
-        assert stats.num_accepted > 0
+        assert stats.num_accepted > 0 or k == "auto"  # which may find that drafts do not pay
     found, _ = texts(models, params, method="suffix+draft", num_draft_tokens=4)
     assert found == plain
 

@@ -187,7 +187,7 @@ def test_doctor_and_provenance_name_the_precision(tmp_path, monkeypatch):
     checkup = check_up(Patient(folder, "ngram", {"weights": "int4", "compile": "never", "self_check": False}))
     said = next(finding.text for finding in checkup.findings if finding.topic == "weights")
     runner = ModelRunner.load(folder, RunnerConfig(weights="int4", compile="never"))
-    assert said.startswith("the target's, int4, take 0 MB") and provenance(runner)["weights"] == "int4"
+    assert said.startswith("the target's weights (int4) take 0 MB") and provenance(runner)["weights"] == "int4"
 
 
 def test_a_plan_names_the_precision_and_exports_refuse_it(tmp_path):

@@ -197,7 +197,7 @@ def test_a_draft_that_reads_mask_tokens_is_found_and_drafts_in_one_pass(made, ta
     config = json.loads((draft / "config.json").read_text())
     (draft / "config.json").write_text(json.dumps(config | {"pard_token": 7}))
     llm = loaded(target)
-    assert llm.drafter == f"drafts with parallel draft model {draft} (found beside the target)"
+    assert llm.drafter == f"drafts with parallel draft model {draft} (found next to the target)"
     assert isinstance(llm.proposer.draft, ParallelDraft) and greedy(llm) == greedy(loaded(target, method="plain"))
     (draft / "config.json").write_text(json.dumps(config | {"pard_token": -1}))
     assert chosen(target).method == "suffix"

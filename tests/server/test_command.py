@@ -45,6 +45,7 @@ VALUES: dict[str, Any] = {
     "device": "cpu",
     "compile": "never",
     "weights": "int8",
+    "grammar_drafts": False,
 }
 
 
@@ -94,6 +95,8 @@ def test_zero_is_a_value_that_was_given() -> None:
     plan = Plan({"num_draft_tokens": 4})
     assert joined(plan, ModelOptions(), MethodOptions(num_draft_tokens="0")).values == {"num_draft_tokens": 0}
     assert joined(Plan({"num_draft_tokens": 0}), ModelOptions(), MethodOptions()).values == {"num_draft_tokens": 0}
+    switched_off = joined(Plan({"grammar_drafts": True}), MethodOptions(grammar_drafts=False))
+    assert switched_off.values == joined(Plan({"grammar_drafts": False}), MethodOptions()).values == {"grammar_drafts": False}
     for group, name in ((ModelOptions(max_len=0), "max_len"), (LimitOptions(kv_memory=0.0), "kv_memory")):
         with pytest.raises(OutriderError, match=f"invalid --{name.replace('_', '-')} 0"):  # not taken for "not given"
             joined(Plan({"max_len": 64, "kv_memory": 2}), group)

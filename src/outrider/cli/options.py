@@ -64,7 +64,7 @@ class MethodOptions:
 
     method: str | None = given(Speculation)
     num_draft_tokens: str | int | None = given(Speculation)
-    grammar_drafts: bool = given(Speculation, True)
+    grammar_drafts: bool | None = given(Speculation)
 
 
 @dataclass(frozen=True)

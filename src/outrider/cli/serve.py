@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
-from outrider.cli.options import MethodOptions, ModelOptions, given, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, given, values_given, with_groups
 from outrider.options import LISTEN, declared, flag_name
 from outrider.runner.config import RunnerConfig
 from outrider.server.config import KEYS_VARIABLE, KeyRing, ServerConfig
@@ -174,8 +174,8 @@ def serve_elsewhere(
     from outrider.types import OutriderError
 
     shared = {"host", "port", "name", "max_batch", "kv_memory"}
-    for name, value in {**asdict(listening), **asdict(limits)}.items():
-        if name not in shared and is_given(value):
+    for name in {**values_given(listening), **values_given(limits)}:
+        if name not in shared:
             raise OutriderError(
                 f"{flag_name(name)} is an option of Outrider's own server: give the engine's own options after --"
             )
@@ -203,7 +203,7 @@ def filled(options: Options, plan: Plan) -> Options:
     """Return the options, with the plan's values for those not given."""
     from outrider.engine.plan import KEYS
 
-    left = [each.name for each in fields(options) if each.name in KEYS and not is_given(getattr(options, each.name))]
+    left = KEYS.keys() & {each.name for each in fields(options)} - values_given(options).keys()
     return replace(options, **{name: plan.given(name) for name in left if plan.given(name) is not None})
 
 
@@ -211,12 +211,5 @@ def joined(plan: Plan, *groups: Any) -> Plan:
     """Return the plan, with the command line's values replacing its own."""
     from outrider.engine.plan import KEYS, Plan
 
-    given = {name: value for group in groups for name, value in asdict(filled(group, plan)).items()}
-    return Plan(
-        {name: KEYS[name].read(flag_name(name), value) for name, value in given.items() if name in KEYS and is_given(value)}
-    )
-
-
-def is_given(value: Any) -> bool:
-    """Return whether an option was given. 0 is a value (``--num-draft-tokens 0``); False is an absent flag."""
-    return value is not None and value is not False
+    given = {name: value for group in groups for name, value in values_given(filled(group, plan)).items()}
+    return Plan({name: KEYS[name].read(flag_name(name), value) for name, value in given.items() if name in KEYS})

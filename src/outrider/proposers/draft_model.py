@@ -210,8 +210,9 @@ def drafts_at_once(config: PreTrainedConfig, options: DraftOptions, draft: objec
         return False
     token = mask_token_of(config)
     if options.parallel and token is None:
+        name = draft if isinstance(draft, (str, Path)) else type(draft).__name__
         raise OutriderError(
-            f"{shown(draft)} makes one draft in a pass, because its config names no mask token ({MASK_KEYS[0]}): leave out"
+            f"{name} makes one draft in a pass, because its config names no mask token ({MASK_KEYS[0]}): leave out"
             " parallel=true, or train it further with `outrider train draft --start DRAFT --parallel 8`"
         )
     return token is not None
