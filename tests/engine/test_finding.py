@@ -159,7 +159,7 @@ def test_what_lies_beside_or_in_the_targets_folder_drafts(made, target, place, n
     source = copied(made / name, target.parent / place.format(name))
     found = chosen(target)
     assert (found.method, found.draft) == (method, str(source))
-    assert f"{source} (found {'in' if place[:6] == 'model/' else 'beside'} the target" in found.why
+    assert f"{source} (found {'in' if place[:6] == 'model/' else 'next to'} the target" in found.why
     if place == "{}":
         llm = loaded(target)
         assert llm.proposer.name == method and llm.drafter == found.why
