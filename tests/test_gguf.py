@@ -244,7 +244,7 @@ def test_what_cannot_be_run_right_is_refused_before_weights_are_read(unread, tmp
     assert "llama.attention.sliding_window=16" in changed(lambda w: w.add_sliding_window(16))
     said = changed(lambda w: w.add_tensor("blk.0.odd", np.zeros((2, 54), np.uint8), raw_dtype=Kind.TQ1_0))
     assert "tensor blk.0.odd is of type TQ1_0: supported are F32, F16, BF16, Q8_0" in said
-    assert "weights=int8 needs a checkpoint in 16 or 32 bits, got one quantised by gguf" in (
+    assert "weights=int8 needs a checkpoint in 16 or 32 bits or FP8, got one quantised by gguf" in (
         gguf_files.write(path, model, KINDS["Q8_0"]) and refusal(path, weights="int8")
     )
     writer = gguf.GGUFWriter(path, "gemma3")

@@ -134,17 +134,17 @@ def _annotation(own: Field[Any]) -> Any:
     flag: Flag = own.metadata[FLAG]
     option = declared(flag.config)[own.name]
     flags = [flag_name(own.name), *([f"-{option.letter}"] if option.letter else [])]
-    if own.default is True:
+    default = getattr(flag.config, own.name, None)
+    if default is True:  # only to switch it off
         flags = [f" /--no-{flag_name(own.name)[2:]}"]
     kind: Any = str if flag.several else option.kind.flag_type
     about = [option.help, "Several are separated by commas." if flag.several else "", flag.more]
-    default = getattr(flag.config, own.name, None)
     is_said = "(default:" in "".join(about) or own.default is not None
-    if not is_said and isinstance(default, (str, int, float)) and default is not False:
+    if not is_said and isinstance(default, (str, int, float)) and not isinstance(default, bool):
         about.append(f"(default: {default:g})." if isinstance(default, float) else f"(default: {default}).")
     text = " ".join(part for part in about if part).replace(". (default", " (default")
     panel = option.panel if flag.panel is None else flag.panel
-    return Annotated[kind | None, typer.Option(*flags, help=text, rich_help_panel=panel, show_default=own.default is not True)]
+    return Annotated[kind | None, typer.Option(*flags, help=text, rich_help_panel=panel, show_default=default is not True)]
 
 
 def read_option(config: type, name: str, value: Any) -> Any:
