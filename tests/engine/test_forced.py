@@ -9,7 +9,9 @@ import pytest
 import torch
 from toy_grammar import RuleGrammar
 
+from outrider.engine.config import uses_grammar_drafts
 from outrider.engine.forced import MAX_FORCED
+from outrider.engine.options import Speculation
 from outrider.engine.policy import FixedLength
 from outrider.proposers.base import Proposer, ScriptedProposer, chain_proposal
 from outrider.types import Context, Proposal, Request, Round, SamplingParams, Verdict
@@ -275,3 +277,18 @@ def test_sampling_params_with_a_grammar_of_ones_own() -> None:
     """The protocol is ``allowed``: nothing of a library is asked for."""
     params = SamplingParams(grammar=RuleGrammar(blocks, VOCAB, EOS))
     assert params.grammar is not None and params.grammar.matcher().allowed([5], []).sum() == 1
+
+
+@pytest.mark.parametrize(
+    ("k", "attributes", "drafts"),
+    [
+        ("auto", {"reads_text_only": True}, True),
+        ("auto", {}, False),
+        ("auto", {"max_drafts": 0}, True),
+        (4, {}, True),
+        (0, {"reads_text_only": True}, False),
+    ],
+)
+def test_a_model_drafts_forced_tokens_itself_where_its_number_of_drafts_adapts(k, attributes, drafts) -> None:
+    assert uses_grammar_drafts(Speculation(num_draft_tokens=k), Recorder(**attributes)) is drafts
+    assert not uses_grammar_drafts(Speculation(num_draft_tokens=k, grammar_drafts=False), Recorder(**attributes))
