@@ -4,44 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
-from runner.rounds import make_model, make_request, make_text, plain_logits, untouched, verdict_of
+from draft_rounds import DraftRounds
+from runner.rounds import make_model, make_request, make_text, plain_logits, untouched
 from runner.test_architectures import small_config
 from tiny_folder import make_folder, make_tokenizer
 
 from outrider.proposers.draft_model import METHOD, DraftModelProposer
 from outrider.proposers.method import Setting
 from outrider.runner import ModelRunner, RunnerConfig
-from outrider.sampling import Sampler
-from outrider.types import Context, OutriderError, SamplingParams
+from outrider.types import OutriderError, SamplingParams
 
 VOCAB = 67
 EAGER = RunnerConfig(compile="never")
 
 
-class Drafting:
+class Drafting(DraftRounds):
     """A draft model with requests under way; every proposal is held against the model's own plain forward."""
 
     def __init__(self, lengths=(3, 20, 37), target_vocab=VOCAB, config=EAGER, temperature=0.0, coupled=False, **shape):
         self.model = make_model(small_config("llama", **shape))
-        self.proposer = DraftModelProposer(ModelRunner.load(untouched(self.model), config), target_vocab)
-        self.requests = [make_request(f"r{index}", make_text(length, index, 60)) for index, length in enumerate(lengths)]
-        self.vocab, self.coupled = target_vocab, coupled
-        for request in self.requests:
-            request.params = SamplingParams(temperature=temperature)
-
-    def context(self, limits):
-        sampler = Sampler(self.requests, self.vocab, coupled=self.coupled)
-        return Context(tuple(self.requests), tuple(limits), sampler)
-
-    def propose(self, k, limits=None):
-        self.last = self.context(limits or [k] * len(self.requests))
-        self.proposal = self.proposer.propose(self.last, k)
-        return self.proposal
-
-    def commit(self, accepted, next_tokens):
-        self.proposer.commit(self.last, verdict_of([list(range(count)) for count in accepted], next_tokens))
-        for b, request in enumerate(self.requests):
-            request.token_ids += [*self.proposal.token_ids[b, : accepted[b]].tolist(), next_tokens[b]]
+        proposer = DraftModelProposer(ModelRunner.load(untouched(self.model), config), target_vocab)
+        super().__init__(proposer, lengths, target_vocab, SamplingParams(temperature=temperature), coupled)
 
     def logits(self, text):
         """[Vt]: the draft model's own, in the target's vocabulary."""

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runner.rounds import OPERATORS, force, make_model, make_request, make_text, plain_logits, untouched, verdict_of
+from draft_rounds import DraftRounds
+from runner.rounds import OPERATORS, force, make_model, make_request, make_text, plain_logits, untouched
 from runner.test_architectures import small_config
 from tiny_folder import letter_tokenizer, make_folder, make_tokenizer
 from tiny_hybrids import hybrid, noisy
@@ -21,8 +22,7 @@ from outrider.proposers.method import Setting
 from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.parallel_draft import ParallelDraft, mask_token_of
-from outrider.sampling import Sampler
-from outrider.types import Context, OutriderError, SamplingParams
+from outrider.types import OutriderError, SamplingParams
 
 VOCAB, MASK = 67, 61
 EAGER = RunnerConfig(compile="never")
@@ -30,30 +30,13 @@ GREEDY = SamplingParams()
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2}
 
 
-class Drafting:
+class Drafting(DraftRounds):
     """A parallel draft with requests under way; every proposal is compared with plain forwards over masks."""
 
     def __init__(self, lengths=(3, 20, 37), params=GREEDY, coupled=False, config=EAGER, **shape):
         self.model = make_model(small_config("llama", pard_token=MASK, **shape))
         self.draft = ParallelDraft.load(untouched(self.model), config)
-        self.proposer = DraftModelProposer(self.draft, VOCAB)
-        self.requests = [make_request(f"r{index}", make_text(length, index, 60)) for index, length in enumerate(lengths)]
-        self.coupled = coupled
-        for request in self.requests:
-            request.params = params
-
-    def sampler(self):
-        return Sampler(self.requests, VOCAB, coupled=self.coupled)
-
-    def propose(self, k, limits=None):
-        self.last = Context(tuple(self.requests), tuple(limits or [k] * len(self.requests)), self.sampler())
-        self.proposal = self.proposer.propose(self.last, k)
-        return self.proposal
-
-    def commit(self, accepted, next_tokens):
-        self.proposer.commit(self.last, verdict_of([list(range(count)) for count in accepted], next_tokens))
-        for b, request in enumerate(self.requests):
-            request.token_ids += [*self.proposal.token_ids[b, : accepted[b]].tolist(), next_tokens[b]]
+        super().__init__(DraftModelProposer(self.draft, VOCAB), lengths, VOCAB, params, coupled)
 
     def logits(self, b, k):
         """[k, V]: after the text and after each of k - 1 masks, from one forward without a cache."""

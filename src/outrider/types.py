@@ -170,8 +170,7 @@ class Proposal:
     probs: Tensor | None = None  # [B, N, V] float32; None: every draft is a point mass
     parents: Tensor | None = None  # [B, N] int64; None: a chain
     partial_pass: PartialPass | None = None  # where the target's own first layers drafted
-    forced: Tensor | None = None
-    # [B, N] bool, on the CPU: drafts that a grammar leaves no choice about; None: there are none. Set by the engine alone
+    forced: Tensor | None = None  # [B, N] bool, on the CPU: drafts that a grammar determines; set by the engine only
 
     @staticmethod
     def empty(batch: int, device: torch.device | str = "cpu") -> Proposal:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from outrider.engine import Emission, Engine, GenerationStats, LengthPolicy, Observation, Scheduler
-from outrider.engine.config import build_verifiers, eos_token_ids
+from outrider.engine.config import build_verifiers, eos_token_ids, uses_grammar_drafts
 from outrider.engine.detokenizer import DetokenizerFactory
 from outrider.types import OutriderError, Request, Round, SamplingParams
 
@@ -32,9 +32,8 @@ def engine_for(llm: LLM, proposer: Proposer, policy: LengthPolicy) -> Engine:
     make_detokenizer = DetokenizerFactory(tokenizer) if tokenizer is not None else None
     scheduler = Scheduler(1, runner.max_len, sorted(eos_token_ids(runner, tokenizer)), make_detokenizer)
     asked = llm.speculation
-    return Engine(
-        runner, proposer, build_verifiers(asked), policy, scheduler, asked.same_text, grammar_drafts=asked.grammar_drafts
-    )
+    grammar_drafts = uses_grammar_drafts(asked, proposer)
+    return Engine(runner, proposer, build_verifiers(asked), policy, scheduler, asked.same_text, grammar_drafts)
 
 
 @dataclass

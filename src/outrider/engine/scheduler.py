@@ -35,7 +35,7 @@ class Entry:
     stop_ids: frozenset[int]
     detokenizer: Detokenizer | None
     scanner: StopScanner | None  # only with stop strings
-    client: str = ""
+    client: str = ""  # empty: no other client can come
     fork_of: str | None = None  # request with the same prompt, whose cache is copied
     state: State = State.WAITING
     finish_reason: str | None = None
@@ -115,11 +115,11 @@ class Scheduler:
     def admit(self, fits: Callable[[Entry], bool]) -> list[Entry]:
         """Move waiting requests to free places, in order, until one does not fit.
 
-        A named client holds at most so many places for each free one, so that one of its calls with many samples leaves room
-        for the others (dynamic thresholds: Choudhury, Hahne 1998).
+        A named client holds at most ``PLACES_PER_FREE_ONE`` places for each free one, so that a call with many samples leaves
+        room for other clients (dynamic thresholds: Choudhury, Hahne 1998).
         """
         admitted: list[Entry] = []
-        if len(self.running) == self.max_batch:
+        if len(self.running) == self.max_batch or not len(self.waiting):
             return admitted
         held = Counter([entry.client for entry in self.running])
         for entry in list(self.waiting):

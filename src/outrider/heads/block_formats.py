@@ -17,31 +17,27 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 
 from outrider.heads.block import BlockHead, BlockShape
-from outrider.heads.checkpoint import BLOCK, TargetSizes, fill, find_folder, kind_of, read_folder, write_folder
+from outrider.heads.checkpoint import (
+    BLOCK,
+    LAYER_KEYS,
+    TargetSizes,
+    check_sections,
+    fill,
+    find_folder,
+    kind_of,
+    made,
+    offsets_to_ids,
+    read_folder,
+    write_folder,
+)
 from outrider.heads.own_tables import has_own_table
 from outrider.runner.loading import check_sizes
-from outrider.types import OutriderError, first_line
+from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
 # A confidence head says how many drafts to verify; here what was accepted says it.
 IGNORED = (r"^t2d$", r"^verifier_", r"rotary_emb\.", r"^confidence_head\.")
-LAYER_KEYS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "max_position_embeddings",
-    "vocab_size",
-    "attention_bias",
-    "hidden_act",
-)
 MAPPINGS = ("d2t", "t2d")  # between the target's vocabulary and a reduced one
 SECTIONS = ("transformer_layer_config", "dflash_config", "outrider")  # nested configs
 SPECULATORS = ("dflash", "dspark")
@@ -72,16 +68,9 @@ def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None 
         if "d2t" not in tensors:
             has_own_table(tensors, "lm_head.weight", model.get_output_embeddings())
     shape = _shape(config, layer, tensors, target, str(source))
-    try:
-        head = BlockHead(shape)
-    except KeyError as error:  # from transformers' tables
-        raise OutriderError(f"{source}: unknown activation or rotary type {error} in config.json") from error
-    except Exception as error:  # wrong values fail in more ways than can be listed
-        raise OutriderError(f"{source}: no head can be made of its config: {first_line(error)}") from error
+    head = made(lambda: BlockHead(shape), source)
     head.check_fit(target)
-    offsets = tensors.pop("d2t", None)
-    if offsets is not None:
-        tensors["draft_ids"] = offsets.long() + torch.arange(len(offsets))
+    offsets_to_ids(tensors)
     fill(head, tensors, source, IGNORED, lambda name: "d2t" if name == "draft_ids" else name)
     head.check_draft_ids(target)
     return head.eval().requires_grad_(False)
@@ -101,9 +90,7 @@ def is_head(folder: Path, target: TargetSizes) -> bool:
 
 def _check_kind(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> None:
     """Raise ``OutriderError`` for other heads, and for features that are not supported."""
-    odd = [key for key in SECTIONS if not isinstance(config.get(key) or {}, dict)]
-    if odd:
-        raise OutriderError(f"{source}: {odd[0]} in config.json must be an object, got a {type(config[odd[0]]).__name__}")
+    check_sections(config, SECTIONS, source)
     found = next(((name, what) for mark, what in UNSUPPORTED.items() for name in tensors if re.search(mark, name)), None)
     if found is not None:
         raise OutriderError(f"{source} needs {found[1]} ({found[0]}), which is not supported: use a DFlash or DSpark head")
@@ -176,7 +163,7 @@ def _layers(layer: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab_size:
         "num_attention_heads": ("layers.0.self_attn.q_proj.weight", dim),
         "num_key_value_heads": ("layers.0.self_attn.k_proj.weight", dim),
     }
-    given = {key: layer[key] for key in LAYER_KEYS if layer.get(key) is not None}
+    given = {key: layer[key] for key in (*LAYER_KEYS, "num_hidden_layers", "attention_bias") if layer.get(key) is not None}
     for key, (name, unit) in measured.items():
         if key not in given and name in tensors:
             given[key] = tensors[name].shape[0] // unit

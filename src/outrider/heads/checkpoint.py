@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -24,9 +24,25 @@ from outrider.types import OutriderError, first_line
 
 logger = logging.getLogger(__name__)
 
+Head = TypeVar("Head", bound=nn.Module)
+
 SUFFIXES = (".safetensors", ".bin", ".pt")
 FILES = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+LAYER_KEYS = (  # of a config: what describes a head's layers, whatever their kind
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "max_position_embeddings",
+    "vocab_size",
+    "hidden_act",
+)
 
 
 class TargetSizes(Protocol):
@@ -221,6 +237,34 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, folder / "model.safetensors",
               metadata={"format": "pt"})  # fmt: skip
+
+
+def check_sections(config: Mapping[str, Any], sections: Sequence[str], source: object) -> None:
+    """Raise ``OutriderError`` if one of the nested configs is there and not an object."""
+    for key in sections:
+        if not isinstance(config.get(key) or {}, dict):
+            raise OutriderError(f"{source}: {key} in config.json must be an object, got a {type(config[key]).__name__}")
+
+
+def made(make: Callable[[], Head], source: object) -> Head:
+    """Return the head that ``make`` builds from a checkpoint's config. Raises ``OutriderError`` where that fails."""
+    try:
+        return make()
+    except KeyError as error:  # from transformers' tables
+        raise OutriderError(f"{source}: unknown activation or rotary type {error} in config.json") from error
+    except Exception as error:  # wrong values fail in more ways than can be listed
+        raise OutriderError(f"{source}: no head can be made of its config: {first_line(error)}") from error
+
+
+def offsets_to_ids(tensors: dict[str, Tensor]) -> bool:
+    """Replace ``d2t``, the distance of each token of a reduced vocabulary to the target's, by ``draft_ids``, in place.
+
+    Return whether it is there.
+    """
+    offsets = tensors.pop("d2t", None)
+    if offsets is not None:
+        tensors["draft_ids"] = offsets.long() + torch.arange(len(offsets))
+    return offsets is not None
 
 
 def fill(

@@ -16,30 +16,24 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from outrider.heads.checkpoint import fill, find_folder, read_folder, write_folder
+from outrider.heads.checkpoint import (
+    LAYER_KEYS,
+    check_sections,
+    fill,
+    find_folder,
+    made,
+    offsets_to_ids,
+    read_folder,
+    write_folder,
+)
 from outrider.heads.eagle import EagleHead, EagleShape, default_hidden_states
 from outrider.runner.loading import check_sizes
-from outrider.types import OutriderError, first_line
+from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
 IGNORED = (r"^t2d$", r"^verifier_", r"rotary_emb\.", r"^mask_hidden$")
 OUT_BIAS = "layers.0.self_attn.o_proj.bias"
-LAYER_KEYS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "max_position_embeddings",
-    "vocab_size",
-    "mlp_bias",
-    "hidden_act",
-)
 # Llama's layer, except for what the weights show: attention biases are read, norms within a head are refused by name.
 LLAMA_LIKE = ("llama", "eagle", "qwen2", "qwen3")
 SECTIONS = ("transformer_layer_config", "model", "eagle_config", "outrider")  # nested configs
@@ -54,9 +48,7 @@ def load(source: str | Path, num_layers: int, vocab_size: int, target_hidden_siz
     if kind not in (None, "eagle3"):
         raise OutriderError(f"unsupported speculators head {kind!r} in {source}: expected eagle3")
     tensors = {_plain_name(name): tensor for name, tensor in tensors.items()}
-    odd = [key for key in SECTIONS if not isinstance(config.get(key) or {}, dict)]
-    if odd:
-        raise OutriderError(f"{source}: {odd[0]} in config.json must be an object, got a {type(config[odd[0]]).__name__}")
+    check_sections(config, SECTIONS, source)
     layer = config.get("transformer_layer_config") or config.get("model") or config
     if "fc.weight" not in tensors:
         raise OutriderError(f"{source} is not an EAGLE head: fc.weight is missing")
@@ -70,16 +62,8 @@ def load(source: str | Path, num_layers: int, vocab_size: int, target_hidden_siz
         shape = _shape_of_generation_1(tensors, llama, num_layers)
         # The output head is the target's; a stored one is a copy.
         tensors = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
-    try:
-        head = EagleHead(shape)
-    except KeyError as error:  # from transformers' tables
-        raise OutriderError(f"{source}: unknown activation or rotary type {error} in config.json") from error
-    except Exception as error:  # wrong values fail in more ways than can be listed
-        raise OutriderError(f"{source}: no head can be made of its config: {first_line(error)}") from error
-    offsets = tensors.pop("d2t", None)
-    if offsets is not None:
-        tensors["draft_ids"] = offsets.long() + torch.arange(len(offsets))
-    elif shape.draft_vocab_size < vocab_size:
+    head = made(lambda: EagleHead(shape), source)
+    if not offsets_to_ids(tensors) and shape.draft_vocab_size < vocab_size:
         raise OutriderError(f"{source} drafts {shape.draft_vocab_size} of {vocab_size} tokens, but the mapping d2t is missing")
     fill(head, tensors, source, IGNORED)
     return head.eval().requires_grad_(False)
@@ -93,7 +77,7 @@ def _plain_name(name: str) -> str:
 
 def _llama(layer: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int) -> LlamaConfig:
     """Return the config of the head's layers. Their number is counted in the weights; some configs have the target's."""
-    given = {key: layer[key] for key in LAYER_KEYS if layer.get(key) is not None}
+    given = {key: layer[key] for key in (*LAYER_KEYS, "mlp_bias") if layer.get(key) is not None}
     given["attention_bias"] = "layers.0.self_attn.q_proj.bias" in tensors  # configs call it qkv_bias or omit it
     numbers = [int(found[1]) for found in (re.match(r"layers\.(\d+)\.", name) for name in tensors) if found]
     try:

@@ -42,8 +42,8 @@ _library.define("embed_blocks(Tensor token_ids, Tensor packed, int inputs) -> Te
 class Form:
     """What blocks consist of: one of ``CODES``, one of ``NUMBERS`` for scales and for offsets, and scales per 32 inputs.
 
-    Offsets "zeros" are integers that are subtracted from codes before these are scaled; "products" are integers that are
-    multiplied with a base in float16 of each output and 256 inputs, which stand before the blocks of a panel.
+    Offsets of kind "zeros" are integers, subtracted from the codes before scaling. Numbers of kind "products" are integers
+    times a float16 base; each output has one base per 256 inputs, and the bases precede the blocks of a panel.
     """
 
     codes: str

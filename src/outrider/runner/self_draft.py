@@ -28,9 +28,7 @@ class SelfDraft:
     def __init__(self, runner: ModelRunner, passes: PassRunner | None = None, depth: int | None = None) -> None:
         """``depth``: draft with the first layers and the head; else ``passes``: of another form of the weights."""
         self._runner, self._depth = runner, depth
-        self.drafts_ahead = (
-            runner.max_drafts is None
-        )  # states that drafting reads past the committed tokens are the target's own
+        self.drafts_ahead = runner.max_drafts is None  # recurrent layers: the target's states end at the committed tokens
         self.passes = passes or runner.passes
         self._layers = () if depth is None else (behind(depth),)
         self._span = LayerSpan(0, depth)

@@ -40,9 +40,8 @@ class Gptq:
 
     def read(self, layer: LayerTensors) -> QuantizedWeight:
         rows = layer.rows("qweight") * 32
-        bits = next(
-            (bits for bits in ONES if rows == layer.inputs * bits), self.bits
-        )  # some layers may have more than the config's
+        # Some layers may have more bits than the config says.
+        bits = next((bits for bits in ONES if rows == layer.inputs * bits), self.bits)
         words = layer.get("qweight", (torch.int32,), [layer.inputs * bits // 32, layer.outputs])
         groups = layer.rows("scales")
         group = layer.group(groups, self.group_size)
