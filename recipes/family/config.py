@@ -71,7 +71,7 @@ PRESETS = {
         vocab=6144,
         target=Shape(hidden=256, layers=14, heads=4, kv_heads=2, intermediate=768),
         draft=Shape(hidden=192, layers=2, heads=3, kv_heads=1, intermediate=512),
-        target_plan=Plan(150_000_000, 8192, ((0.7, 256), (0.95, 512), (1.0, 1024)), decay=0.3),
+        target_plan=Plan(150_000_000, 8192, ((0.88, 256), (0.97, 512), (1.0, 1024)), decay=0.3),
         loops_plan=Plan(4_000_000, 8192, ((1.0, 512),), muon_lr=0.002, adam_lr=0.0004, warmup=0.02, decay=0.5),
         draft_plan=Plan(20_000_000, 4096, ((1.0, 256),), minutes=40, muon_lr=0.01, adam_lr=0.0025, warmup=0.02),
         layer_skip=LayerSkip(exit_scale=0.5, exit_share=0.25, from_scratch=True, whole_steps=True, grow_at=0.55),
