@@ -232,6 +232,14 @@ def dflash(
             rich_help_panel=WHAT,
         ),
     ] = 0,
+    selector_rank: Annotated[
+        int,
+        typer.Option(
+            help="DFlash 2: rank of a path selector over the 16 likeliest tokens of each draft, such as 256; adds short"
+            " convolutions to the layers.",
+            rich_help_panel=WHAT,
+        ),
+    ] = 0,
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
@@ -242,10 +250,13 @@ def dflash(
     check(layers=layers)
     if block_size < 2:
         raise OutriderError(f"invalid --block-size {block_size}: expected at least 2")
-    if markov_rank < 0:
-        raise OutriderError(f"invalid --markov-rank {markov_rank}: expected at least 0")
+    for name, rank in (("--markov-rank", markov_rank), ("--selector-rank", selector_rank)):
+        if rank < 0:
+            raise OutriderError(f"invalid {name} {rank}: expected at least 0")
+    if markov_rank and selector_rank:
+        raise OutriderError("--markov-rank and --selector-rank exclude each other: give one of them")
     states = parse_list("--hidden-states", hidden_states, int) if hidden_states is not None else None
-    run = BlockRun(block_size, layers, states, markov_rank)
+    run = BlockRun(block_size, layers, states, markov_rank, selector_rank)
     done(train_block(bench_of(text, out), out, plan_of(length), run), f"--method dflash --draft {out}")
 
 

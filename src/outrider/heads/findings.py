@@ -69,7 +69,7 @@ def of_block(folder: Path, target: ModelRunner) -> Iterator[Finding]:
         yield Finding("suspicious", "layers", f"{said}, assumed because its config does not name them")
     else:
         yield Finding("ok", "layers", said)
-    kind = "each by the one before" if shape.markov_rank else "each by itself"
+    kind = "each by the one before" if shape.in_order else "each by itself"
     yield Finding("ok", "block", f"at most {shape.max_drafts} drafts in one pass, {kind}; mask token {shape.mask_token_id}")
     measured = (config.get("outrider") or {}).get("acceptance_by_position")
     if measured:
