@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from outrider.heads.checkpoint import TargetSizes, fill, find_folder, made, read_folder, tensor_names
 from outrider.heads.feature_head import Rotation
@@ -26,7 +26,7 @@ from outrider.heads.rollout_head import RolloutHead
 from outrider.runner import ModelRunner, attention
 from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.kv_cache import CacheShape, LayerShape
-from outrider.runner.loading import load_config, model_class, text_config
+from outrider.runner.loading import load_config, text_config
 from outrider.runner.survey import without_weights
 from outrider.types import UNSAID, OutriderError
 
@@ -38,15 +38,14 @@ TABLE = "model.embed_tokens.weight"
 class AssistantHead(RolloutHead):
     """The assistant's modules, with new weights. ``stored``: by kind of layer, what the target stores for it."""
 
-    def __init__(self, model: PreTrainedModel, stored: dict[str, LayerShape]) -> None:
-        """``model``: the assistant on the meta device."""
+    def __init__(self, config: Any, decoder: Any, stored: dict[str, LayerShape]) -> None:
+        """``config``: the assistant's; ``decoder``: its layers on the meta device, which become the head's."""
         super().__init__()
-        config: Any = model.config
-        self.text, self._stored, decoder = text_config(model), stored, model.get_decoder()
+        self.text, self._stored = decoder.config, stored
         hidden, self.target_hidden_size = int(self.text.hidden_size), int(config.backbone_hidden_size)
         self.pre_projection = nn.Linear(2 * self.target_hidden_size, hidden, bias=False)
         self.post_projection = nn.Linear(hidden, self.target_hidden_size, bias=False)
-        self.layers, self.norm = (copy.deepcopy(each).to_empty(device="cpu") for each in (decoder.layers, decoder.norm))
+        self.layers, self.norm = (each.to_empty(device="cpu") for each in (decoder.layers, decoder.norm))
         self.rotary_emb: nn.Module = type(decoder.rotary_emb)(self.text)
         self.num_clusters = int(config.centroid_intermediate_top_k) if config.use_ordered_embeddings else 0
         if self.num_clusters:
@@ -201,8 +200,7 @@ def load(source: str | Path, target: ModelRunner) -> AssistantHead:
         raise OutriderError(f"{target.name} attends by code of its own, which an assistant cannot read the KV cache of")
     places = {kind: target.cache.shape.places[layer] for kind, layer in sources_of(target).items()}
     stored = {kind: target.cache.shape.kinds[place[0]][0] for kind, place in places.items() if place is not None}
-    model = without_weights(config, model_class(config))
-    head = made(lambda: AssistantHead(model, stored), source)
+    head = made(lambda: AssistantHead(config, _decoder(config), stored), source)
     head.check_fit(target)
     fill(head, {_own_name(name, head): tensor for name, tensor in tensors.items()}, source, IGNORED, _stored_name)
     if head.num_clusters:
@@ -210,6 +208,18 @@ def load(source: str | Path, target: ModelRunner) -> AssistantHead:
         if not torch.equal(order.sort().values, torch.arange(len(order))):
             raise OutriderError(f"{source}: masked_embedding.token_ordering must hold each of the {len(order)} tokens once")
     return head.eval().requires_grad_(False)
+
+
+def _decoder(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the assistant's layers without weights.
+
+    transformers 5.23 cannot make them: its config refuses models all of whose layers read keys and values of others.
+    """
+    text = copy.deepcopy(text_config(config))
+    kind = MODEL_MAPPING[type(text)]
+    reading = property(lambda own: ["reuse"] * own.num_hidden_layers)
+    text.__class__ = type(type(text).__name__, (type(text),), {"kv_sharing_modes": reading})
+    return without_weights(text, kind)
 
 
 def sources_of(target: ModelRunner) -> dict[str, int]:
