@@ -1,4 +1,4 @@
-"""Gemma 4's assistants compute what transformers' class does over the same keys and values, and draft without changing texts."""
+"""Gemma 4's assistants compute what transformers' class does over the same keys and values, and leave texts as they are."""
 
 from __future__ import annotations
 

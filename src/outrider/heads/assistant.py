@@ -2,8 +2,8 @@
 transformers' ``gemma4_assistant``).
 
 The input is the embedding of a token and the target's last feature before it. The layers compute queries alone; keys and values
-are those of committed tokens that the target's last layer of the same kind has stored, so an assistant has no KV cache and drafts
-do not see each other. All drafts have the position of the last committed token. A projection of the output stands for the
+are those of committed tokens, stored by the target's last layer of the same kind, so an assistant has no KV cache and drafts do
+not see each other. All drafts have the position of the last committed token. A projection of the output stands for the
 target's next feature. With ordered embeddings, logits are computed for the tokens of the likeliest clusters only.
 """
 
@@ -24,7 +24,7 @@ from outrider.heads.feature_head import Rotation
 from outrider.heads.head_runner import RolloutRunner
 from outrider.heads.rollout_head import RolloutHead
 from outrider.runner import ModelRunner, attention
-from outrider.runner.attention import PassLayout, active_pass
+from outrider.runner.attention import PassLayout
 from outrider.runner.kv_cache import CacheShape, LayerShape
 from outrider.runner.loading import load_config, text_config
 from outrider.runner.survey import without_weights
@@ -108,7 +108,7 @@ class AssistantHead(RolloutHead):
             for kind, shape in self._stored.items()
         }
         for layer in self.layers:
-            kind = layer.self_attn.layer_type  # type: ignore[union-attr]
+            kind = _kind_of(layer)
             out = layer(out, shared_kv_states=none, position_embeddings=rotations[kind], position_ids=position_ids)
         normed: Tensor = self.norm(out)
         return normed
@@ -134,7 +134,7 @@ class AssistantRunner(RolloutRunner):
     def __init__(self, head: AssistantHead, target: ModelRunner, bits: int | None = None) -> None:
         super().__init__(head, target, bits)
         sources, self._target_cache = sources_of(target), target.cache
-        self._places = tuple(target.cache.shape.places[sources[layer.self_attn.layer_type]] for layer in head.layers)  # type: ignore[union-attr]
+        self._places = tuple(target.cache.shape.places[sources[_kind_of(layer)]] for layer in head.layers)
 
     @torch.inference_mode()
     def extend(
@@ -228,6 +228,11 @@ def sources_of(target: ModelRunner) -> dict[str, int]:
     kinds: list[str] = list(getattr(text, "layer_types", None) or ())
     num_own = target.num_layers - int(getattr(text, "num_kv_shared_layers", None) or 0)
     return {kind: layer for layer, kind in enumerate(kinds[:num_own])}
+
+
+def _kind_of(layer: Any) -> str:
+    kind: str = layer.self_attn.layer_type
+    return kind
 
 
 def _check_weights(tensors: dict[str, Tensor], source: object) -> None:

@@ -114,7 +114,7 @@ class BlockAttention(nn.Module):
 class GroupedConv(nn.Module):
     """Convolutions over the tokens of a block, before and after a sublayer.
 
-    A coefficient is a learned one for its channel plus one for its group of channels that is computed from the sublayer's input.
+    A coefficient is a learned one of its channel plus one of its group of channels, computed from the sublayer's input.
     Tokens before the block count as zero.
     """
 
@@ -280,6 +280,7 @@ class BlockHead(FeatureHead):
     def logits(self, out: Tensor) -> Tensor:
         """Map [..., H] to logits [..., Vd] for ``logits_after``."""
         scale, cap = self.shape.output_scale, self.shape.softcap
+        logits: Tensor
         if self.shape.own_output:
             logits = self.lm_head(out)
         else:  # a config that names the post-processing names all of it

@@ -3,8 +3,8 @@
 DFlash (arXiv 2602.06036): after random positions of a text, the anchors, a block each is predicted in one pass over the whole
 row; earlier drafts of a block count more, since a draft is of use only if all before it are accepted: draft j >= 0 weighs
 exp(-j / gamma). The label is the target's distribution after the true tokens before it. DSpark (arXiv 2607.05147) trains its
-bias by the token before on the same blocks. DFlash 2's objective is unpublished: as in NVIDIA's NeMo Automodel, a second term of
-the same weights is the cross entropy of the path selector's scores of the candidates after the true token before.
+bias by the token before on the same blocks. DFlash 2's objective is unpublished: as in NVIDIA's NeMo Automodel, a second term
+of the same weights is the cross entropy of the path selector's scores of the candidates after the true token before.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ def new_block(runner: ModelRunner, sizes: BlockSizes, mask_token_id: int) -> Blo
     return head.to(runner.device)
 
 
-def _second(rank: int, hidden_size: int, vocab_size: int) -> dict[str, int]:
+def _second(rank: int, hidden_size: int, vocab_size: int) -> dict[str, Any]:
     """Return what makes a head DFlash 2's, with the sizes of z-lab's heads as far as the target allows."""
     return {
         "conv_taps": 2,
