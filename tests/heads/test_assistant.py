@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from toy import outputs_of
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
 
 from outrider import LLM, SamplingParams
+from outrider.engine.finding import choices, known_drafters
 from outrider.heads import assistant
 from outrider.heads.assistant import AssistantRunner
 from outrider.heads.checkpoint import MTP, kinds_of
@@ -208,6 +210,15 @@ def test_a_folder_is_recognised_for_its_target_alone(model, folder, tmp_path):
     with pytest.raises(OutriderError, match=r"pre_projection.weight has shape \[16, 64\], expected 96 inputs"):
         PROPOSERS.get("mtp").recognise(folder, TargetFiles.read("t", tmp_path / "wide"))
     assert PROPOSERS.get("draft").recognise(folder, TargetFiles.read("t", tmp_path / "target")) is None
+
+
+def test_it_is_found_next_to_its_target(model, folder, tmp_path):
+    model.save_pretrained(tmp_path / "gemma-4-E2B-it")
+    shutil.copytree(folder, tmp_path / "gemma-4-E2B-it-assistant")
+    files = TargetFiles.read("gemma-4-E2B-it", tmp_path / "gemma-4-E2B-it")
+    found = next(choices(files, None, {}))
+    assert (found.method, found.draft) == ("mtp", str(tmp_path / "gemma-4-E2B-it-assistant"))
+    assert known_drafters(files) == ["google/gemma-4-E2B-it-assistant"]
 
 
 def changed(change):
