@@ -131,11 +131,11 @@ def test_the_steps_of_training_are_those_of_drafting(kind, runner, cache):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("markov_rank", [0, 4])
-def test_the_blocks_of_training_are_those_of_drafting(markov_rank, runner, cache):
+@pytest.mark.parametrize("markov_rank, selector_rank", [(0, 0), (4, 0), (0, 4)])
+def test_the_blocks_of_training_are_those_of_drafting(markov_rank, selector_rank, runner, cache):
     """What the head puts out after an anchor within a row is what the runner drafts after that text."""
     torch.manual_seed(3)
-    head = shapes.new_block(runner, shapes.BlockSizes((2, 3), 2, 6, markov_rank), 319)
+    head = shapes.new_block(runner, shapes.BlockSizes((2, 3), 2, 6, markov_rank, selector_rank), 319)
     head.shape = replace(head.shape, windows=(0, 7), causal_windows=True)
     for attention in head.attentions:
         attention.window = head.shape.windows[attention.layer_idx]
@@ -186,8 +186,9 @@ def job(kind, runner, cache, folder, steps=6):
     elif kind == "mtp":
         head = shapes.new_mtp(runner)
         loss = RolloutLoss(head, cache, LAYERS, 2)
-    elif kind == "dflash":
-        head = shapes.new_block(runner, shapes.BlockSizes((2, 3), 2, 4, markov_rank=4), 319)
+    elif kind in ("dflash", "dflash2"):
+        rank = {"markov_rank" if kind == "dflash" else "selector_rank": 4}
+        head = shapes.new_block(runner, shapes.BlockSizes((2, 3), 2, 4, **rank), 319)
         loss = BlockLoss(head, cache, LAYERS)
     else:
         ids = shapes.frequent_tokens(cache.read(range(cache.num_rows))[0], runner.vocab_size, 60) if kind == "eagle3" else None
@@ -198,7 +199,7 @@ def job(kind, runner, cache, folder, steps=6):
     return Job(kind, head, CachedRows(cache), loss, plan, folder)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp", "dflash"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp", "dflash", "dflash2"])
 def test_a_run_that_is_interrupted_ends_with_the_same_weights(kind, runner, cache, tmp_path):
     whole = Trainer(job(kind, runner, cache, tmp_path / "whole"))
     assert whole.run()
@@ -210,7 +211,7 @@ def test_a_run_that_is_interrupted_ends_with_the_same_weights(kind, runner, cach
     assert [point["loss"] for point in whole.curve] == [point["loss"] for point in resumed.curve]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp", "dflash"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp", "dflash", "dflash2"])
 def test_a_head_learns_what_the_target_says(kind, runner, rows, cache, tmp_path):
     trainer = Trainer(job(kind, runner, cache, tmp_path, steps=25))
     assert trainer.run()
@@ -227,9 +228,10 @@ def test_a_trained_head_is_written_with_what_was_measured_and_drafts(kind, folde
     elif kind == "mtp":
         assert train_mtp(bench, tmp_path / "out", how, MtpRun(2))
     elif kind == "dflash":
-        assert train_block(bench, tmp_path / "out", how, BlockRun(4, layers=2))
+        assert train_block(bench, tmp_path / "out", how, BlockRun(4, layers=2, selector_rank=4))
         config = json.loads((tmp_path / "out" / "config.json").read_text())
         assert len(config["outrider"]["acceptance_by_position"]) == 3
+        assert config["architectures"] == ["DFlash2DraftModel"] and config["dflash_config"]["selector_rank"] == 4
         assert config["dflash_config"]["target_layer_ids"] == [1, 3]
     else:
         formats = ("native",) if kind == "eagle1" else ("native", "speculators")

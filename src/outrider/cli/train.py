@@ -205,6 +205,27 @@ def mtp(
     done(train_mtp(bench_of(text, out), out, how, MtpRun(steps, start, layout)), f"--method mtp --draft {out}")
 
 
+@dataclass(frozen=True)
+class PairOptions:
+    """Options of what makes a draft of a block depend on the one before."""
+
+    markov_rank: Annotated[
+        int,
+        typer.Option(
+            help="DSpark: rank of a bias on the logits by the token before, such as 256; a block then has one draft more.",
+            rich_help_panel=WHAT,
+        ),
+    ] = 0
+    selector_rank: Annotated[
+        int,
+        typer.Option(
+            help="DFlash 2: rank of a path selector over the 16 likeliest tokens of each draft, such as 256; adds short"
+            " convolutions to the layers.",
+            rich_help_panel=WHAT,
+        ),
+    ] = 0
+
+
 @with_groups
 def dflash(
     *,
@@ -225,13 +246,7 @@ def dflash(
             rich_help_panel=WHAT,
         ),
     ] = None,
-    markov_rank: Annotated[
-        int,
-        typer.Option(
-            help="DSpark: rank of a bias on the logits by the token before, such as 256; a block then has one draft more.",
-            rich_help_panel=WHAT,
-        ),
-    ] = 0,
+    pairs: PairOptions,
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
@@ -242,10 +257,13 @@ def dflash(
     check(layers=layers)
     if block_size < 2:
         raise OutriderError(f"invalid --block-size {block_size}: expected at least 2")
-    if markov_rank < 0:
-        raise OutriderError(f"invalid --markov-rank {markov_rank}: expected at least 0")
+    for name, rank in (("--markov-rank", pairs.markov_rank), ("--selector-rank", pairs.selector_rank)):
+        if rank < 0:
+            raise OutriderError(f"invalid {name} {rank}: expected at least 0")
+    if pairs.markov_rank and pairs.selector_rank:
+        raise OutriderError("--markov-rank and --selector-rank exclude each other: give one of them")
     states = parse_list("--hidden-states", hidden_states, int) if hidden_states is not None else None
-    run = BlockRun(block_size, layers, states, markov_rank)
+    run = BlockRun(block_size, layers, states, pairs.markov_rank, pairs.selector_rank)
     done(train_block(bench_of(text, out), out, plan_of(length), run), f"--method dflash --draft {out}")
 
 

@@ -78,7 +78,9 @@ BLOCK = DraftKind(
     "a block drafter",
     r"^((model|draft_model)\.)?(hidden_norm\.weight|markov_head\.|candidate_selector\.|layers\.[1-9]\d*\.self_attn\.q_norm\.weight)",
 )
-MTP = DraftKind("mtp", "an MTP head", r"^mtp\.|\bmtp_layers\.0\.|\.(eh_proj|enorm|hnorm|shared_head)\.")
+MTP = DraftKind(
+    "mtp", "an MTP head", r"^mtp\.|\bmtp_layers\.0\.|\.(eh_proj|enorm|hnorm|shared_head)\.|^pre_projection\.weight$"
+)
 
 
 def find_folder(source: str | Path) -> Path:
@@ -113,6 +115,8 @@ def kinds_of(folder: Path) -> list[DraftKind]:
     except Exception:  # broken files are reported when they are loaded
         return []
     kinds = (MEDUSA, BLOCK, EAGLE, MODEL, MTP)  # heads may come with an embedding of their own, models with a head
+    if "pre_projection.weight" in names:  # Gemma 4's assistant, which has an embedding and layers as a model has
+        return [MTP]
     found = [kind for kind in kinds if any(re.search(kind.mark, name) for name in names)]
     if BLOCK in found and EAGLE not in found:  # without their projection of features these are layers of any model
         found.remove(BLOCK)

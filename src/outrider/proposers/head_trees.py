@@ -57,6 +57,7 @@ class HeadProposer(Proposer):
     """Drafts with a head over the target's features, which has its own KV cache."""
 
     drafts_trees = True
+    runner: type[RolloutRunner] = RolloutRunner
 
     def __init__(self, head: RolloutHead, target: ModelRunner, config: TreeConfig) -> None:
         """Raise ``OutriderError`` for a head that does not fit the target."""
@@ -64,7 +65,7 @@ class HeadProposer(Proposer):
         if not target.takes_trees:  # one path would be left of any tree
             config = replace(config, top_k=1, acceptance=config.acceptance[:1])
         self.needs_hidden = head.hidden_states
-        self.head = RolloutRunner(head, target, config.bits)
+        self.head = self.runner(head, target, config.bits)
         self.max_drafts = config.max_depth
         self._config, self._vocab_size = config, target.vocab_size
         self._sizes = TreeSizes(target, config.max_nodes)

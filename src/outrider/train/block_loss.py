@@ -3,7 +3,8 @@
 DFlash (arXiv 2602.06036): after random positions of a text, the anchors, a block each is predicted in one pass over the whole
 row; earlier drafts of a block count more, since a draft is of use only if all before it are accepted: draft j >= 0 weighs
 exp(-j / gamma). The label is the target's distribution after the true tokens before it. DSpark (arXiv 2607.05147) trains its
-bias by the token before on the same blocks.
+bias by the token before on the same blocks. DFlash 2's objective is unpublished: as in NVIDIA's NeMo Automodel, a second term
+of the same weights is the cross entropy of the path selector's scores of the candidates after the true token before.
 """
 
 from __future__ import annotations
@@ -50,7 +51,19 @@ class BlockLoss:
             out = self._blocks(ids, features, anchors)
             for draft in range(shape.max_drafts):
                 wanted = said_by(self._target_logits(last, anchors + draft), self.head.draft_ids)
-                loss, hit = self.entropy(self._logits(out, ids, anchors, draft), wanted)
+                before = ids.gather(1, anchors + draft)
+                logits = self.head.logits(out[:, :, draft])
+                selector = self.head.candidate_selector
+                if selector is None:
+                    loss, hit = self.entropy(self.head.logits_after(out[:, :, draft], logits, before), wanted)
+                else:
+                    loss, hit = self.entropy(logits, wanted)
+                    candidates, scores = selector.scores(out[:, :, draft], logits, before)
+                    # Tokens that are no candidates have no part: where all are wrong, there is nothing to learn.
+                    loss = (
+                        loss
+                        - (wanted.probs.gather(-1, candidates) * scores.log_softmax(-1, dtype=torch.float32)).sum(-1).mean()
+                    )
                 losses.append(loss)
                 hits.append(hit)
                 weights.append(math.exp(-draft / gamma))
@@ -73,7 +86,8 @@ class BlockLoss:
         context = head.fuse(features)
         hidden = head.embed(tokens.flatten(1), context)
         rotation = head.rotary_emb(context, positions)
-        out: Tensor = head(hidden, context, rotation, _attention(positions, anchors, shape.block_size))
+        attend = _attention(positions, anchors, shape.block_size)
+        out: Tensor = head(hidden, context, rotation, attend, within.repeat(num)[None])
         return out.view(batch, num, shape.block_size, -1)[:, :, shape.block_size - shape.max_drafts :]
 
     def _target_logits(self, last: Tensor, places: Tensor) -> Tensor:
@@ -83,8 +97,7 @@ class BlockLoss:
 
     def _logits(self, out: Tensor, ids: Tensor, anchors: Tensor, draft: int) -> Tensor:
         """Return the head's logits [B, N, Vd] of one draft, after the true token before it."""
-        logits, bias = self.head.logits(out[:, :, draft]), self.head.bias_after(ids.gather(1, anchors + draft))
-        return logits if bias is None else logits + bias
+        return self.head.logits_after(out[:, :, draft], self.head.logits(out[:, :, draft]), ids.gather(1, anchors + draft))
 
     @torch.no_grad()
     def measure(self) -> dict[str, list[float]]:

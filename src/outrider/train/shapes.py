@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -175,6 +176,7 @@ class BlockSizes:
     num_layers: int
     block_size: int
     markov_rank: int = 0  # above 0: DSpark's
+    selector_rank: int = 0  # above 0: DFlash 2's
 
 
 def new_block(runner: ModelRunner, sizes: BlockSizes, mask_token_id: int) -> BlockHead:
@@ -192,15 +194,26 @@ def new_block(runner: ModelRunner, sizes: BlockSizes, mask_token_id: int) -> Blo
             (0,) * sizes.num_layers,
             predicts_next=sizes.markov_rank > 0,
             markov_rank=sizes.markov_rank,
+            **(_second(sizes.selector_rank, hidden, runner.vocab_size) if sizes.selector_rank else {}),
         )
     )
     head.lend(runner.model.get_input_embeddings(), output_layer(runner))
     with torch.no_grad():
         for name, weight in head.named_parameters():
-            if re.search(r"\b(o_proj|down_proj|markov_w2)\b", name):
+            if re.search(r"\b(o_proj|down_proj|markov_w2|kernel_projection|successor_codebook)\b", name):
                 nn.init.zeros_(weight)
         head.norm.weight.copy_(final_scale(runner))
     return head.to(runner.device)
+
+
+def _second(rank: int, hidden_size: int, vocab_size: int) -> dict[str, Any]:
+    """Return what makes a head DFlash 2's, with the sizes of z-lab's heads as far as the target allows."""
+    return {
+        "conv_taps": 2,
+        "conv_group": math.gcd(16, hidden_size),
+        "selector_rank": rank,
+        "num_candidates": min(16, vocab_size),
+    }
 
 
 def mask_token(rows: Tensor, runner: ModelRunner) -> int:
