@@ -34,7 +34,7 @@ from outrider.proposers.recognition import TargetFiles
 from outrider.proposers.sample_text import TEXT
 from outrider.runner import ModelRunner
 from outrider.runner.tokenizers import Spelling
-from outrider.types import UNSAID, Context, Finding, OutriderError, Proposal, Request, SamplingParams, Verdict
+from outrider.types import IMPOSSIBLE_LOGIT, Context, Finding, OutriderError, Proposal, Request, SamplingParams, Verdict
 
 FEW_SHARED = 0.5  # share of common tokens in a text below which sampled requests are hardly drafted for
 WINDOW = 32  # target tokens at the end of a sequence whose translation may still change
@@ -93,7 +93,7 @@ class CrossTokenizerProposer(DraftModelProposer):
 
     def in_target(self, logits: Tensor) -> Tensor:
         """TLI: drop draft tokens that the target lacks, mask target tokens that the draft lacks; the sampler renormalises."""
-        full = logits.new_full((*logits.shape[:2], self._vocab_size), UNSAID)
+        full = logits.new_full((*logits.shape[:2], self._vocab_size), IMPOSSIBLE_LOGIT)
         full[:, :, self._target_ids] = logits[:, :, self._draft_ids]
         return full
 

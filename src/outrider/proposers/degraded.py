@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from outrider.proposers.around import Around
 from outrider.proposers.base import Proposer
+from outrider.proposers.wrapper import ProposerWrapper
 from outrider.sampling.randomness import key_of, uniforms
 from outrider.types import Context, OutriderError, Proposal, Request, Verdict
 
 _REPLACED = 0x57726F6E67  # separates this random stream from the sampler's
 
 
-class Degraded(Around):
+class Degraded(ProposerWrapper):
     """Each draft of ``inner``, in a chain or a tree, is kept with probability ``accuracy``.
 
     At 1 proposals are unchanged. At 0 every draft is a random other token, almost never accepted. The replaced drafts are

@@ -26,7 +26,7 @@ from outrider.runner.loading import load_config, text_config
 from outrider.runner.parallel_draft import MASK_KEYS, ParallelDraft, mask_token_of
 from outrider.runner.self_draft import SelfDraft
 from outrider.runner.tokenizers import check_same_files, check_same_vocabulary
-from outrider.types import UNSAID, Context, Finding, OutriderError, Proposal, Request, Verdict
+from outrider.types import IMPOSSIBLE_LOGIT, Context, Finding, OutriderError, Proposal, Request, Verdict
 
 
 class DraftModelProposer(Proposer):
@@ -81,7 +81,7 @@ class DraftModelProposer(Proposer):
         """Map draft logits [A, 1, Vd] to logits of target tokens [A, 1, V]."""
         missing = self._vocab_size - logits.shape[2]
         if missing > 0:
-            return functional.pad(logits, (0, missing), value=UNSAID)
+            return functional.pad(logits, (0, missing), value=IMPOSSIBLE_LOGIT)
         return logits[:, :, : self._vocab_size]
 
     def in_draft(self, token_ids: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from outrider.proposers.base import Proposer
 from outrider.types import Context, Request, Verdict
 
 
-class Around(Proposer):
+class ProposerWrapper(Proposer):
     """A proposer that passes every call on to the inner one."""
 
     def __init__(self, inner: Proposer) -> None:
