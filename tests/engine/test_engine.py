@@ -153,10 +153,10 @@ def test_a_tree_for_a_verifier_of_chains_is_refused():
     proposer = forked_tree(runner)
     engine = make_engine(proposer, 2, runner=runner, verifier=ChainVerifier())
     engine.add(make_request("r", [1, 2], temperature=1.0))
-    with pytest.raises(OutriderError, match="handles trees"):
+    with pytest.raises(OutriderError, match="supports chains only"):
         engine.step()
     proposer.drafts_trees = True
-    with pytest.raises(OutriderError, match="handles trees"):
+    with pytest.raises(OutriderError, match="supports chains only"):
         make_engine(proposer, 2, runner=runner, verifier=ChainVerifier())
 
 

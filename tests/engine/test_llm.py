@@ -230,7 +230,7 @@ def test_wrong_prompts_are_refused_before_any_token(looking_up, model, tokenizer
     rounds = looking_up.stats.num_rounds
     for prompts, message in [
         ([[1, 2], [1] * 128], "128 tokens"),
-        ([10**6], "vocabulary"),
+        ([10**6], "invalid token id"),
         ([[]], "empty"),
     ]:
         with pytest.raises(OutriderError, match=message):

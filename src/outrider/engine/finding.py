@@ -50,7 +50,7 @@ class Candidate:
 
     @property
     def line(self) -> str:
-        """Description, such as "draft model Qwen/Qwen3-0.6B, 1.5 GB, known for the target"."""
+        """Return a description, such as "draft model Qwen/Qwen3-0.6B, 1.5 GB, known for the target"."""
         named = f"{self.what} {self.name}".strip() or "a head"
         return ", ".join([named, *([size(self.num_bytes)] if self.num_bytes else []), self.where])
 
@@ -66,12 +66,12 @@ class Choice:
 
     @property
     def why(self) -> str:
-        """The choice and its reason, in one line."""
+        """Return the choice and its reason, in one line."""
         return f"drafts with {self.what}"
 
     @property
     def text(self) -> str:
-        """The method as an option value, with the draft that was found. Raises ``OutriderError`` for a path with a colon."""
+        """Return the value of ``--method`` that names the found draft. Raises ``OutriderError`` for a path with a colon."""
         if not self.is_found or self.draft is None:
             return self.method
         if ":" in str(self.draft):
@@ -183,8 +183,7 @@ def _known(target: TargetFiles, hub_id: str, download: bool) -> Candidate:
     """Return a listed drafter; download it if ``download`` is set."""
     folder = on_this_machine(hub_id)
     if folder is None and not download:
-        said = "it is not on this machine; --download-draft fetches it"
-        return Candidate(hub_id, KNOWN, misfit=said, is_absent=True)
+        return Candidate(hub_id, KNOWN, misfit="it is not on this machine; --download-draft fetches it", is_absent=True)
     where = f"{KNOWN}, in the download cache"
     try:
         found = _examined(target, folder or find_folder(hub_id), where)
@@ -204,11 +203,11 @@ def _family(target: TargetFiles, others: set[str]) -> Iterator[Candidate]:
         each = _examined(target, folder, FAMILY, lambda spec: spec.drafts_with is models)
         if each is not None and not each.is_foreign:
             found.append(_sized(replace(each, name=hub_id), LARGEST, SMALLEST))
-    alike = SequenceMatcher(b=target.name)
+    similarity = SequenceMatcher(b=target.name)
 
     def order(each: Candidate) -> tuple[bool, float, float]:
-        alike.set_seq1(each.name)
-        return bool(each.misfit), each.share or 0.0, -alike.ratio()
+        similarity.set_seq1(each.name)
+        return bool(each.misfit), each.share or 0.0, -similarity.ratio()
 
     yield from sorted(found, key=order)
 
