@@ -242,7 +242,7 @@ def test_values_out_of_range_are_refused_in_one_line(params: dict[str, Any], mes
     [
         (SamplingParams(logit_bias={VOCAB: 1.0}), f"token id {VOCAB} "),
         (SamplingParams(banned_token_ids=(VOCAB + 1,)), f"token id {VOCAB + 1} "),
-        (SamplingParams(allowed_token_ids=(3,), banned_token_ids=(3,)), "no allowed token"),
+        (SamplingParams(allowed_token_ids=(3,), banned_token_ids=(3,)), "leave no token"),
     ],
 )
 def test_impossible_masks_are_refused_at_once(params: SamplingParams, message: str) -> None:
