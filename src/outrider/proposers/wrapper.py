@@ -1,4 +1,4 @@
-"""The base of proposers that wrap another one."""
+"""Base class of proposers that wrap another one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.types import Context, Request, Verdict
 
 
 class ProposerWrapper(Proposer):
-    """A proposer that passes every call on to the inner one."""
+    """Delegates every call except ``propose`` to the inner proposer."""
 
     def __init__(self, inner: Proposer) -> None:
         self.inner = inner
@@ -19,7 +19,7 @@ class ProposerWrapper(Proposer):
 
     @property
     def memory(self) -> object:
-        """Return the inner proposer's value."""
+        """What the inner proposer learned from finished requests."""
         return self.inner.memory
 
     @memory.setter
