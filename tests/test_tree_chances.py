@@ -8,7 +8,7 @@ from heads.writers import HIDDEN, write_eagle3, write_medusa
 from tiny_folder import make_folder
 
 from outrider import LLM, SamplingParams
-from outrider.proposers.tree_chances import MEASURED, MOST, REFRESH, Calibration, DrawnTree, GrownTree, SiblingRates
+from outrider.proposers.tree_chances import ACCURACY_WEIGHT, MAX_COUNT, REFRESH, Calibration, DrawnTree, GrownTree, SiblingRates
 from outrider.proposers.trees import grown, shape_of
 
 
@@ -34,7 +34,7 @@ def test_what_is_long_ago_is_forgotten():
         calibration.learn([0.5], taken)
         rates.learn([1], [taken])
     assert calibration.chances(np.array([0.5]))[0] > 0.9 and rates.table[0][0] > 0.9
-    assert max(map(max, calibration._tried)) <= MOST
+    assert max(map(max, calibration._tried)) <= MAX_COUNT
 
 
 def test_only_what_cannot_come_is_impossible():
@@ -50,8 +50,8 @@ def test_rates_are_those_of_drafts_whose_parents_were_there():
     for _ in range(REFRESH):
         assert rates.table is before  # a tree is not reshaped every round
         rates.learn([2, 2], [1])  # the second at depth 1; depth 2 was not reached
-    tried = MEASURED + REFRESH
-    assert rates.table[0] == pytest.approx((0.5 * MEASURED / tried, (0.2 * MEASURED + REFRESH) / tried, 0.1))
+    tried = ACCURACY_WEIGHT + REFRESH
+    assert rates.table[0] == pytest.approx((0.5 * ACCURACY_WEIGHT / tried, (0.2 * ACCURACY_WEIGHT + REFRESH) / tried, 0.1))
     assert rates.table[1] == before[1]
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -49,7 +50,7 @@ class GuardedProposer:
         self._takes_trees = takes_trees
         self._nodes: dict[str, Tensor] = {}  # request -> [D]: indices of its first path in the proposer's tree
         self._features = FeatureStore(proposer.needs_hidden)
-        self._requests: dict[str, _Drafting] = {}
+        self._requests: defaultdict[str, _Drafting] = defaultdict(_Drafting)
         self._drafted: set[str] = set()  # requests of this round that the proposer drafted for
         self._round = 0
         self._empty = Proposal.empty(1)
@@ -141,10 +142,7 @@ class GuardedProposer:
     # --- inside --------------------------------------------------------------------------------------------------------------
 
     def _drafting(self, request: Request) -> _Drafting:
-        found = self._requests.get(request.request_id)
-        if found is None:
-            found = self._requests[request.request_id] = _Drafting()
-        return found
+        return self._requests[request.request_id]
 
     def _is_able(self, drafting: _Drafting) -> bool:
         # After a fault the hidden states of committed tokens are lost: a proposer that needs them is not called again.

@@ -6,6 +6,7 @@ are defined in docs/glossary.md.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from outrider.engine.round import RoundResult
@@ -23,15 +24,12 @@ class Ledger:
         """``costs`` records every decoding round; ``drafts_with_model``: whether the proposer runs a model."""
         self.total = GenerationStats()
         self._costs, self._drafts_with_model = costs, drafts_with_model
-        self._requests: dict[str, GenerationStats] = {}
+        self._requests: defaultdict[str, GenerationStats] = defaultdict(GenerationStats)
         self._num_cold = 0  # next plain rounds that still count as cold
 
     def of(self, request_id: str) -> GenerationStats:
         """Return the statistics of a request, updated until it ends."""
-        stats = self._requests.get(request_id)
-        if stats is None:
-            stats = self._requests[request_id] = GenerationStats()
-        return stats
+        return self._requests[request_id]
 
     def close(self, request_ids: Sequence[str]) -> None:
         """Drop requests that ended; they stay included in the totals."""

@@ -194,7 +194,7 @@ METHOD = DraftModelMethod()
 
 
 def load_draft(setting: Setting, options: DraftOptions) -> ModelRunner:
-    """Load a draft model with the target's settings. Raises ``OutriderError``, also as ``drafts_at_once`` does."""
+    """Load a draft model with the target's settings. Raises ``OutriderError`` if that or ``drafts_at_once`` fails."""
     target, draft = setting.target.config, setting.draft
     is_parallel = drafts_at_once(_config_of(draft, target.trust_remote_code), options, draft)
     kind = ParallelDraft if is_parallel else ModelRunner
@@ -212,7 +212,7 @@ def drafts_at_once(config: PreTrainedConfig, options: DraftOptions, draft: objec
     if options.parallel and token is None:
         name = draft if isinstance(draft, (str, Path)) else type(draft).__name__
         raise OutriderError(
-            f"{name} makes one draft per pass, because its config has no mask token ({MASK_KEYS[0]}): leave out"
+            f"{name} makes one draft per pass, because its config names no mask token ({MASK_KEYS[0]}): leave out"
             " parallel=true, or train it further with `outrider train draft --start DRAFT --parallel 8`"
         )
     return token is not None
