@@ -199,7 +199,7 @@ def test_no_model_code_is_vendored():
     assert not [path for path in FILES if path.name.startswith("modeling_")]
 
 
-def test_the_banned_names_of_distributions_stand_nowhere():
+def test_ambiguous_names_of_distributions_are_not_used():
     for path in FILES:
         if room_of(path) in {"sampling", "verifiers", "engine", "proposers"}:
             arguments = {node.arg for node in ast.walk(tree_of(path)) if isinstance(node, ast.arg)}

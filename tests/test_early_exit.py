@@ -202,7 +202,7 @@ def test_hidden_states_are_those_of_a_plain_forward_whoever_read_the_text():
 
 
 @pytest.mark.parametrize("same_text", [False, True])
-def test_text_is_plain_decodings(same_text):
+def test_output_equals_plain_decoding(same_text):
     model = make_model(four_layers())
     prompts = [make_text(length, length, 60) for length in (1, 18, 40)]
     params = SamplingParams(max_tokens=20, temperature=0.9 if same_text else 0.0, seed=3, ignore_eos=True)

@@ -55,7 +55,7 @@ def proposed(sampler: Sampler, text: Text, is_markov: bool) -> Proposal:
 @pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()], ids=["rejection", "block"])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("output", [(), (2, 0, 2)])
-def test_a_drawn_block_is_lossless(setting: str, output: Text, verifier: Verifier, is_markov: bool) -> None:
+def test_a_sampled_block_is_lossless(setting: str, output: Text, verifier: Verifier, is_markov: bool) -> None:
     def drawn(output: Text, params: SamplingParams) -> Drafts:
         rows, weights, text = [], [], PROMPT + output
         for script in itertools.product(range(VOCAB), repeat=COUNT):
@@ -73,7 +73,7 @@ def test_a_drawn_block_is_lossless(setting: str, output: Text, verifier: Verifie
     assert loss(verifier, SETTINGS[setting], output, drawn) < EXACT
 
 
-def test_a_bias_makes_a_draft_depend_on_the_one_before() -> None:
+def test_a_bias_makes_drafts_depend_on_the_previous_draft() -> None:
     """The enumeration above would not notice a bias that is left out: its own law is then that of other drafts."""
     request = make_request(PROMPT, SamplingParams(temperature=1.0), num_prompt=len(PROMPT))
     for is_markov in (False, True):

@@ -52,7 +52,7 @@ def test_a_degraded_tree_is_lossless(accuracy: float, seed: int) -> None:
     assert loss(RejectionVerifier(), WARM, (2, 0), worn(accuracy, seed, TREE)) < EXACT
 
 
-def test_a_degraded_draft_that_keeps_its_old_distribution_is_caught() -> None:
+def test_harness_detects_degraded_drafts_with_unchanged_probs() -> None:
     """Control: the same replacements, declared as drawn from the draft."""
     losses = [loss(RejectionVerifier(), WARM, (2, 0), worn(0.5, seed, (-1, 0, 1), honest=False)) for seed in range(3)]
     assert max(losses) > 1e-3

@@ -174,7 +174,7 @@ def test_whole_generations_with_trees_are_lossless(verifier: Verifier) -> None:
 
 @pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])
 @pytest.mark.parametrize("point_mass", [False, True])
-def test_ragged_rows_are_lossless_and_read_nothing_beyond_their_length(verifier: Verifier, point_mass: bool) -> None:
+def test_ragged_rows_are_lossless_and_padding_is_never_read(verifier: Verifier, point_mass: bool) -> None:
     """Rows of 0, 1, 2 and 3 drafts stand in one batch; beyond each row's length there is NaN."""
     params = SETTINGS["frequency"]
     full = draw_drafts((), params, CHAIN)
@@ -320,7 +320,7 @@ def test_the_sampler_scores_every_node_as_if_its_path_were_committed(setting: st
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("draft", [likeliest, chain])
-def test_without_the_c_plus_plus_rounds_are_lossless_too(
+def test_rounds_are_lossless_without_the_native_library(
     draft: Callable[[Text, SamplingParams], Drafts], setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outrider.native.load", lambda: False)
@@ -328,7 +328,7 @@ def test_without_the_c_plus_plus_rounds_are_lossless_too(
 
 
 @pytest.mark.parametrize("draft", [likeliest, top_tree])
-def test_typical_acceptance_is_lossy_and_says_so(draft: Callable[[Text, SamplingParams], Drafts]) -> None:
+def test_typical_acceptance_is_lossy_and_declares_it(draft: Callable[[Text, SamplingParams], Drafts]) -> None:
     def off(params: SamplingParams) -> float:
         drafts = draft((), params)
         law = round_law(TypicalVerifier(), drafts, score(drafts.proposal, (), params))
@@ -347,7 +347,7 @@ def test_typical_acceptance_is_lossy_and_says_so(draft: Callable[[Text, Sampling
 
 
 @pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])
-def test_harness_notices_a_missing_residual(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_harness_detects_a_missing_residual(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing_taken_away(proposal: Proposal, target_probs: Tensor, num_accepted: Tensor) -> Tensor:
         return target_probs[torch.arange(len(target_probs)), num_accepted]
 
@@ -358,7 +358,7 @@ def test_harness_notices_a_missing_residual(verifier: Verifier, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])
-def test_harness_notices_untempered_draft_probs(verifier: Verifier) -> None:
+def test_harness_detects_draft_probs_without_temperature(verifier: Verifier) -> None:
     def dishonest(output: Text, params: SamplingParams) -> Drafts:
         return draw_drafts(output, params, CHAIN, shown=SamplingParams(temperature=1.0))
 
@@ -366,7 +366,7 @@ def test_harness_notices_untempered_draft_probs(verifier: Verifier) -> None:
 
 
 @pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])
-def test_harness_notices_siblings_that_hide_how_they_were_drawn(verifier: Verifier) -> None:
+def test_harness_detects_siblings_with_wrong_probs(verifier: Verifier) -> None:
     """Drawn without replacement, declared as drawn with it."""
 
     def dishonest(output: Text, params: SamplingParams) -> Drafts:
