@@ -1,4 +1,4 @@
-"""The verifiers' formulas, edge cases and independence of the batch, and what a malformed proposal is told."""
+"""Verifiers: formulas, edge cases and independence of the batch."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def llm(folder):
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
-    """A name that is no folder is a hub id: nobody is asked for it here."""
+    """Treat unknown names as hub ids that do not exist, without network access."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 

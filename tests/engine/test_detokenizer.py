@@ -21,7 +21,7 @@ TEXTS = [
 
 
 def byte_level():
-    """A byte-level BPE small enough that most of these characters fall apart into several tokens."""
+    """Return a byte-level BPE so small that most of these characters consist of several tokens."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -61,7 +61,7 @@ def decode(kind, ids):
 
 
 def in_chunks(detokenizer, ids, choose):
-    """Feeds the ids in rounds of 1 to 6 tokens."""
+    """Feed the ids in rounds of 1 to 6 tokens."""
     chunks, at = [], 0
     while at < len(ids):
         size = choose.randrange(1, 7)

@@ -1,4 +1,4 @@
-"""The loop: whatever is drafted, the text is plain decoding's."""
+"""The engine loop: the output equals plain decoding for any drafts."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_later_requests_do_not_change_the_output_of_running_ones():
 
 
 def forked_tree(runner):
-    """Two children of the root, the second the right one, with the right grandchild below it."""
+    """Draft two children of the root; the second is correct and has a correct child."""
 
     def script(context, k):
         right = [greedy_continuation(runner, request.token_ids, 2) for request in context.requests]
@@ -197,7 +197,7 @@ def test_logprobs_come_from_the_row_each_token_was_sampled_from(right):
 
 
 class Features(Proposer):
-    """Drafts what greedy decoding says and collects the features it is shown, by request."""
+    """Drafts the greedy continuation and collects the hidden states that it is given, by request."""
 
     needs_hidden = (2,)
 
@@ -228,7 +228,7 @@ def test_features_of_every_committed_token_reach_the_proposer_once():
 
 
 class TreeFeatures(Features):
-    """Drafts a wrong token before each right one, so that no accepted path is the first nodes of its tree."""
+    """Drafts a wrong token before each correct one, so that accepted nodes are not the first ones of the tree."""
 
     drafts_trees = True
 
@@ -248,7 +248,7 @@ def test_features_of_a_trees_accepted_path_reach_the_proposer():
 
 
 class RightFirst(Features):
-    """Drafts a wrong token after each right one, and notes which nodes it is told were accepted."""
+    """Drafts a wrong token after each correct one, and records the accepted nodes."""
 
     drafts_trees = True
 
@@ -297,7 +297,7 @@ def test_features_of_rounds_without_drafts_reach_the_proposer():
 
 
 def test_features_of_a_prompt_reach_each_of_its_samples():
-    """The second sample is forked in time, the third when the first has ended: it reads the prompt again."""
+    """The second sample is forked; the third starts after the first has ended and prefills the prompt again."""
     runner = TableRunner(max_batch=2)
     proposer = Features(runner)
     engine = make_engine(proposer, 2, runner=runner)
@@ -350,7 +350,7 @@ def test_trees_count_draft_steps_by_depth_and_cost_by_nodes():
     runner = TableRunner()
 
     def wide(context, k):
-        """Two children of the root, the right one with a child of its own."""
+        """Draft two children of the root; the correct one has a child."""
         right = greedy_continuation(runner, context.requests[0].token_ids, 2)
         wrong = 1 + right[0] % (VOCAB - 1)
         return Proposal(torch.tensor([[wrong, *right]]), torch.tensor([3]), None, torch.tensor([[-1, -1, 1]]))

@@ -1,4 +1,4 @@
-"""Proposers and targets that fail: what it costs, whom, and that it never costs text."""
+"""Failing proposers and targets: which requests are affected, and that no output is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def good(context):
 
 
 def with_row_0(proposal, **changes):
-    """A proposal of which row 0 alone is wrong."""
+    """Return a proposal in which only row 0 is invalid."""
     token_ids, lens = proposal.token_ids.clone(), proposal.lens.clone()
     probs = torch.full((*token_ids.shape, VOCAB), 1 / VOCAB)
     if "token" in changes:
@@ -92,7 +92,7 @@ def test_only_the_request_with_invalid_drafts_is_paused(fault, batch, caplog):
 
 
 def invalid_for(name, context):
-    """What a draft model's sampler raises."""
+    """Raise what a draft model's sampler raises."""
     return InvalidLogits([context.request_ids.index(name)], [name])
 
 
@@ -212,12 +212,12 @@ def test_a_failing_target_is_an_error_for_that_request_alone(kind):
 
 
 def test_after_a_target_failure_each_verdict_matches_its_own_tree():
-    """The target takes no trees and fails for one request: the others' verdicts name the nodes of their own trees."""
+    """The target scores chains and fails for one request: other verdicts contain indices of their own trees."""
     runner, heard = TableRunner(), {}
     runner.takes_trees = False
 
     class Trees(Proposer):
-        """Two right drafts and a wrong one, in another order for r0 than for the others."""
+        """Draft two correct tokens and a wrong one, in another order for r0 than for the others."""
 
         drafts_trees = True
 
@@ -241,7 +241,7 @@ def test_after_a_target_failure_each_verdict_matches_its_own_tree():
 
 
 def test_the_policy_observes_only_rounds_that_it_decided_on():
-    """After a failure each request runs alone: to a policy that would be another batch than its own."""
+    """After a failure requests run one by one, in another batch than the policy decided on."""
 
     class Strict(FixedLength):
         num_heard = 0

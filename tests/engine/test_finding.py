@@ -1,4 +1,4 @@
-"""What drafts where nothing is named: found in the checkpoint, beside it or in the download cache, checked, not downloaded."""
+"""Method auto: drafters found in the checkpoint, next to it or in the download cache are checked and used."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch, tmp_path):
-    """An empty download cache; every connection is an error that the test sees, even where the package contains it."""
+    """Provide an empty download cache and fail the test at any connection, even if the package catches the error."""
     tried = []
 
     def refuse(*args, **_):
@@ -52,7 +52,7 @@ def no_network(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A target and what may draft for it, each in a folder of its own, to be copied to where it is looked for."""
+    """Create a target and drafters for it, each in its own folder, to be copied to where they are searched."""
     folder = tmp_path_factory.mktemp("made")
     make_folder(folder / "target", **SIZES)
     make_folder(folder / "draft", seed=1)
@@ -71,7 +71,7 @@ def target(made, tmp_path):
 
 @pytest.fixture
 def said(caplog):
-    """The package's log lines."""
+    """Return the package's log messages."""
     caplog.set_level(logging.INFO, "outrider")
     logging.getLogger("outrider").propagate = True
     return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("outrider.engine")]
@@ -405,7 +405,7 @@ class Masked(DraftModelProposer):
 
 
 class MaskedMethod(DraftModelMethod):
-    """A more special kind of draft model: its config names a mask token."""
+    """A more specific kind of draft model, whose config names a mask token."""
 
     proposer = Masked
     own_draft = "masked"

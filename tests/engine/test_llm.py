@@ -1,4 +1,4 @@
-"""The facade on a real (tiny, random) model: text and tokens in, completions and chunks out."""
+"""The ``LLM`` facade with a tiny random model: prompts, completions, streams and errors."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_samples_share_a_prompt_and_differ_in_seed(model, tokenizer, k):
 
 
 def test_the_draft_reads_the_prompt_of_all_samples_once(model, tokenizer, monkeypatch):
-    """A part a round, while the first sample goes on without drafts and the others wait for it."""
+    """One chunk per round, while the first sample continues without drafts and the others wait for it."""
     llm = LLM(model, tokenizer=tokenizer, draft=model, num_draft_tokens=3, prefill_chunk=16, compile="never")
     draft, read = llm.proposer.draft, []
     read_on = draft._read_on

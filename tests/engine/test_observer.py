@@ -1,4 +1,4 @@
-"""Looking inside rounds: an observer sees what was proposed, scored and decided, and costs nothing where there is none."""
+"""Observers of rounds: they receive proposal, scores and verdict, and their time is not counted."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_path_that_ends_at_a_leaf_counts_only_its_depths_as_judged() -> None:
     runner = TableRunner()
 
     def tree(context: Context, k: int) -> Proposal:
-        """The right token without anything behind it, and a wrong one with another behind it: a longest path of two."""
+        """Draft the correct token without a child and a wrong one with a child: the longest path has two drafts."""
         (right,) = greedy_continuation(runner, context.requests[0].token_ids, 1)
         wrong = 1 + right % 16
         return Proposal(torch.tensor([[right, wrong, wrong]]), torch.tensor([3]), None, torch.tensor([[-1, -1, 1]]))

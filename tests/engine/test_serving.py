@@ -1,4 +1,4 @@
-"""What serving needs of the engine: lengths of their own, prompts read in parts, beginnings kept, memory, a fair order."""
+"""Engine features for serving: K per request, chunked prefill, the prefix cache, memory limits and fair scheduling."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_a_prompt_whose_copy_fails_does_not_affect_others(monkeypatch):
 
 
 def order_of(asked):
-    """Ids in the order in which requests of (id, client, priority) are taken in, one at a time."""
+    """Return the order in which requests (id, client, priority) are admitted, one at a time."""
     engine = make_engine(runner=TableRunner(max_batch=1))
     for request_id, client, priority in asked:
         engine.add(make_request(request_id, [1, 2, 3], max_tokens=2), None, client, priority)
@@ -215,7 +215,7 @@ def test_clients_take_turns_and_priorities_go_first():
 
 
 def num_running(*clients, max_batch=8):
-    """How many requests of each client run after one step, when each asks for as many as the batch holds."""
+    """Return how many requests of each client run after one step, if each client fills the batch."""
     engine = make_engine(runner=TableRunner(max_batch=max_batch))
     for client in clients:
         for number in range(max_batch):
@@ -230,7 +230,7 @@ def test_one_client_leaves_places_for_other_clients():
     assert num_running("a", "b") == [6, 2]
     assert num_running("a", max_batch=1) == [1]
     assert num_running("a", max_batch=2) == [2]
-    assert num_running("") == [8]  # without a server there is nobody to wait for
+    assert num_running("") == [8]  # requests without a client are not limited
 
 
 def test_the_queue_forgets_clients_without_waiting_requests():
@@ -274,7 +274,7 @@ def cache(rows=3, budget=None):
 
 
 def write(kv, row, text):
-    """Stands for a pass: the keys of a token are its id."""
+    """Simulate a pass: the key of a token is its id."""
     kv.reserve(len(text))
     kv.stores[0][:, row, :, : len(text)] = torch.tensor(text, dtype=torch.float32)[:, None]
     kv.cached_lens[row] = len(text)
@@ -374,7 +374,7 @@ def test_the_cache_never_exceeds_its_budget():
 
 @pytest.mark.parametrize("change", ["slots", "rows", "compaction"])
 def test_a_cache_of_fixed_size_is_unchanged(change, monkeypatch):
-    """Keys of one size and values of another would be written to beyond their end."""
+    """With keys and values of different sizes, writes would exceed the smaller one."""
     kv = cache(rows=4, budget=8 * (100 + SLACK) * 16)
     write(kv, kv.row("a"), list(range(40)))
     write(kv, kv.row("b"), list(range(40)))

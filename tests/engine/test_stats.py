@@ -1,4 +1,4 @@
-"""What plain decoding would have taken, told from rounds of known seconds."""
+"""Predicted times of plain decoding, from rounds with known times."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ def test_host_time_of_drafted_rounds_is_used_without_plain_rounds() -> None:
 def test_plain_rounds_are_predicted_from_plain_passes_only() -> None:
     costs = CostBook()
     costs.record_pass(5, 1, 100, 3.0)
-    assert costs.pass_seconds(1, 1, 100) is not None  # a guess that is good enough for a policy
-    assert costs.plain_round(1, 100) is None  # and not for telling a user
+    assert costs.pass_seconds(1, 1, 100) is not None  # an estimate, sufficient for a policy
+    assert costs.plain_round(1, 100) is None  # but not for statistics shown to users
     costs.record_pass(1, 1, 100, 1.0)
     assert costs.plain_round(1, 100) == PlainRound(1.0, None)
     costs.record_round([0], 100, 1.0, outside=0.5)
-    costs.record_round([0], 100, 1.0, outside=50.0)  # a hiccup
-    costs.record_round([0], 100, 1.0, outside=7.0, is_greedy=False)  # drawing takes longer
+    costs.record_round([0], 100, 1.0, outside=50.0)  # an outlier
+    costs.record_round([0], 100, 1.0, outside=7.0, is_greedy=False)  # sampling takes longer
     found = costs.plain_round(1, 300)
     assert found is not None and found.score == 1.0 and found.outside == pytest.approx(0.5, rel=0.05)
     assert costs.plain_round(2, 100) is None
 
 
 def test_statistics_can_be_read_while_they_change() -> None:
-    """As it does under a server, whose metrics are asked for while the engine's thread counts."""
+    """A server reads metrics while the engine's thread updates them."""
     stats = GenerationStats()
 
     class Meanwhile(int):

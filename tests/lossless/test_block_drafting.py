@@ -28,7 +28,7 @@ BIAS = torch.tensor([[0.9, -0.4, 0.0], [-1.1, 0.3, 0.8], [0.2, 1.4, -0.6]], dtyp
 
 
 class TableBlock:
-    """A BlockRunner whose logits are a table's, by position, with a bias by the token before if ``is_markov``."""
+    """A BlockRunner whose logits are a table's, by position, plus a bias by the previous token if ``is_markov``."""
 
     def __init__(self, text: Text, is_markov: bool) -> None:
         self._text, self._is_markov = text, is_markov
@@ -74,7 +74,7 @@ def test_a_sampled_block_is_lossless(setting: str, output: Text, verifier: Verif
 
 
 def test_a_bias_makes_drafts_depend_on_the_previous_draft() -> None:
-    """The enumeration above would not notice a bias that is left out: its own law is then that of other drafts."""
+    """The enumeration above would not detect a missing bias, because it would use the same wrong distribution."""
     request = make_request(PROMPT, SamplingParams(temperature=1.0), num_prompt=len(PROMPT))
     for is_markov in (False, True):
         seconds = {}

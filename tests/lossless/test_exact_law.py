@@ -1,4 +1,4 @@
-"""Losslessness by enumeration: what is emitted has the target's distribution, to 1e-12, whatever the sampler is set to."""
+"""Losslessness by enumeration: the output has the target's distribution, to 1e-12, for all sampler settings."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def top_tree(output: Text, params: SamplingParams) -> Drafts:
 
 
 def doubled(output: Text, params: SamplingParams) -> Drafts:
-    """A careless tree: the same token twice among siblings."""
+    """A tree with the same token twice among siblings."""
     return fixed_drafts([[1, 1, 0, 0, 2]], (-1, -1, 0, 1, 1))
 
 
@@ -114,7 +114,7 @@ def three_siblings(output: Text, params: SamplingParams) -> Drafts:
 
 
 def other_temperature(output: Text, params: SamplingParams) -> Drafts:
-    """A draft sampled by settings of its own, honestly declared."""
+    """A draft sampled with other settings than the target, with its true probabilities."""
     return draw_drafts(output, SamplingParams(temperature=0.5, top_k=2), CHAIN)
 
 
@@ -124,7 +124,7 @@ def shared_tokens(output: Text, params: SamplingParams) -> Drafts:
 
 
 def in_parallel(output: Text, params: SamplingParams) -> Drafts:
-    """A draft of one pass over mask tokens: each position is drawn without the drafts before it."""
+    """A draft of one pass over mask tokens: each position is sampled independently of earlier drafts."""
     return draw_in_parallel(output, params, len(CHAIN))
 
 
@@ -175,7 +175,7 @@ def test_whole_generations_with_trees_are_lossless(verifier: Verifier) -> None:
 @pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])
 @pytest.mark.parametrize("point_mass", [False, True])
 def test_ragged_rows_are_lossless_and_padding_is_never_read(verifier: Verifier, point_mass: bool) -> None:
-    """Rows of 0, 1, 2 and 3 drafts stand in one batch; beyond each row's length there is NaN."""
+    """A batch has rows of 0, 1, 2 and 3 drafts, with NaN in the padding."""
     params = SETTINGS["frequency"]
     full = draw_drafts((), params, CHAIN)
     assert full.proposal.probs is not None
@@ -283,7 +283,7 @@ def test_requests_with_different_kinds_of_drafts_in_a_batch_are_lossless(
     second: Callable[[Text, SamplingParams], Drafts],
     setting: str,
 ) -> None:
-    """One request's point masses beside another's drawn drafts, chains beside trees: each follows its own law."""
+    """Point masses, sampled drafts, chains and trees in one batch: each request has its own distribution."""
     params = SETTINGS[setting]
     parts = [first((), params), second((), params)]
     sizes = [len(part.weights) for part in parts]
@@ -308,7 +308,7 @@ class _NoRandomness:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_sampler_scores_every_node_as_if_its_path_were_committed(setting: str) -> None:
-    """Rows of a tree and of a chain get the penalties that the tokens before them cause: the reference knows no drafts."""
+    """Rows of trees and chains have the penalties of all earlier tokens, as in a reference without drafts."""
     params = SETTINGS[setting]
     for drafts in (chain((1,), params), with_replacement((1,), params)):
         probs = score(drafts.proposal, (1,), params)
@@ -367,7 +367,7 @@ def test_harness_detects_draft_probs_without_temperature(verifier: Verifier) -> 
 
 @pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])
 def test_harness_detects_siblings_with_wrong_probs(verifier: Verifier) -> None:
-    """Drawn without replacement, declared as drawn with it."""
+    """Siblings sampled without replacement, with the probabilities of sampling with replacement."""
 
     def dishonest(output: Text, params: SamplingParams) -> Drafts:
         honest, other = without_replacement(output, params), with_replacement(output, params)

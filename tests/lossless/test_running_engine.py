@@ -58,7 +58,7 @@ PARALLEL.config.pard_token = VOCAB
 
 @torch.no_grad()
 def exact_law(params: SamplingParams, target: PreTrainedModel = TARGET) -> torch.Tensor:
-    """float64 [V, V, V]: the probability of each text of three tokens, from plain forwards."""
+    """Return the probability of each sequence of three tokens, float64 [V, V, V], from plain forward passes."""
     law = torch.ones((VOCAB,) * LENGTH, dtype=torch.float64)
     for length in range(LENGTH):
         outputs = list(itertools.product(range(VOCAB), repeat=length))
@@ -71,14 +71,14 @@ def exact_law(params: SamplingParams, target: PreTrainedModel = TARGET) -> torch
 
 
 def excess(token_ids: list[list[int]], law: torch.Tensor) -> float:
-    """Pearson's chi-square of samples against a law, over its critical value at p = 1e-4; rare cells are pooled."""
+    """Return Pearson's chi-square of samples / its critical value at p = 1e-4; rare cells are pooled."""
     flat = law.flatten()
     places = torch.tensor(token_ids) @ torch.tensor([VOCAB**2, VOCAB, 1])
     return excess_of(torch.bincount(places, minlength=flat.numel()).double(), flat * len(token_ids))
 
 
 def excess_of(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    """The same of counts [cells] against those expected."""
+    """Return the same for counts [cells] and their expectation."""
     rare = expected < 5
     seen = torch.cat([counts[~rare], counts[rare].sum().view(1)])
     due = torch.cat([expected[~rare], expected[rare].sum().view(1)])
@@ -96,7 +96,7 @@ FOREIGN = "cross-tokenizer"
 
 
 def tokenizers(vocab_size: int, method: str) -> dict[str, Any]:
-    """Options of ``LLM``: one tokenizer for both models, or one for each where that is what the method is for."""
+    """Return options of ``LLM``: one tokenizer for both models, or two for methods that translate."""
     return {
         "tokenizer": letter_tokenizer(vocab_size, 1),
         "draft_tokenizer": letter_tokenizer(vocab_size, 1 + (method == FOREIGN)),
@@ -104,7 +104,7 @@ def tokenizers(vocab_size: int, method: str) -> dict[str, Any]:
 
 
 class Uneven(FixedLength):
-    """Another K for each request of a round, and for each round of a request: 0 to 4."""
+    """A policy whose K, 0 to 4, differs between requests and rounds."""
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -186,7 +186,7 @@ def test_so_they_do_with_another_method_first_with_coupled_noise_and_with_uneven
 @pytest.mark.parametrize("markov_rank", [0, 3])
 @pytest.mark.parametrize("name", ["temperature 1", "top-p"])
 def test_samples_of_a_block_follow_it_too(name: str, markov_rank: int) -> None:
-    """Each draft by itself, or by the one before."""
+    """Drafts depend on the previous draft or do not."""
     samples = sample(SETTINGS[name], method="dflash", draft=block_head(TARGET, markov_rank))
     assert excess(samples, exact_law(SETTINGS[name])) < 1
 
@@ -211,7 +211,7 @@ def test_a_target_that_drafts_for_itself_says_the_same_text_with_coupled_noise(m
 
 
 class WithoutResidual(RejectionVerifier):
-    """Wrong on purpose: after a rejection it draws from the target, not from the residual."""
+    """Wrong on purpose: after a rejection it samples from the target, not from the residual."""
 
     def verify(self, proposal: Proposal, target: torch.Tensor, random: Randomness) -> Verdict:
         verdict = super().verify(proposal, target, random)
@@ -220,7 +220,7 @@ class WithoutResidual(RejectionVerifier):
 
 
 class Untempered(DraftModelProposer):
-    """Wrong on purpose: says that its drafts were drawn from a flatter distribution than they were."""
+    """Wrong on purpose: its probabilities are flatter than the distribution of its drafts."""
 
     def propose(self, context: Context, k: int) -> Proposal:
         proposal = super().propose(context, k)
@@ -254,7 +254,7 @@ def test_samples_of_trees_follow_the_targets_law(method: str, temperature: float
 
 @pytest.mark.parametrize("method", ["eagle", "mtp", "dflash"])
 def test_samples_of_a_recurrent_target_follow_its_law(method: str) -> None:
-    """It scores chains alone."""
+    """A hybrid target scores chains only."""
     target = hybrid("qwen3_5_text", vocab_size=VOCAB)
     samples = sample(SETTINGS["penalties"], target, method=method, draft=draft_for(method, target))
     assert excess(samples, exact_law(SETTINGS["penalties"], target)) < 1

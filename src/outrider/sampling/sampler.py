@@ -186,7 +186,7 @@ class Sampler:
             self._noise = {key: noise for key, noise in self._noise.items() if key[1] >= lens[key[0]]}
 
     def _uniforms(self, purpose: int, call: int, count: int) -> list[list[float]]:
-        """Return [B][count] uniform numbers in [0, 1)."""
+        """Return ``count`` uniform numbers in [0, 1) for each of the B requests."""
         prefixes = self._prefixes.get(purpose)
         if prefixes is None:
             numbered = zip(self.requests, self._lens, strict=True)

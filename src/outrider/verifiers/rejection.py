@@ -43,7 +43,7 @@ def _verify_chain(proposal: Proposal, target_probs: Tensor, random: Randomness) 
 
 
 def _verify_tree(proposal: Proposal, parents: Tensor, target_probs: Tensor, random: Randomness) -> Verdict:
-    """Traverse in index order: parents precede children, and siblings are in the order of trial."""
+    """Verify trees. Nodes are tried in index order, in which parents precede children."""
     batch, num_nodes = proposal.token_ids.shape
     drafts, above, lens = proposal.token_ids.tolist(), parents.tolist(), proposal.lens.tolist()
     node = [-1] * batch  # the last accepted draft
