@@ -266,7 +266,7 @@ def test_places_are_searched_in_order(made, tmp_path, monkeypatch):
     beside = copied(made / "draft", own.parent / "draft")
     known, family = cached(made / "draft", "Org/known"), cached(made / "draft", "Org/family")
     found = [each.where for each in finding.candidates(finding.target_files(own)) if not each.misfit]
-    assert found == [finding.OWN, finding.BESIDE, f"{finding.KNOWN}, in the download cache", finding.FAMILY]
+    assert found == [finding.OWN, finding.NEXT_TO, f"{finding.KNOWN}, in the download cache", finding.FAMILY]
     rewrite(own, lambda tensors: [tensors.pop(name) for name in list(tensors) if "mtp_layers" in name])
     order = []
     for place in (beside, known.parents[1], family.parents[1]):

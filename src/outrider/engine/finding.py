@@ -28,7 +28,7 @@ logger = getLogger(__name__)
 
 PAIRS = Path(__file__).with_name("drafters.toml")
 LARGEST, SMALLEST = 1 / 5, 1 / 200  # draft weights / target weights, unless the folder's name says that it is a draft
-OWN, BESIDE, INSIDE = "in the target's checkpoint", "found next to the target", "found in the target's folder"
+OWN, NEXT_TO, INSIDE = "in the target's checkpoint", "found next to the target", "found in the target's folder"
 KNOWN, FAMILY = "known for the target", "the smallest of the target's family in the download cache"
 
 
@@ -117,9 +117,9 @@ def candidates(target: TargetFiles, download: bool = False) -> Iterator[Candidat
     own = _examined(target, target.folder, OWN, lambda spec: spec.comes_with_target)
     if own is not None:
         yield replace(own, name="", source=None, num_bytes=0)
-    beside = list(_beside(target))
+    nearby = list(_nearby(target))
     # By precedence; of two EAGLE heads, the one with its method's default name comes first.
-    yield from sorted(beside, key=lambda each: (-each.precedence, each.source.name not in _own_names(), each.name))  # type: ignore[union-attr]
+    yield from sorted(nearby, key=lambda each: (-each.precedence, each.source.name not in _own_names(), each.name))  # type: ignore[union-attr]
     known = known_drafters(target)
     for hub_id in known:
         yield _known(target, hub_id, download)
@@ -167,13 +167,13 @@ def on_this_machine(source: str | Path) -> Path | None:
 # --- places -----------------------------------------------------------------------------------------------------------------
 
 
-def _beside(target: TargetFiles) -> Iterator[Candidate]:
+def _nearby(target: TargetFiles) -> Iterator[Candidate]:
     """Yield drafts in the target's folder, and neighbouring folders named after the target or a method."""
     folder = target.folder.absolute()
     inside = [*_folders(folder), *loose_files(folder)]
     prefixes = tuple(f"{folder.name}{mark}" for mark in "-_.")
     outside = [each for each in _folders(folder.parent) if each.name.startswith(prefixes) or _says_it_drafts(each)]
-    for source, where in [*((each, INSIDE) for each in inside), *((each, BESIDE) for each in outside if each != folder)]:
+    for source, where in [*((each, INSIDE) for each in inside), *((each, NEXT_TO) for each in outside if each != folder)]:
         found = _examined(target, source, where)
         if found is not None:
             yield _sized(found, 1.0 if _says_it_drafts(source) else LARGEST)
