@@ -167,7 +167,7 @@ def test_a_released_request_is_released_in_both_methods():
 
 def test_a_first_method_that_samples_its_drafts_is_rejected():
     """To keep or drop a drawn draft by what was drawn would bend the distribution of those that are kept."""
-    with pytest.raises(OutriderError, match="'drawing' does; name it second"):
+    with pytest.raises(OutriderError, match="invalid order of methods"):
         combined(Recorder("drawing", {"a": [1]}, probs=True), Recorder("second", {})).propose(context_of("a"), 3)
 
 
