@@ -87,7 +87,7 @@ def test_a_loaded_model_has_the_values_of_the_file(architecture, tied, kinds, tm
 @pytest.mark.parametrize("kinds", ["mixed", "Q4_0"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("precision", [8, 32])
-def test_logits_are_the_dequantised_models(architecture, kinds, precision, tmp_path, monkeypatch):
+def test_logits_equal_those_of_the_dequantised_model(architecture, kinds, precision, tmp_path, monkeypatch):
     if precision == 32:
         monkeypatch.setattr(blocks, "activation_bits", lambda: 32)
         monkeypatch.setattr(linear.kernels, "prefers_pairs", lambda: False)  # attention and its cache in float32
@@ -113,7 +113,7 @@ def tokens_of(llm, params=PARAMS):
 
 @needs_kernels
 @pytest.mark.parametrize("architecture, kinds", [("llama", "mixed"), ("qwen3", "Q8_0")])
-def test_drafts_change_no_text(architecture, kinds, tmp_path):
+def test_drafts_do_not_change_the_output(architecture, kinds, tmp_path):
     model = gguf_files.make_model(architecture)
     gguf_files.write(tmp_path / "model.gguf", model, KINDS[kinds])
     gguf_files.write(tmp_path / "draft.gguf", noisy(model), KINDS["Q4_0"])
@@ -132,7 +132,7 @@ def test_drafts_change_no_text(architecture, kinds, tmp_path):
 
 @needs_kernels
 @pytest.mark.slow
-def test_a_compiled_pass_says_what_an_eager_one_says(tmp_path):
+def test_a_compiled_pass_equals_an_eager_one(tmp_path):
     gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model("qwen3"), gguf_files.mixed)
     options = {"method": "ngram", "num_draft_tokens": 3}
     eager = tokens_of(LLM(tmp_path / "model.gguf", compile="never", **options))

@@ -61,7 +61,7 @@ def test_a_cache_folder_that_cannot_be_made_ends_no_command(target: Path, tmp_pa
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
     said = " ".join(done.stderr.split())
     assert said.count("the cache folder cannot be used") == 1 and "Traceback" not in said
-    assert "OUTRIDER_CACHE names another one" in said
+    assert "set OUTRIDER_CACHE to use another one" in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

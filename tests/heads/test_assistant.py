@@ -20,7 +20,7 @@ from outrider.heads.checkpoint import MTP, kinds_of
 from outrider.proposers.recognition import TargetFiles
 from outrider.registry import PROPOSERS
 from outrider.runner import ModelRunner, RunnerConfig
-from outrider.types import UNSAID, OutriderError
+from outrider.types import IMPOSSIBLE_LOGIT, OutriderError
 
 VOCAB, HIDDEN, WINDOW = 60, 32, 5
 SHARED = {
@@ -132,7 +132,7 @@ def test_an_assistant_computes_what_transformers_class_does(changes, num_shared,
         for found, one in steps:
             torch.testing.assert_close(head.feedback(found), one.last_hidden_state[0, 0], rtol=1e-3, atol=1e-3)
             logits, theirs = head.logits(found), one.logits[0, 0]
-            chosen = logits > UNSAID / 2
+            chosen = logits > IMPOSSIBLE_LOGIT / 2
             assert int(chosen.sum()) == (20 if changes else VOCAB)
             torch.testing.assert_close(logits[chosen], theirs[chosen], rtol=1e-3, atol=1e-3)
             assert bool((theirs[~chosen] < theirs[chosen].min()).all())

@@ -70,7 +70,7 @@ def proposed(sampler: Sampler, text: Text, kind: str) -> Proposal:
 @pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()], ids=["rejection", "block"])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("output", [(), (2, 0, 2)])
-def test_a_drawn_block_is_lossless(setting: str, output: Text, verifier: Verifier, kind: str) -> None:
+def test_a_sampled_block_is_lossless(setting: str, output: Text, verifier: Verifier, kind: str) -> None:
     def drawn(output: Text, params: SamplingParams) -> Drafts:
         rows, weights, text = [], [], PROMPT + output
         for script in itertools.product(range(VOCAB), repeat=COUNT):
@@ -88,8 +88,8 @@ def test_a_drawn_block_is_lossless(setting: str, output: Text, verifier: Verifie
     assert loss(verifier, SETTINGS[setting], output, drawn) < EXACT
 
 
-def test_a_bias_or_selector_makes_a_draft_depend_on_the_one_before() -> None:
-    """The enumeration above would not notice a bias that is left out: its own law is then that of other drafts."""
+def test_a_bias_or_selector_makes_drafts_depend_on_the_previous_draft() -> None:
+    """The enumeration above would not detect a missing bias, because it would use the same wrong distribution."""
     request = make_request(PROMPT, SamplingParams(temperature=1.0), num_prompt=len(PROMPT))
     for kind in ("plain", "bias", "selector"):
         seconds = {}

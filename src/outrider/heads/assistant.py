@@ -28,7 +28,7 @@ from outrider.runner.attention import PassLayout
 from outrider.runner.kv_cache import CacheShape, LayerShape
 from outrider.runner.loading import load_config, text_config
 from outrider.runner.survey import without_weights
-from outrider.types import UNSAID, OutriderError
+from outrider.types import IMPOSSIBLE_LOGIT, OutriderError
 
 MARK = "pre_projection.weight"  # a tensor of assistants only
 IGNORED = (r"rotary_emb\.", r"^copy$")  # the output head is the embedding
@@ -125,7 +125,7 @@ class AssistantHead(RolloutHead):
         order: Any = self.token_ordering
         tokens = order.view(self.centroids.out_features, -1)[clusters].flatten(-2)  # [..., clusters x tokens of each]
         chosen = (self.table[tokens].to(out.dtype) @ out[..., None]).squeeze(-1)
-        return chosen.new_full((*out.shape[:-1], len(order)), UNSAID).scatter(-1, tokens, chosen)
+        return chosen.new_full((*out.shape[:-1], len(order)), IMPOSSIBLE_LOGIT).scatter(-1, tokens, chosen)
 
 
 class AssistantRunner(RolloutRunner):

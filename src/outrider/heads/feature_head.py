@@ -15,7 +15,7 @@ from torch.nn import functional
 from outrider.heads.checkpoint import TargetSizes
 from outrider.heads.own_logits import Finish
 from outrider.runner.kv_cache import CacheShape
-from outrider.types import UNSAID, OutriderError
+from outrider.types import IMPOSSIBLE_LOGIT, OutriderError
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines
 
@@ -88,17 +88,17 @@ class FeatureHead(nn.Module):
         return embeds.to(like.dtype)
 
     def spread(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """Expand [..., Vd] to float32 [..., V] over the target's vocabulary, ``UNSAID`` for tokens the head lacks."""
+        """Expand [..., Vd] to float32 [..., V] over the target's vocabulary, ``IMPOSSIBLE_LOGIT`` for tokens the head lacks."""
         logits = logits.float()
         ids = self.draft_ids
         if ids is None and logits.shape[-1] >= vocab_size:
             return logits[..., :vocab_size]
         if ids is None:
-            return functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=UNSAID)
+            return functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=IMPOSSIBLE_LOGIT)
         if self._columns.shape[0] != vocab_size or self._columns.device != logits.device:
             self._columns = torch.full((vocab_size,), logits.shape[-1], device=logits.device)
             self._columns[ids] = torch.arange(len(ids), device=logits.device)
-        padded = functional.pad(logits, (0, 1), value=UNSAID)  # the last column is for tokens that the head lacks
+        padded = functional.pad(logits, (0, 1), value=IMPOSSIBLE_LOGIT)  # the last column is for tokens that the head lacks
         return padded.gather(-1, self._columns.expand(*logits.shape[:-1], -1))
 
     def check_hidden_states(self, target: TargetSizes) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from outrider.heads.checkpoint import TargetSizes, fill, find_folder, read_folder, write_folder
-from outrider.types import UNSAID, OutriderError
+from outrider.types import IMPOSSIBLE_LOGIT, OutriderError
 
 Accuracies = tuple[tuple[float, ...], ...]  # [head][rank]: probability that the candidate of that rank is the target's token
 
@@ -75,10 +75,10 @@ class MedusaHeads(nn.Module):
         return logits
 
     def spread(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """Expand [..., V'] to float32 [..., V] over the target's vocabulary, ``UNSAID`` for tokens the heads lack."""
+        """Expand [..., V'] to float32 [..., V] over the target's vocabulary, ``IMPOSSIBLE_LOGIT`` for tokens the heads lack."""
         if self.token_map is None:
             return logits.float()
-        full = logits.new_full((*logits.shape[:-1], vocab_size), UNSAID, dtype=torch.float32)
+        full = logits.new_full((*logits.shape[:-1], vocab_size), IMPOSSIBLE_LOGIT, dtype=torch.float32)
         return full.index_copy_(-1, self.token_map, logits.float())
 
     def candidates(self, hidden: Tensor, num_heads: int, count: int) -> Tensor:
