@@ -19,7 +19,8 @@ class Matcher(Protocol):
     def allowed(self, output: Sequence[int], path: Sequence[int]) -> Tensor | None:
         """bool [V] on the CPU: tokens that may follow the output so far and, behind it, the drafts of ``path``.
 
-        None where the grammar says nothing: these drafts break it, or end the text.
+        None where the grammar says nothing: these drafts break it, or end the text. No token where none can follow them. An
+        exception ends the request if ``path`` is empty; otherwise it counts as no token.
         """
         ...
 

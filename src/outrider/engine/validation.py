@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from outrider.sampling.grammar_masks import path_to
+from outrider.sampling.grammar_masks import allowed_after, is_empty, path_to
 from outrider.types import Context, Proposal
 
 PROBS_TOLERANCE = 1e-2  # a float32 softmax over 250k entries sums to 1 well within this
@@ -53,11 +53,12 @@ def check(proposal: object, limits: Sequence[int], k: int, vocab_size: int) -> C
 
 
 def useful(checked: Checked, context: Context) -> Checked:
-    """Drop drafts that cannot survive: those that break a request's grammar or follow its end, and those of a tree that are
-    deeper than the request's own K.
+    """Drop drafts that cannot survive: those that break a request's grammar or follow its end or a dead end, and those of a tree
+    that are deeper than the request's own K.
 
     The target never takes such a point mass, and rejecting it does not change what comes next, so leaving it out changes no
-    distribution. Drafts with probabilities were drawn by the sampler, which applies the grammar, up to the end of the text.
+    distribution. Drafts with probabilities were drawn by the sampler, which applies the grammar, up to the end of the text. A
+    draft that leads into a dead end stays, because leaving out what was drawn would change the distribution.
     """
     proposal, own = checked.proposal, [request.num_draft_tokens for request in context.requests]
     is_tree = proposal.parents is not None
@@ -70,14 +71,13 @@ def useful(checked: Checked, context: Context) -> Checked:
         drafts, tree, most = checked.token_ids[b], None if parents is None else parents[b], own[b]
         nodes: list[int] = []
         depths = {-1: 0}  # of the nodes that are kept
-        output = request.token_ids[request.num_prompt_tokens :]
         for node in range(checked.lens[b]):
             parent = node - 1 if tree is None else tree[node]
             if parent not in depths or (is_tree and most is not None and depths[parent] >= most):
                 continue
             if has_grammar and request.matcher is not None:
-                allowed = request.matcher.allowed(output, path_to(parent, drafts, tree))
-                if allowed is None or (not allowed[drafts[node]] and _is_point_mass(proposal, b, node, drafts[node])):
+                allowed, token = allowed_after(request, path_to(parent, drafts, tree)), drafts[node]
+                if allowed is None or is_empty(allowed) or (not allowed[token] and _is_point_mass(proposal, b, node, token)):
                     continue
             depths[node] = depths[parent] + 1
             nodes.append(node)
