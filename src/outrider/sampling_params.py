@@ -19,7 +19,8 @@ class Matcher(Protocol):
     def allowed(self, output: Sequence[int], path: Sequence[int]) -> Tensor | None:
         """Return the tokens allowed after the output and the drafts of ``path``, as bool [V] on the CPU.
 
-        None if no mask exists, because these drafts break the grammar or end the text.
+        None if no mask exists, because these drafts break the grammar or end the text; no token if none can follow them. An
+        exception ends the request if ``path`` is empty; otherwise it counts as no token.
         """
         ...
 

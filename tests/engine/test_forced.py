@@ -16,7 +16,7 @@ from outrider.engine.policy import FixedLength
 from outrider.proposers.base import Proposer, ScriptedProposer, chain_proposal
 from outrider.types import Context, Proposal, Request, Round, SamplingParams, Verdict
 
-from .toy import EOS, VOCAB, TableRunner, make_engine, make_request, oracle, outputs, run
+from .toy import EOS, VOCAB, TableRunner, greedy_continuation, make_engine, make_request, oracle, outputs, run
 
 FREE = range(1, VOCAB)
 
@@ -158,6 +158,60 @@ def test_a_matcher_that_fails_ends_its_request_with_the_reason_and_no_other() ->
     found = run(engine, [forced("a", rule, max_tokens=60), forced("b", blocks, max_tokens=20)])
     assert "too complex" in found["a"][-1].error and len(outputs(found)["b"][0]) == 20
     assert outputs(found)["a"] == plain_output(rule, max_tokens=60)
+
+
+def trap(refuses: bool, lure: int):
+    """Every token may follow, but nothing may follow ``lure``; a matcher that ``refuses`` says so by an error."""
+
+    def rule(output: tuple[int, ...]) -> Sequence[int]:
+        if output and output[-1] == lure:
+            if refuses:
+                raise RuntimeError("too complex")
+            return []
+        return FREE
+
+    return rule
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_a_draft_that_leads_into_a_dead_end_costs_the_request_nothing(is_tree: bool, temperature: float, refuses: bool) -> None:
+    """The target takes it or another token, as without drafts; no other request of the batch notices."""
+    runner = TableRunner()
+    lure = next(token for token in FREE if token not in greedy_continuation(runner, [3, 4], 20))
+    params = {"max_tokens": 20, "temperature": temperature, "seed": 2}
+
+    def drafts(context: Context, k: int) -> Proposal:
+        right = [greedy_continuation(runner, request.token_ids, 2) for request in context.requests]
+        chain = chain_proposal([[first, lure, second] for first, second in right])
+        return replace(chain, parents=torch.tensor([[-1, 0, 1]] * len(right))) if is_tree else chain
+
+    proposer = ScriptedProposer(drafts)
+    proposer.drafts_trees = is_tree
+    engine = make_engine(proposer, k=3, coupled=True)
+    found = run(engine, [forced("a", trap(refuses, lure), **params), make_request("b", [5, 6], **params)])
+    alone = make_engine(coupled=True, grammar_drafts=False)
+    assert outputs(found) == outputs(
+        run(alone, [forced("a", trap(refuses, lure), **params), make_request("b", [5, 6], **params)])
+    )
+    assert engine.stats.num_accepted > 0 and engine.stats.faults == 0
+    if temperature == 0:
+        assert outputs(found)["a"][2] == "length"
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_dead_end_that_the_target_takes_ends_the_request_with_its_text(refuses: bool) -> None:
+    """As without drafts: the last draft before the end of all is accepted, the next round has the error."""
+    runner = TableRunner()
+    text = greedy_continuation(runner, [3, 4], 20)
+    lure = text[10]
+    rule = trap(refuses, lure)
+    length = text.index(lure) + 1
+    engine = make_engine(oracle(runner), k=4)
+    found = run(engine, [forced("a", rule, max_tokens=20)])
+    assert outputs(found)["a"] == plain_output(rule, max_tokens=20) == (text[:length], "", "error")
+    assert ("too complex" if refuses else "fully masked") in found["a"][-1].error and engine.stats.faults == 0
 
 
 def test_the_proposer_drafts_after_the_run_and_is_told_of_its_own_drafts() -> None:

@@ -10,14 +10,16 @@ import pytest
 import torch
 from tiny_hybrids import hybrid
 from toy import outputs_of, reference_probs
-from toy_grammar import RuleGrammar
+from toy_grammar import Rule, RuleGrammar
 
 from outrider import LLM, SamplingParams
 from outrider.engine.config import uses_grammar_drafts
 from outrider.engine.forced import ForcedDrafts
+from outrider.engine.validation import check, useful
 from outrider.proposers.base import ScriptedProposer
 from outrider.sampling import Sampler
-from outrider.types import Context, Proposal, Request
+from outrider.sampling.grammar_masks import without_dead_ends
+from outrider.types import Context, Proposal, Randomness, Request, Verdict
 from outrider.verifiers.base import Verifier
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.rejection import RejectionVerifier
@@ -47,14 +49,17 @@ def constrained(output: Text, params: SamplingParams) -> Request:
     return replace(enumeration.make_request(prompt + output, params, num_prompt=len(prompt)), matcher=SMALL.matcher())
 
 
-def constrained_law(law: Law, output: Text, params: SamplingParams, length: int) -> Law:
-    """A law, shorter texts continued by the constrained target to ``length`` tokens."""
+def constrained_law(law: Law, output: Text, params: SamplingParams, length: int, rule: Rule = small_rule) -> Law:
+    """A law, shorter texts continued by the constrained target to ``length`` tokens, or to a dead end."""
     total = dict(law)
     for short in range(length):
         for text in [text for text in total if len(text) == short]:
-            weight, after = total.pop(text), output + text
+            weight, after = total[text], output + text
+            if not rule(after):
+                continue
+            del total[text]
             logits = enumeration.TARGET.logits(enumeration.PROMPT + after)
-            masked = replace(params, allowed_token_ids=small_rule(after))
+            masked = replace(params, allowed_token_ids=tuple(rule(after)))
             for token, prob in enumerate(reference_probs(logits, enumeration.PROMPT, after, masked)):
                 total[(*text, token)] = total.get((*text, token), 0.0) + weight * prob
     return total
@@ -98,6 +103,52 @@ def test_a_round_with_forced_tokens_is_lossless(drafting: str, setting: str, ver
     assert all(text[:2] == run for text, weight in law.items() if weight > 0)  # never rejected
     longest = drafts.proposal.num_nodes + 1
     assert distance(constrained_law(law, output, params, longest), constrained_law({(): 1.0}, output, params, longest)) < EXACT
+
+
+class Cut:
+    """A verifier whose accepted drafts end before a dead end, as in a round; all rows are of one request."""
+
+    def __init__(self, inner: Verifier, request: Request) -> None:
+        self._inner, self._request = inner, request
+
+    def verify(self, proposal: Proposal, target: torch.Tensor, randomness: Randomness) -> Verdict:
+        verdict = self._inner.verify(proposal, target, randomness)
+        return without_dead_ends(verdict, proposal, [self._request] * len(verdict.num_accepted))
+
+
+@pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])
+@pytest.mark.parametrize("setting", ["greedy", "warm", "repetition", "hot"])
+@pytest.mark.parametrize("drafting", ["point masses", "chain", "tree"])
+def test_drafts_into_a_dead_end_are_lossless(drafting: str, setting: str, verifier: Verifier) -> None:
+    """Nothing may follow a 2 after a 1, wherever the drafts have it: the law is that of plain decoding up to there."""
+
+    def rule(output: Text) -> Sequence[int]:
+        return [] if output[-2:] == (1, 2) else [0, 1, 2]
+
+    params, output = EVERY_SETTING[setting], (0,)
+    matcher = RuleGrammar(rule, enumeration.VOCAB, eos=-1).matcher()
+    request = replace(constrained(output, params), matcher=matcher)
+    parents = (-1, -1, 1, 2) if drafting == "tree" else CHAIN
+    own = fixed_drafts([[1, 2, 0]]) if drafting == "point masses" else draw_drafts(output, params, parents, replacement=False)
+    batch = len(own.weights)
+    requests = tuple(replace(request, request_id=str(b)) for b in range(batch))
+    context = Context(requests, (9,) * batch, Sampler(requests, enumeration.VOCAB))
+    checked = useful(check(own.proposal, context.limits, 9, enumeration.VOCAB), context).proposal
+    assert params.is_greedy or min(checked.lens) < own.proposal.num_nodes  # some are cut
+    laws: dict[Text, float] = {}
+    for b in range(batch):  # each as wide as it is
+        alone = checked.take([b]).narrow([int(checked.lens[b])])
+        texts = enumeration.node_texts(alone, output)
+        logits = torch.stack([enumeration.TARGET.batch([enumeration.PROMPT + text for text in row]) for row in texts])
+        target = Sampler([request], enumeration.VOCAB).probs(logits, alone.token_ids, alone.parents)
+        for text, weight in round_law(Cut(verifier, request), Drafts(alone, own.weights[b : b + 1]), target).items():
+            laws[text] = laws.get(text, 0.0) + weight
+    longest = own.proposal.num_nodes + 1
+
+    def law_of(law: Law) -> Law:
+        return constrained_law(law, output, params, longest, rule)
+
+    assert distance(law_of(laws), law_of({(): 1.0})) < EXACT
 
 
 # --- the running engine ------------------------------------------------------------------------------------------------------

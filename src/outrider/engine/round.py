@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.engine.scheduler import Batch, Scheduler
+from outrider.sampling.grammar_masks import without_dead_ends
 from outrider.types import Context, OutriderError, Proposal, Scores, Verdict
 from outrider.verifiers.base import Verifier
 
@@ -76,7 +77,7 @@ def finish_round(batch: Batch, k: int, proposal: Proposal, parts: Parts) -> Roun
         scores = parts.runner.score(context, proposal, parts.hidden)
         judge = sampler.tokens if verifier.judges == "tokens" else sampler.probs
         target = judge(scores.logits, proposal.token_ids, proposal.parents, lens=proposal.lens)
-        verdict = verifier.verify(proposal, target, sampler)
+        verdict = without_dead_ends(verifier.verify(proposal, target, sampler), proposal, context.requests)
     except Exception as error:
         raise TargetError(proposal) from error
     next_tokens, counts = verdict.next_token.tolist(), verdict.num_accepted.tolist()

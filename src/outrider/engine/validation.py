@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from outrider.sampling.grammar_masks import path_to
+from outrider.sampling.grammar_masks import allowed_after, is_empty, path_to
 from outrider.types import Context, Proposal
 
 PROBS_TOLERANCE = 1e-2  # a float32 softmax over 250k entries sums to 1 well within this
@@ -53,10 +53,11 @@ def check(proposal: object, limits: Sequence[int], k: int, vocab_size: int) -> C
 
 
 def useful(checked: Checked, context: Context) -> Checked:
-    """Drop drafts that break a request's grammar or follow its end, and nodes of trees deeper than the request's own K.
+    """Drop drafts that break a request's grammar or follow its end or a dead end, and nodes of trees deeper than the request's own K.
 
     Dropping a point mass that the grammar forbids is lossless: its target probability is 0, so its rejection changes no
-    distribution. Drafts with probabilities are kept up to the end of the text: the sampler applied the grammar to them.
+    distribution. Drafts with probabilities are kept up to the end of the text: the sampler applied the grammar to them. A draft
+    that leads into a dead end is kept, because dropping what was sampled would change the distribution.
     """
     proposal, own = checked.proposal, [request.num_draft_tokens for request in context.requests]
     is_tree = proposal.parents is not None
@@ -69,14 +70,13 @@ def useful(checked: Checked, context: Context) -> Checked:
         drafts, tree, max_depth = checked.token_ids[b], None if parents is None else parents[b], own[b]
         nodes: list[int] = []
         depths = {-1: 0}  # of the kept nodes
-        output = request.token_ids[request.num_prompt_tokens :]
         for node in range(checked.lens[b]):
             parent = node - 1 if tree is None else tree[node]
             if parent not in depths or (is_tree and max_depth is not None and depths[parent] >= max_depth):
                 continue
             if has_grammar and request.matcher is not None:
-                allowed = request.matcher.allowed(output, path_to(parent, drafts, tree))
-                if allowed is None or (not allowed[drafts[node]] and _is_point_mass(proposal, b, node, drafts[node])):
+                allowed, token = allowed_after(request, path_to(parent, drafts, tree)), drafts[node]
+                if allowed is None or is_empty(allowed) or (not allowed[token] and _is_point_mass(proposal, b, node, token)):
                     continue
             depths[node] = depths[parent] + 1
             nodes.append(node)

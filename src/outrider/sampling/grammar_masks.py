@@ -1,13 +1,24 @@
-"""Grammar masks: allowed tokens at each position, given the committed and drafted tokens before it."""
+"""Grammar masks: allowed tokens at each position, given the committed and drafted tokens before it.
+
+A dead end is a text after which the grammar and the token masks of a request allow no token, or for which its matcher fails. It
+is an error of the request if the text is committed. Drafts that lead into one cost the request nothing: drafts after them are
+dropped, and if the target accepts them, the last one becomes the round's own token, as in plain decoding.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from outrider.types import Request
+from outrider.types import Proposal, Request, Verdict
+
+logger = logging.getLogger(__name__)
+
+_NOTHING = torch.zeros(0, dtype=torch.bool)
 
 
 class GrammarMasks:
@@ -20,17 +31,75 @@ class GrammarMasks:
     def apply_(self, scores: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: Sequence[int]) -> None:
         """Mask tokens in the first ``counts[b]`` rows of scores [B, M, V], in place.
 
-        Rows after a draft that violates the grammar are unchanged.
+        Rows after a draft that violates the grammar or leads into a dead end are unchanged.
         """
         for row, request in self._rows:
-            assert request.matcher is not None
-            output = request.token_ids[request.num_prompt_tokens :]
             own = [] if drafts is None else drafts[row].tolist()
             tree = None if parents is None else parents[row].tolist()
             for place in range(counts[row]):
-                allowed = request.matcher.allowed(output, path_to(start + place - 1, own, tree))
-                if allowed is not None:
+                path = path_to(start + place - 1, own, tree)
+                allowed = allowed_after(request, path) if path else allowed_tokens(request, path)
+                if allowed is not None and not (path and is_empty(allowed)):
                     scores[row, place].masked_fill_(~allowed.to(scores.device), -math.inf)
+
+
+def allowed_tokens(request: Request, path: Sequence[int]) -> Tensor | None:
+    """Return bool [V]: tokens that a request's grammar and token masks allow after its output and the drafts of ``path``.
+
+    None without a grammar, and after drafts that violate it or end the text. Raises what the matcher raises.
+    """
+    if request.matcher is None:
+        return None
+    params = request.params
+    allowed = request.matcher.allowed(request.token_ids[request.num_prompt_tokens :], path)
+    if allowed is not None and params.allowed_token_ids is not None:
+        permitted = torch.zeros_like(allowed)
+        permitted[list(params.allowed_token_ids)] = True
+        allowed = allowed & permitted
+    if allowed is not None and params.banned_token_ids:
+        allowed = allowed.clone()
+        allowed[list(params.banned_token_ids)] = False
+    return allowed
+
+
+def allowed_after(request: Request, path: Sequence[int]) -> Tensor | None:
+    """Return ``allowed_tokens``, empty where the matcher fails: the target finds that error once the text is committed."""
+    try:
+        return allowed_tokens(request, path)
+    except Exception:
+        logger.debug("no drafts after %s for request %s", list(path), request.request_id, exc_info=True)
+        return _NOTHING
+
+
+def is_empty(allowed: Tensor) -> bool:
+    """Return whether a mask on the CPU allows no token."""
+    return not allowed.numpy().any()
+
+
+def is_dead_end(request: Request, path: Sequence[int]) -> bool:
+    """Return whether no token may follow a request's output and the drafts of ``path``."""
+    allowed = allowed_after(request, path)
+    return allowed is not None and is_empty(allowed)
+
+
+def without_dead_ends(verdict: Verdict, proposal: Proposal, requests: Sequence[Request]) -> Verdict:
+    """Return the verdict with the last accepted draft as the round's own token where it leads into a dead end.
+
+    No token can follow it, and the verifier's was drawn from unmasked logits. The law of the emitted tokens is unchanged.
+    """
+    ends = []
+    for b, request in enumerate(requests):
+        path = verdict.path[b, : int(verdict.num_accepted[b])]
+        if request.matcher is not None and len(path) and is_dead_end(request, proposal.token_ids[b, path].tolist()):
+            ends.append(b)
+    if not ends:
+        return verdict
+    path, num_accepted, next_token = verdict.path.clone(), verdict.num_accepted.clone(), verdict.next_token.clone()
+    for b in ends:
+        num_accepted[b] -= 1
+        next_token[b] = proposal.token_ids[b, path[b, num_accepted[b]]]
+        path[b, num_accepted[b]] = -1
+    return Verdict(path, num_accepted, next_token)
 
 
 def path_to(node: int, drafts: Sequence[int], parents: Sequence[int] | None) -> list[int]:

@@ -147,7 +147,13 @@ class TokenGrammar:
 
     def matcher(self) -> TokenMatcher:
         """Return a matcher in the initial state, for a new output."""
-        return TokenMatcher(self, self._matcher.deep_copy(), self._vocab_size, self._eos_token_ids)
+        return TokenMatcher(self, self.matcher_after([]), self._vocab_size, self._eos_token_ids)
+
+    def matcher_after(self, output: Sequence[int]) -> LLMatcher:
+        """Return a new matcher of llguidance in the state after an output."""
+        matcher = self._matcher.deep_copy()
+        matcher.consume_tokens(list(output))
+        return matcher
 
 
 class TokenMatcher:
@@ -161,7 +167,10 @@ class TokenMatcher:
         self._seconds_left = MASKS_SECONDS
 
     def allowed(self, output: Sequence[int], path: Sequence[int]) -> Tensor | None:
-        """Return the mask of allowed tokens (see ``types.Matcher``). Raises ``OutriderError`` if masks take too long."""
+        """Return the mask of allowed tokens (see ``types.Matcher``), without any if a limit is exceeded after the path's drafts.
+
+        Raises ``OutriderError`` if one is exceeded after the output, or if masks take too long.
+        """
         started = thread_time()
         if len(output) != self._num_consumed:
             self._matcher.consume_tokens(list(output[self._num_consumed :]))
@@ -171,6 +180,9 @@ class TokenMatcher:
         key = tuple(path)
         if key not in self._masks:
             self._masks[key] = self._after(key)
+            if key and self._matcher.is_error():  # it stays in that state, but the target may reject these drafts
+                self._masks[key] = torch.zeros(self._vocab_size, dtype=torch.bool)
+                self._matcher = self._grammar.matcher_after(output)
             self._check()
             self._seconds_left += SECONDS_A_MASK - (thread_time() - started)
         if self._seconds_left < 0:
@@ -187,7 +199,7 @@ class TokenMatcher:
             mask = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
             return mask[: self._vocab_size] > 0
         finally:
-            if num_taken:
+            if num_taken and not self._matcher.is_error():
                 self._matcher.rollback(num_taken)
 
     def _check(self) -> None:
