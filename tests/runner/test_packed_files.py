@@ -114,7 +114,7 @@ def test_a_file_of_another_model_is_built_anew(folder, tmp_path, cache, read, ca
     pack = linear.pack_model
     monkeypatch.setattr(linear, "pack_model", lambda model, bits: pack(model, 8))
     ModelRunner.load(folder, INT4)
-    assert len(read) == 2 and "does not fit the model (it has other tensors)" in caplog.text
+    assert len(read) == 2 and "does not fit the model (its tensors differ)" in caplog.text
 
 
 def test_without_a_cache_folder_it_goes_on_after_one_warning(folder, tmp_path, read, caplog, monkeypatch):
