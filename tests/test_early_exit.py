@@ -177,7 +177,7 @@ def test_what_a_request_of_the_same_name_drafted_before_is_forgotten():
     drafting.assert_cache_is_a_fresh_forwards(exact=native.load())
 
 
-def test_layers_wanted_by_others_are_still_seen():
+def test_requested_hidden_states_of_skipped_layers_are_reported():
     drafting = Drafting(lengths=(9,))
     drafting.hidden = (0, 3)
     _, scores = drafting.step([2], [1])

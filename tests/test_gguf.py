@@ -230,7 +230,7 @@ def refusal(path, **options):
     return message
 
 
-def test_what_cannot_be_run_right_is_refused_before_weights_are_read(unread, tmp_path, monkeypatch):
+def test_unsupported_files_are_refused_before_weights_are_read(unread, tmp_path, monkeypatch):
     path, model = tmp_path / "model.gguf", gguf_files.make_model("llama")
 
     def changed(change, kind=Kind.Q8_0):

@@ -117,7 +117,7 @@ def test_a_file_of_another_model_is_built_anew(folder, tmp_path, cache, read, ca
     assert len(read) == 2 and "does not fit the model (its tensors differ)" in caplog.text
 
 
-def test_without_a_cache_folder_it_goes_on_after_one_warning(folder, tmp_path, read, caplog, monkeypatch):
+def test_without_a_cache_folder_loading_continues_with_one_warning(folder, tmp_path, read, caplog, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file" / "cache"))
     first = logits(ModelRunner.load(folder, INT4))
