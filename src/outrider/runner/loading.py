@@ -124,7 +124,7 @@ def check_readable(source: str | Path) -> None:
 def layers_beyond(keys: Iterable[str], config: PreTrainedConfig) -> list[str]:
     """Return the unexpected tensors that belong to layers after the config's last layer.
 
-    Such a layer may also be an MTP-like head, which has norms and a projection that decoder layers lack.
+    Such a layer may also be a draft head, which has norms and a projection that decoder layers lack.
     """
     found = [(key, layer[1]) for key in sorted(keys) if (layer := re.search(LAYER, key)) is not None]
     heads = {layer for key, layer in found if re.search(r"\.(eh_proj|enorm|hnorm)\.", key)}
