@@ -62,7 +62,7 @@ def test_every_source_is_compiled_and_linked(calls: Path) -> None:
     assert all(f"{source.stem}.o" in linked for source in sources)
 
 
-def test_only_a_damaged_library_in_the_cache_is_rebuilt(calls: Path) -> None:
+def test_a_truncated_cached_library_is_rebuilt_and_an_intact_one_is_not(calls: Path) -> None:
     """Loading half a library ends the process with a bus error, at every start."""
     file = built()
     assert file.read_text() == "whole" and built() == file

@@ -160,7 +160,7 @@ def unread(monkeypatch):
 
 
 @needs_kernels
-def test_unsupported_quantisation_is_rejected_in_one_line_before_loading(unread, tmp_path, monkeypatch):
+def test_models_that_cannot_be_rounded_are_refused_before_weights_are_read(unread, tmp_path, monkeypatch):
     folder = make_folder(tmp_path / "plain")
     assert "needs device cpu, got cuda" in refusal(folder, monkeypatch, cuda=True, device="cuda")
     quantized = make_folder(tmp_path / "quantized", quantization_config={"quant_method": "gptq", "bits": 4})

@@ -38,7 +38,7 @@ RUN = (
 )
 REFUSED = {
     "bigbird_pegasus": "both ways",
-    "cpmant": "does not say over Outrider's cache what it says without a cache",
+    "cpmant": "gives different logits with Outrider's cache than without a cache",
     "deepseek_v4": "a cache of their own (heavily_compressed_attention)",
     "deepseek_v32": "an index of their own",
     "inkling_text": "position_bias",

@@ -53,7 +53,7 @@ def check(proposal: object, limits: Sequence[int], k: int, vocab_size: int) -> C
 
 
 def useful(checked: Checked, context: Context) -> Checked:
-    """Drop drafts that break a request's grammar or follow its end or a dead end, and nodes of trees deeper than the request's own K.
+    """Drop drafts that break a request's grammar or follow its end or a dead end, and nodes of trees deeper than its K.
 
     Dropping a point mass that the grammar forbids is lossless: its target probability is 0, so its rejection changes no
     distribution. Drafts with probabilities are kept up to the end of the text: the sampler applied the grammar to them. A draft

@@ -1,6 +1,6 @@
-"""What every head with layers of its own over the target's features has in common: ``EagleHead``, ``MtpHead``, ``BlockHead``.
+"""Base class of heads with their own layers over the target's features: ``EagleHead``, ``MtpHead``, ``BlockHead``.
 
-It may use the target's embedding, output head and the logit post-processing after it.
+A head may use the target's embedding, output head and logit post-processing.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ class FeatureHead(nn.Module):
     @property
     @abstractmethod
     def hidden_states(self) -> tuple[int, ...]:
-        """Target hidden states that it reads, numbered as in ``types.Scores``."""
+        """Target hidden states that the head reads, numbered as in ``types.Scores``."""
 
     @property
     @abstractmethod
     def uses_targets_output(self) -> bool:
-        """Whether the target's output head is used, and thus read whenever it drafts."""
+        """Whether drafting uses (and so reads) the target's output head."""
 
     @property
     @abstractmethod
     def cache_shape(self) -> CacheShape:
-        """What its layers store of each entry."""
+        """Cache shape of the head's layers."""
 
     @abstractmethod
     def exact_rotary(self) -> nn.Module:
-        """Return a new rotary embedding: frequencies rounded to 16 bits would give wrong angles after a hundred tokens."""
+        """Return a new rotary embedding in float32: frequencies rounded to 16 bits give wrong angles after a hundred tokens."""
 
     @abstractmethod
     def check_fit(self, target: TargetSizes) -> None:
-        """Raise ``OutriderError`` for a head that was not made for a target like this."""
+        """Raise ``OutriderError`` for a head whose sizes do not fit this target."""
 
     @abstractmethod
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
@@ -102,14 +102,14 @@ class FeatureHead(nn.Module):
         return padded.gather(-1, self._columns.expand(*logits.shape[:-1], -1))
 
     def check_hidden_states(self, target: TargetSizes) -> None:
-        """Raise ``OutriderError`` where it reads hidden states that the target does not have."""
+        """Raise ``OutriderError`` if the head reads hidden states that the target does not have."""
         if not 0 <= min(self.hidden_states) <= max(self.hidden_states) <= target.num_layers:
             raise OutriderError(
                 f"the head reads hidden states {self.hidden_states}, but {target.name} has {target.num_layers} layers"
             )
 
     def check_draft_ids(self, target: TargetSizes) -> None:
-        """Raise ``OutriderError`` where its vocabulary has tokens that the target's has not."""
+        """Raise ``OutriderError`` if the head's vocabulary has tokens that the target's lacks."""
         if self.draft_ids is None or self.draft_ids.is_meta:
             return
         lowest, highest = int(self.draft_ids.min()), int(self.draft_ids.max())

@@ -157,13 +157,13 @@ def export(heads: MedusaHeads, folder: Path, vocab_size: int, accuracies: Sequen
 
 
 def is_exported(folder: Path, heads: MedusaHeads) -> bool:
-    """Return whether these heads' folder is as ``export`` writes it, number of heads included."""
+    """Return whether the folder has the format of ``export``, including the number of heads."""
     config = json.loads((folder / "config.json").read_text())
     return bool(config.get("model_type") == "medusa" and config.get("num_heads") == heads.shape.num_heads)
 
 
 def check_fit(heads: MedusaHeads, target: TargetSizes) -> None:
-    """Raise ``OutriderError`` for heads that were not made for a target like this."""
+    """Raise ``OutriderError`` for heads whose sizes do not fit this target."""
     shape = heads.shape
     if shape.hidden_size != target.hidden_size:
         raise OutriderError(f"the heads expect hidden size {shape.hidden_size}, but {target.name} has {target.hidden_size}")

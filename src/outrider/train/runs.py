@@ -37,7 +37,7 @@ from outrider.types import OutriderError
 
 Evaluate = Callable[[bool], dict[str, Any]]
 Found = TypeVar("Found")
-NAME_OF_MTP, NAME_OF_BLOCK = "mtp", "dflash"  # of their parts of the work folder
+NAME_OF_MTP, NAME_OF_BLOCK = "mtp", "dflash"  # subfolders of the work folder
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Source:
     max_tokens: int = 1_000_000  # maximum tokens of text, and of features on disk
     regenerate: bool = False  # replace all but the first prompt_len tokens of each row by the target's continuation
     prompt_len: int = 64
-    temperature: float = 0.0  # of that continuation
+    temperature: float = 0.0  # temperature of the continuation
 
 
 class Rows(Protocol):
@@ -126,7 +126,7 @@ class Bench:
 
 
 class Latest(Generic[Found]):
-    """The last measurement. It is made once at the end of a run, also if the run had already ended before."""
+    """The last measurement of a run, made once after training, also if a resumed run had already ended."""
 
     def __init__(self, measure: Callable[[], Found]) -> None:
         self._measure = measure
@@ -249,7 +249,7 @@ class MtpRun:
 
 
 def train_mtp(bench: Bench, out: Path, how: HeadPlan, kind: MtpRun = MtpRun()) -> bool:
-    """Train an MTP head, a new one or further, and write it to ``out``. Return False if interrupted.
+    """Train an MTP head, new or continued, and write it to ``out``. Return False if interrupted.
 
     Raises ``OutriderError`` like ``MtpRun.check`` and ``mtp_formats.load``, before any text is generated or read.
     """

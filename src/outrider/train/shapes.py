@@ -147,7 +147,7 @@ def new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ..
 def new_mtp(runner: ModelRunner) -> MtpHead:
     """Return an MTP head that initially repeats its input feature, up to its scale.
 
-    Its layer is like the last one of the target, or Llama's where those of the target do not run by themselves.
+    Its layer is a copy of the target's last kind of layer, or a Llama layer if the target's cannot run separately.
     """
     try:
         body = Body.of(runner.model.config, type(runner.model), runner.cache.shape)
@@ -163,14 +163,14 @@ def new_mtp(runner: ModelRunner) -> MtpHead:
         for name, weight in head.layers.named_parameters():
             if re.search(r"\b(o_proj|down_proj)\b", name):
                 nn.init.zeros_(weight)
-        # The norm of the feature takes away its scale. Weights of some norms are one less than their scale.
+        # The feature's norm removes its scale. Some norms store their scale minus one.
         head.norm.weight += final_scale(runner).square().mean().sqrt().cpu() - 1
     return trainable(head, runner)
 
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """What a new block drafter is made of."""
+    """Sizes of a new block drafter."""
 
     hidden_states: tuple[int, ...]
     num_layers: int
@@ -217,9 +217,9 @@ def _second(rank: int, hidden_size: int, vocab_size: int) -> dict[str, Any]:
 
 
 def mask_token(rows: Tensor, runner: ModelRunner) -> int:
-    """Return the token that stands for drafts: the last one of those that occur least in the rows [R, S].
+    """Return the mask token of a new block drafter: the last one of the least frequent tokens in rows [R, S].
 
-    Tokens whose embedding is nearly zero, as padding's often is, are left out: nothing but its embedding makes a query.
+    Tokens with a nearly zero embedding, often padding, are excluded, because a mask's query depends only on its embedding.
     """
     ids = torch.arange(runner.vocab_size, device=runner.device)
     size = runner.model.get_input_embeddings()(ids).float().norm(dim=-1).cpu()
