@@ -10,11 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, given, parse_k, parse_list, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, given, parse_k, parse_list, with_groups
 from outrider.engine.options import Speculation
 from outrider.registry import AUTO
 
@@ -54,45 +52,24 @@ class AuditOptions:
     num_draft_tokens: str | None = given(
         Speculation, several=True, more="Fixed numbers only (default: 4; with --same-text: 1,3,5,8).", panel=WHAT
     )
-    batch: Annotated[
-        str | None,
-        typer.Option(
-            help="Batch size (default: as fits into 1 GiB of cache, at most 256; with --same-text: 1,4).", rich_help_panel=WHAT
-        ),
-    ] = None
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="JSONL file (or .gz) of prompts instead of the built-in ones; repeatable.",
-            rich_help_panel=WHAT,
-        ),
-    ] = None
-    num_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Prompts per file (default: 6; with --same-text: all).", rich_help_panel=WHAT)
-    ] = None
-    power: Annotated[
-        float, typer.Option(min=0.5, max=0.9999, help="Probability of detecting a deviation of --tv.", rich_help_panel=WHAT)
-    ] = 0.99
-    tv: Annotated[float, typer.Option(min=0.002, max=0.5, help="Total variation distance to detect.", rich_help_panel=WHAT)] = (
-        0.05
+    batch: str | None = flag(
+        "Batch size (default: as fits into 1 GiB of cache, at most 256; with --same-text: 1,4).", panel=WHAT
     )
-    alpha: Annotated[
-        float, typer.Option(min=1e-9, max=0.2, help="Probability of any false alarm in the audit.", rich_help_panel=WHAT)
-    ] = 0.01
-    max_samples: Annotated[
-        int, typer.Option(min=1, help="Refuse audits that need more samples per method.", rich_help_panel=WHAT)
-    ] = 100_000
+    prompts: list[Path] | None = flag("JSONL file (or .gz) of prompts instead of the built-in ones; repeatable.", panel=WHAT)
+    num_prompts: int | None = flag("Prompts per file (default: 6; with --same-text: all).", panel=WHAT, min=1)
+    power: float = flag("Probability of detecting a deviation of --tv.", 0.99, panel=WHAT, min=0.5, max=0.9999)
+    tv: float = flag("Total variation distance to detect.", 0.05, panel=WHAT, min=0.002, max=0.5)
+    alpha: float = flag("Probability of any false alarm in the audit.", 0.01, panel=WHAT, min=1e-9, max=0.2)
+    max_samples: int = flag("Refuse audits that need more samples per method.", 100_000, panel=WHAT, min=1)
 
 
 @dataclass(frozen=True)
 class OutputOptions:
     """Output files."""
 
-    out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file.", rich_help_panel=OUTPUT)] = None
-    html: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.", rich_help_panel=OUTPUT)] = None
-    resume: Annotated[
-        bool, typer.Option("--resume", help="With --same-text: continue the run stored in --out.", rich_help_panel=OUTPUT)
-    ] = False
+    out: Path | None = flag("Write the JSON document to this file.", panel=OUTPUT)
+    html: Path | None = flag("Write a self-contained HTML page.", panel=OUTPUT)
+    resume: bool = flag("With --same-text: continue the run stored in --out.", False, "--resume", panel=OUTPUT)
 
 
 @with_groups

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from outrider.cli import bench_documents, bench_serve
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.bench_target import inflate_target
-from outrider.cli.options import MethodOptions, ModelOptions, given, parse_k, parse_list, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, flag, given, parse_k, parse_list, with_groups
 from outrider.cli.progress import progress
 from outrider.engine.options import Speculation
 from outrider.sampling_params import SamplingParams
@@ -51,39 +51,25 @@ class GridOptions:
     method: str | None = given(Speculation, several=True, more="(default: auto and suffix).", panel=GRID)
     num_draft_tokens: str = given(Speculation, "4,auto", several=True, panel=GRID)
     temperature: str = given(SamplingParams, "0", several=True, panel=GRID)
-    batch: Annotated[str, typer.Option(help="Batch sizes.", rich_help_panel=GRID)] = "1"
-    workloads: Annotated[
-        str | None,
-        typer.Option(help="Built-in prompts: code,edit,json,summary,math,chat,story (default: all).", rich_help_panel=GRID),
-    ] = None
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help="HumanEval, GSM8K, MATH-500, MBPP, MT-bench, Spec-Bench, SPEED-Bench or your own, as JSONL (.gz).",
-            rich_help_panel=GRID,
-        ),
-    ] = None
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts per workload.", rich_help_panel=GRID)] = 4
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per prompt.", rich_help_panel=GRID)] = 64
-    repeat: Annotated[int, typer.Option(min=1, help="Repeats; medians are shown.", rich_help_panel=GRID)] = 3
-    seed: Annotated[int, typer.Option(help="Sampling seed; repeat r uses seed + r.", rich_help_panel=GRID)] = 0
-    busy: Annotated[str, typer.Option(help="Number of other busy processes during the measurement.", rich_help_panel=GRID)] = (
-        "0"
+    batch: str = flag("Batch sizes.", "1", panel=GRID)
+    workloads: str | None = flag("Built-in prompts: code,edit,json,summary,math,chat,story (default: all).", panel=GRID)
+    prompts: Path | None = flag(
+        "HumanEval, GSM8K, MATH-500, MBPP, MT-bench, Spec-Bench, SPEED-Bench or your own, as JSONL (.gz).", panel=GRID
     )
-    inflate: Annotated[
-        str | None,
-        typer.Option(help="Measure the same function at the cost of a larger model: 350m, 1b, 8b.", rich_help_panel=GRID),
-    ] = None
+    num_prompts: int = flag("Prompts per workload.", 4, panel=GRID, min=1)
+    max_tokens: int = flag("Tokens per prompt.", 64, panel=GRID, min=2)
+    repeat: int = flag("Repeats; medians are shown.", 3, panel=GRID, min=1)
+    seed: int = flag("Sampling seed; repeat r uses seed + r.", 0, panel=GRID)
+    busy: str = flag("Number of other busy processes during the measurement.", "0", panel=GRID)
+    inflate: str | None = flag("Measure the same function at the cost of a larger model: 350m, 1b, 8b.", panel=GRID)
 
 
 @dataclass(frozen=True)
 class OutputOptions:
     """Output files."""
 
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON document to this file.", rich_help_panel=OUTPUT)] = None
-    html: Annotated[Path | None, typer.Option(help="Write a report with plots as one HTML file.", rich_help_panel=OUTPUT)] = (
-        None
-    )
+    out: Path | None = flag("Also write the JSON document to this file.", panel=OUTPUT)
+    html: Path | None = flag("Write a report with plots as one HTML file.", panel=OUTPUT)
 
     def check(self) -> None:
         """Check that the output files can be written before measuring."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options import MethodOptions, ModelOptions, given, parse_list, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, flag, given, parse_list, with_groups
 from outrider.runner.config import RunnerConfig
 from outrider.sampling_params import SamplingParams
 
@@ -28,62 +28,45 @@ LOAD, SERVER, OUTPUT = "Load", "Server", "Output"
 class LoadOptions:
     """The load. Several values are separated by commas."""
 
-    concurrency: Annotated[str, typer.Option(help="Numbers of concurrent clients.", rich_help_panel=LOAD)] = "1,2,4,8,16,32,64"
-    rate: Annotated[str | None, typer.Option(help="Requests per second, with random arrivals.", rich_help_panel=LOAD)] = None
-    requests: Annotated[int, typer.Option(min=1, help="Requests per client.", rich_help_panel=LOAD)] = 4
-    arrivals: Annotated[int, typer.Option(min=1, help="Requests per run with a rate.", rich_help_panel=LOAD)] = 32
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.", rich_help_panel=LOAD)] = 64
+    concurrency: str = flag("Numbers of concurrent clients.", "1,2,4,8,16,32,64", panel=LOAD)
+    rate: str | None = flag("Requests per second, with random arrivals.", panel=LOAD)
+    requests: int = flag("Requests per client.", 4, panel=LOAD, min=1)
+    arrivals: int = flag("Requests per run with a rate.", 32, panel=LOAD, min=1)
+    max_tokens: int = flag("Tokens per answer.", 64, panel=LOAD, min=2)
     temperature: float = given(SamplingParams, 0.0, panel=LOAD)
-    workloads: Annotated[
-        str, typer.Option(help="Built-in prompts, mixed: code,edit,json,summary,math,chat,story.", rich_help_panel=LOAD)
-    ] = "code,edit,json,summary,math,chat,story"
-    prompts: Annotated[Path | None, typer.Option(help="Your own prompts, as JSONL (.gz).", rich_help_panel=LOAD)] = None
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.", rich_help_panel=LOAD)] = 8
-    shared_prefix: Annotated[
-        int, typer.Option(min=0, help="Characters of a common prefix of all prompts of a run.", rich_help_panel=LOAD)
-    ] = 0
-    repeat: Annotated[int, typer.Option(min=1, help="Repeats; medians are shown.", rich_help_panel=LOAD)] = 3
-    rest: Annotated[
-        float,
-        typer.Option(
-            min=0, help="Seconds without requests before each run, for servers that spin after a request.", rich_help_panel=LOAD
-        ),
-    ] = 0.0
-    seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals and sampling.", rich_help_panel=LOAD)] = 0
+    workloads: str = flag(
+        "Built-in prompts, mixed: code,edit,json,summary,math,chat,story.", "code,edit,json,summary,math,chat,story", panel=LOAD
+    )
+    prompts: Path | None = flag("Your own prompts, as JSONL (.gz).", panel=LOAD)
+    num_prompts: int = flag("Prompts of each workload.", 8, panel=LOAD, min=1)
+    shared_prefix: int = flag("Characters of a common prefix of all prompts of a run.", 0, panel=LOAD, min=0)
+    repeat: int = flag("Repeats; medians are shown.", 3, panel=LOAD, min=1)
+    rest: float = flag(
+        "Seconds without requests before each run, for servers that spin after a request.", 0.0, panel=LOAD, min=0
+    )
+    seed: int = flag("Seed of arrivals and sampling.", 0, panel=LOAD, min=0)
 
 
 @dataclass(frozen=True)
 class ServerOptions:
     """The server to measure."""
 
-    url: Annotated[
-        str | None, typer.Option(help="A running server (default: start one with these models).", rich_help_panel=SERVER)
-    ] = None
-    plain_url: Annotated[
-        str | None,
-        typer.Option(
-            help="A server of the same model without drafts, if drafts cannot be disabled per request.", rich_help_panel=SERVER
-        ),
-    ] = None
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="For it.", rich_help_panel=SERVER)] = None
+    url: str | None = flag("A running server (default: start one with these models).", panel=SERVER)
+    plain_url: str | None = flag(
+        "A server of the same model without drafts, if drafts cannot be disabled per request.", panel=SERVER
+    )
+    api_key: str | None = flag("For it.", panel=SERVER, envvar="OPENAI_API_KEY")
     max_batch: int | None = given(RunnerConfig, panel=SERVER)
-    inflate: Annotated[
-        str | None,
-        typer.Option(help="Inflate its target to a larger model's cost: 350m, 1b, 8b.", rich_help_panel=SERVER),
-    ] = None
+    inflate: str | None = flag("Inflate its target to a larger model's cost: 350m, 1b, 8b.", panel=SERVER)
 
 
 @dataclass(frozen=True)
 class ResultOptions:
     """Latency targets and output files."""
 
-    slo_first_token: Annotated[
-        float, typer.Option(help="Target for the first token, in milliseconds.", rich_help_panel=OUTPUT)
-    ] = 2000.0
-    slo_token: Annotated[
-        float, typer.Option(help="Target for the mean time per later token, in milliseconds.", rich_help_panel=OUTPUT)
-    ] = 200.0
-    out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file too.", rich_help_panel=OUTPUT)] = None
+    slo_first_token: float = flag("Target for the first token, in milliseconds.", 2000.0, panel=OUTPUT)
+    slo_token: float = flag("Target for the mean time per later token, in milliseconds.", 200.0, panel=OUTPUT)
+    out: Path | None = flag("Write the JSON document to this file too.", panel=OUTPUT)
 
 
 @with_groups

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outrider.cli.interrupts import Terminated
-from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, with_groups
 
 if TYPE_CHECKING:
     from outrider.engine import LLM
@@ -33,8 +33,8 @@ Defaults: --temperature 0.7 --top-p 0.9.
 def command(
     *,
     message: Annotated[str | None, typer.Argument(help="Send one message and exit; - reads standard input.")] = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    show: Annotated[bool, typer.Option("--show", help="Colour each token: accepted draft, corrected, bonus.")] = False,
+    system: str | None = flag("System message."),
+    show: bool = flag("Colour each token: accepted draft, corrected, bonus.", False, "--show"),
     models: ModelOptions,
     methods: MethodOptions,
     sampling: SamplingOptions,

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from outrider.cli.options import MethodOptions, ModelOptions, given, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, flag, given, with_groups
 from outrider.engine.options import Speculation
 from outrider.server.config import ServerConfig
 
@@ -45,7 +43,7 @@ class PageOptions:
 def command(
     *,
     page: PageOptions,
-    open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.", rich_help_panel=SERVER)] = False,
+    open_page: bool = flag("Open the page in a browser.", False, "--open", panel=SERVER),
     models: ModelOptions,
 ) -> None:
     """Serve a web page that runs plain and speculative decoding side by side, token by token."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, with_groups
 from outrider.registry import AUTO
 
 if TYPE_CHECKING:
@@ -29,7 +27,7 @@ MARKS = {"ok": "[green]ok[/]", "note": "[dim]note[/]", "suspicious": "[yellow]su
 @with_groups
 def command(
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the report.")] = False,
+    as_json: bool = flag("Print one JSON document instead of the report.", False, "--json"),
     models: ModelOptions,
     methods: MethodOptions,
     sampling: SamplingOptions,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.options import MethodOptions, ModelOptions, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, flag, with_groups
 
 EXAMPLES = """Examples:
 
@@ -24,11 +24,8 @@ def command(
     *,
     plan: Annotated[Path | None, typer.Argument(help="TOML file with options; command-line options take precedence.")] = None,
     to: Annotated[str, typer.Option("--to", help="vllm, sglang or transformers.")],
-    out: Annotated[Path | None, typer.Option(help="Folder to write (default: outrider-<engine>).")] = None,
-    own_code: Annotated[
-        bool,
-        typer.Option("--own-code", help="vLLM: use Outrider's proposer even if vLLM has its own (n-grams)."),
-    ] = False,
+    out: Path | None = flag("Folder to write (default: outrider-<engine>)."),
+    own_code: bool = flag("vLLM: use Outrider's proposer even if vLLM has its own (n-grams).", False, "--own-code"),
     models: ModelOptions,
     methods: MethodOptions,
 ) -> None:

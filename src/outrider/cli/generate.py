@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, with_groups
 from outrider.options import SAMPLING
 
 if TYPE_CHECKING:
@@ -39,11 +39,9 @@ cat notes.txt | outrider generate --target ./my-model --method ngram --max-token
 def command(
     *,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; - or no argument reads standard input.")] = None,
-    show: Annotated[bool, typer.Option("--show", help="Colour each token: accepted draft, corrected, bonus.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the text.")] = False,
-    json_schema: Annotated[
-        Path | None, typer.Option(help="File with a JSON schema: the answer is JSON that matches it.", rich_help_panel=SAMPLING)
-    ] = None,
+    show: bool = flag("Colour each token: accepted draft, corrected, bonus.", False, "--show"),
+    as_json: bool = flag("Print one JSON document instead of the text.", False, "--json"),
+    json_schema: Path | None = flag("File with a JSON schema: the answer is JSON that matches it.", panel=SAMPLING),
     models: ModelOptions,
     methods: MethodOptions,
     sampling: SamplingOptions,

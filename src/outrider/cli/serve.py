@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
-from outrider.cli.options import MethodOptions, ModelOptions, given, values_given, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, flag, given, values_given, with_groups
 from outrider.options import LISTEN, declared, flag_name
 from outrider.runner.config import RunnerConfig
 from outrider.server.config import KEYS_VARIABLE, KeyRing, ServerConfig
@@ -44,13 +44,9 @@ class ListenOptions:
     host: str | None = given(ServerConfig)
     port: int | None = given(ServerConfig)
     name: str | None = given(ServerConfig, more="(default: the target's folder or id).")
-    api_keys: Annotated[
-        Path | None,
-        typer.Option(
-            help=f"File of lines KEY [NAME [PRIORITY]] (default: {KEYS_VARIABLE}; without keys, everyone has access).",
-            rich_help_panel=LISTEN,
-        ),
-    ] = None
+    api_keys: Path | None = flag(
+        f"File of lines KEY [NAME [PRIORITY]] (default: {KEYS_VARIABLE}; without keys, everyone has access).", panel=LISTEN
+    )
     record: Path | None = given(ServerConfig)
     trust_remote_code: bool = given(RunnerConfig, False, panel=LISTEN)
 
@@ -83,17 +79,9 @@ class LimitOptions:
 class EngineOptions:
     """Run another engine instead of Outrider's."""
 
-    engine: Annotated[
-        str | None, typer.Option(help="vllm: run the plan on vLLM; its own options follow --.", rich_help_panel=ELSEWHERE)
-    ] = None
-    engine_python: Annotated[
-        str | None,
-        typer.Option(help="Python of that engine's environment (default: searched on PATH).", rich_help_panel=ELSEWHERE),
-    ] = None
-    own_code: Annotated[
-        bool,
-        typer.Option("--own-code", help="Use Outrider's proposer even if the engine has its own.", rich_help_panel=ELSEWHERE),
-    ] = False
+    engine: str | None = flag("vllm: run the plan on vLLM; its own options follow --.", panel=ELSEWHERE)
+    engine_python: str | None = flag("Python of that engine's environment (default: searched on PATH).", panel=ELSEWHERE)
+    own_code: bool = flag("Use Outrider's proposer even if the engine has its own.", False, "--own-code", panel=ELSEWHERE)
 
 
 @with_groups

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from outrider.cli.bench_documents import check_outputs
-from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, given, parse_list, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, given, parse_list, with_groups
 from outrider.cli.progress import progress
 from outrider.engine.options import Speculation
 
@@ -40,20 +38,11 @@ outrider tune --traffic requests.jsonl --resume
 class TrafficOptions:
     """Options of the traffic."""
 
-    traffic: Annotated[
-        Path | None,
-        typer.Option(
-            help="JSONL (.gz) of prompts, or of OpenAI request bodies with their sampling settings.",
-            rich_help_panel=TRAFFIC,
-        ),
-    ] = None
-    workloads: Annotated[
-        str | None,
-        typer.Option(help="Built-in prompts instead: code,edit,json,summary,math,chat,story.", rich_help_panel=TRAFFIC),
-    ] = None
-    num_prompts: Annotated[
-        int, typer.Option(min=1, help="Prompts to use, spread over the traffic.", rich_help_panel=TRAFFIC)
-    ] = 16
+    traffic: Path | None = flag(
+        "JSONL (.gz) of prompts, or of OpenAI request bodies with their sampling settings.", panel=TRAFFIC
+    )
+    workloads: str | None = flag("Built-in prompts instead: code,edit,json,summary,math,chat,story.", panel=TRAFFIC)
+    num_prompts: int = flag("Prompts to use, spread over the traffic.", 16, panel=TRAFFIC, min=1)
 
 
 @dataclass(frozen=True)
@@ -64,23 +53,18 @@ class SearchOptions:
     num_draft_tokens: str | None = given(
         Speculation, several=True, more="auto is always included (default: 1,2,4,8,15).", panel=SEARCH
     )
-    batch: Annotated[str, typer.Option(help="Batch sizes that the plan is for.", rich_help_panel=SEARCH)] = "1"
-    repeat: Annotated[
-        int, typer.Option(min=1, help="Maximum number of runs of the finalists on all prompts.", rich_help_panel=SEARCH)
-    ] = 3
+    batch: str = flag("Batch sizes that the plan is for.", "1", panel=SEARCH)
+    repeat: int = flag("Maximum number of runs of the finalists on all prompts.", 3, panel=SEARCH, min=1)
 
 
 @dataclass(frozen=True)
 class OutputOptions:
     """Output files."""
 
-    out: Annotated[Path | None, typer.Option(help=f"File for the plan (default: {PLAN}).", rich_help_panel=OUTPUT)] = None
-    report: Annotated[Path | None, typer.Option(help="Write a report as one HTML file.", rich_help_panel=OUTPUT)] = None
-    json: Annotated[
-        Path | None,
-        typer.Option(help="File for intermediate results (default: the plan's name with .json).", rich_help_panel=OUTPUT),
-    ] = None
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted search.", rich_help_panel=OUTPUT)] = False
+    out: Path | None = flag(f"File for the plan (default: {PLAN}).", panel=OUTPUT)
+    report: Path | None = flag("Write a report as one HTML file.", panel=OUTPUT)
+    json: Path | None = flag("File for intermediate results (default: the plan's name with .json).", panel=OUTPUT)
+    resume: bool = flag("Continue an interrupted search.", False, "--resume", panel=OUTPUT)
 
     @property
     def plan(self) -> Path:
