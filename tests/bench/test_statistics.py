@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from outrider.bench.statistics import Timings, change, quantiles, speed_interval, speedup_interval
+from outrider.bench.statistics import Timings, change, percentiles, speed_interval, speedup_interval
 
 
 @pytest.mark.parametrize("level", [0.5, 0.95, 0.999])
@@ -17,11 +17,11 @@ def test_a_change_has_welch_s_interval_of_the_logarithms(before: list[float], af
     assert found is not None and found.interval == pytest.approx((np.exp(expected.low), np.exp(expected.high)), rel=1e-9)
 
 
-def test_quantiles_weigh_values() -> None:
-    assert quantiles([3.0, 1.0, 2.0], [1, 1, 1], [0.5, 0.95]) == [2.0, 3.0]
-    assert quantiles([10.0, 1.0], [1, 9], [0.5, 0.9, 0.95]) == [1.0, 1.0, 10.0]  # nine tokens came together, quickly
-    with pytest.raises(ValueError, match="no values"):
-        quantiles([], [], [0.5])
+def test_percentiles_weigh_values() -> None:
+    assert percentiles([3.0, 1.0, 2.0]) == {"p50": 2.0, "p95": 3.0}
+    assert percentiles([10.0, 1.0], [1, 9]) == {"p50": 1.0, "p95": 10.0}  # nine tokens arrived together, quickly
+    assert percentiles([10.0, 1.0], [1, 19]) == {"p50": 1.0, "p95": 1.0}
+    assert percentiles([]) is None
 
 
 def timings(seconds: np.ndarray) -> Timings:

@@ -12,8 +12,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from outrider.cli.console import err
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, given, parse_k, parse_list, with_groups
 from outrider.engine.options import Speculation
+from outrider.errors import OutriderError
 from outrider.registry import AUTO
 
 if TYPE_CHECKING:
@@ -83,7 +85,6 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     from outrider.cli.session import auto_method, load, resolve
     from outrider.engine.config import build_verifiers
     from outrider.engine.methods import ALL, chosen_methods, fitting_proposers, methods_in
-    from outrider.types import OutriderError
 
     check_outputs({"--out": output.out, "--html": output.html})
     lengths = parse_list(
@@ -144,7 +145,6 @@ class Run:
         from outrider.audit.certificate import audit, document
         from outrider.audit.rig import Rig, Way
         from outrider.audit.sampling import Question
-        from outrider.types import OutriderError
 
         asked, seed, started = self.asked, self.params.seed, perf_counter()
         alpha = asked.alpha / max(len(self.proposers), 1)  # Bonferroni: --alpha holds for the whole audit
@@ -181,7 +181,6 @@ class Run:
         from outrider.audit import tables
         from outrider.audit.same_text import Grid, SameText
         from outrider.bench.documents import write_whole
-        from outrider.cli.console import err
 
         temperatures = tuple(sorted({0.0, self.params.temperature}))
         grid = Grid(tuple(self.proposers), self.lengths, self.batches, temperatures, self.prompts, self.params)
@@ -224,8 +223,6 @@ class Run:
 
     def _earlier(self, plan: dict[str, Any]) -> dict[str, Any]:
         """Return the cells stored in ``--out`` and the seconds that they took."""
-        from outrider.types import OutriderError
-
         if not self.output.resume:
             return {"cells": [], "seconds": 0.0}
         if self.output.out is None or not self.output.out.exists():
@@ -281,7 +278,6 @@ def read_prompts(asked: AuditOptions, is_grid: bool) -> list[Any]:
 def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: int) -> list[list[int]]:
     """Return prompts as token ids. Raises ``OutriderError`` for a prompt that does not fit the context."""
     from outrider.bench.workloads import encode
-    from outrider.types import OutriderError
 
     if llm.tokenizer is None:
         raise OutriderError("the target has no tokenizer, so prompts cannot be encoded: use a target with one")
@@ -318,8 +314,6 @@ def progress() -> Iterator[Callable[[str], Callable[[str, int, float], None]]]:
     """Yield a factory of progress callbacks per method: (description, steps since the last call, total steps)."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from outrider.cli.console import err
-
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
@@ -344,8 +338,6 @@ def progress() -> Iterator[Callable[[str], Callable[[str, int, float], None]]]:
 
 
 def _parse_length(text: str) -> int:
-    from outrider.types import OutriderError
-
     k = parse_k(text)
     if not isinstance(k, int) or k < 1:
         raise OutriderError(f"invalid --num-draft-tokens {text}: expected an integer of at least 1")

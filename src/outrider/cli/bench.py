@@ -12,9 +12,11 @@ import typer
 from outrider.cli import bench_documents, bench_serve
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.bench_target import inflate_target
+from outrider.cli.console import err, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, flag, given, parse_k, parse_list, with_groups
 from outrider.cli.progress import progress
 from outrider.engine.options import Speculation
+from outrider.errors import OutriderError
 from outrider.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -133,9 +135,6 @@ def command(
 
 def prepare(contenders: Contenders, chosen: Sequence[Contender]) -> None:
     """Load every method before any is warmed up. Raises ``OutriderError`` for one that does not fit the target."""
-    from outrider.cli.console import waiting
-    from outrider.types import OutriderError
-
     with waiting("preparing the methods"):
         for contender in chosen:
             try:
@@ -152,7 +151,6 @@ def finish(plan: Plan, groups: Sequence[Group], llm: LLM, extra: dict[str, Any],
     from outrider.bench.html import page
     from outrider.bench.report import document
     from outrider.bench.tables import tables
-    from outrider.cli.console import err
 
     result = document(plan, groups, llm.runner, extra.pop("name"), extra)
     write_or_say(outputs.out, lambda: json.dumps(result, indent=1) + "\n", "; the document follows on standard output")
@@ -187,7 +185,6 @@ def parse_contenders(grid: GridOptions, models: ModelOptions, drafts: Mapping[st
 def read_workloads(grid: GridOptions) -> dict[str, list[Any]]:
     """Return workload -> prompts. They are read before a model is loaded, so that errors are reported early."""
     from outrider.bench import workloads
-    from outrider.types import OutriderError
 
     if grid.prompts is None:
         names = parse_list("--workloads", grid.workloads or ",".join(workloads.WORKLOADS), str)
@@ -211,8 +208,6 @@ def encode_workloads(llm: LLM, prompts: Mapping[str, Sequence[Any]]) -> dict[str
 
 def check_axes(temperatures: Sequence[float], batches: Sequence[int], busy: Sequence[int]) -> None:
     """Check ranges before a model is loaded or inflated."""
-    from outrider.types import OutriderError, SamplingParams
-
     for temperature in temperatures:
         SamplingParams(temperature=temperature)
     if min(batches) < 1:
@@ -223,8 +218,6 @@ def check_axes(temperatures: Sequence[float], batches: Sequence[int], busy: Sequ
 
 def check_plan(plan: Plan, llm: LLM) -> None:
     """Raise ``OutriderError`` for a prompt that does not fit into the context, before measuring."""
-    from outrider.types import OutriderError
-
     for name, prompts in plan.workloads.items():
         for number, prompt in enumerate(prompts, start=1):
             if len(prompt) + plan.max_tokens > llm.runner.max_len:

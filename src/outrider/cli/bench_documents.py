@@ -9,6 +9,9 @@ from typing import Annotated
 
 import typer
 
+from outrider.cli.console import say_error
+from outrider.errors import OutriderError
+
 EXIT_LOSS = 3
 
 
@@ -51,7 +54,6 @@ def report(
 def write_or_say(path: Path | None, text: Callable[[], str], more: str = "") -> None:
     """Write a result to its file, if one is given. On failure, print an error with ``more`` appended and continue."""
     from outrider.bench.documents import write_whole
-    from outrider.cli.console import say_error
 
     if path is None:
         return
@@ -63,8 +65,6 @@ def write_or_say(path: Path | None, text: Callable[[], str], more: str = "") -> 
 
 def check_outputs(paths: Mapping[str, Path | None]) -> None:
     """Check that output files (option -> file) can be written and differ, before measuring."""
-    from outrider.types import OutriderError
-
     seen: dict[Path, str] = {}
     for option, path in paths.items():
         check_writable(option, path)
@@ -74,8 +74,6 @@ def check_outputs(paths: Mapping[str, Path | None]) -> None:
 
 def check_writable(option: str, path: Path | None) -> None:
     """Raise ``OutriderError`` if a file cannot be written. Creates its folder."""
-    from outrider.types import OutriderError
-
     if path is None:
         return
     existed = path.exists()

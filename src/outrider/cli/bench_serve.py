@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.console import err, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, flag, given, parse_list, with_groups
+from outrider.errors import OutriderError
 from outrider.runner.config import RunnerConfig
 from outrider.sampling_params import SamplingParams
 
@@ -80,8 +82,6 @@ def command(
     methods: MethodOptions,
 ) -> None:
     """Measure a server under load, plain and speculative in turn: speed, latencies, goodput and acceptance."""
-    from outrider.types import OutriderError
-
     try:
         from outrider.bench.load.sweep import Sweep
     except ModuleNotFoundError as error:
@@ -129,7 +129,6 @@ def read_traffic(load: LoadOptions) -> Traffic:
 def read_loads(load: LoadOptions) -> list[Load]:
     """Return numbers of clients, then rates. Raises ``OutriderError`` for an invalid number."""
     from outrider.bench.load.arrivals import Load
-    from outrider.types import OutriderError
 
     loads = (
         [Load(concurrency=count) for count in parse_list("--concurrency", load.concurrency, int)] if load.concurrency else []
@@ -145,10 +144,8 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
     """Yield the server's address: the given one, or a server started for the measurement."""
     from outrider.bench.load.own_server import own_server
     from outrider.cli.bench_target import inflate_target
-    from outrider.cli.console import waiting
     from outrider.cli.serve import joined
     from outrider.engine.plan import Plan
-    from outrider.types import OutriderError
 
     if server.url is not None:
         own = (plan, server.inflate, server.max_batch)
@@ -206,8 +203,6 @@ def owner_of(url: str, headers: dict[str, str]) -> object:
     """Return the server's owner from its list of models. Raises ``OutriderError`` if it is not OpenAI-compatible."""
     import httpx
 
-    from outrider.types import OutriderError
-
     try:
         answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=30)
         answer.raise_for_status()
@@ -221,7 +216,6 @@ def measure(sweep: Sweep) -> bool:
     import httpx
 
     from outrider.cli.progress import progress
-    from outrider.types import OutriderError
 
     try:
         with progress() as report:
@@ -238,7 +232,6 @@ def finish(sweep: Sweep, options: ResultOptions, extra: dict[str, Any]) -> None:
     from outrider.bench.load.cells import Objective
     from outrider.bench.load.report import document, table, verdict
     from outrider.cli.bench_documents import write_or_say
-    from outrider.cli.console import err
 
     if not sweep.groups:
         return

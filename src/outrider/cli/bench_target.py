@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cli.options import ModelOptions
+from outrider.errors import OutriderError
 
 
 def inflate_target(models: ModelOptions, size: str | None) -> tuple[ModelOptions, dict[str, Any]]:
@@ -15,7 +16,6 @@ def inflate_target(models: ModelOptions, size: str | None) -> tuple[ModelOptions
     if size is None:
         return models, {}
     from outrider.bench.inflate import inflated
-    from outrider.types import OutriderError
 
     source: str | Path | None = models.target
     if source is None:

@@ -10,6 +10,7 @@ import typer
 
 from outrider.cli.interrupts import Terminated
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, with_groups
+from outrider.errors import OutriderError
 
 if TYPE_CHECKING:
     from outrider.engine import LLM
@@ -61,7 +62,7 @@ def command(
         elif question:
             try:
                 interrupt = _answer(llm, history, question, params, show)
-            except llm_error() as error:  # a failed answer must not end the conversation
+            except OutriderError as error:  # a failed answer must not end the conversation
                 print(f"error: {error}", file=sys.stderr)
                 history.pop()
             else:
@@ -71,13 +72,6 @@ def command(
 
 def _is_interactive(message: str | None) -> bool:
     return message is None and sys.stdin.isatty()
-
-
-def llm_error() -> type[Exception]:
-    """Return ``OutriderError``, imported lazily."""
-    from outrider.types import OutriderError
-
-    return OutriderError
 
 
 def _ask() -> str | None:

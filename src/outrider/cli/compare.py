@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.console import err, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, with_groups
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ def command(
     sampling: SamplingOptions,
 ) -> None:
     """Run plain and speculative decoding side by side: show both outputs and speeds, and whether the outputs are equal."""
-    from outrider.cli.console import err, waiting
     from outrider.cli.session import load, read_prompt, start
 
     start()
@@ -129,8 +129,6 @@ def watch(llm: LLM, race: Race, titles: dict[str, str], text: str) -> None:
 
 def write(llm: LLM, race: Race, text: str) -> None:
     """Run the race and print both outputs one after the other, for a file or a pipe."""
-    from outrider.cli.console import waiting
-
     texts = {lane.name: text for lane in race.lanes}
     with waiting("racing"), closing(race.run()) as steps:
         for step in steps:

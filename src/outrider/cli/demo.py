@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from outrider.cli.console import err, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, flag, given, with_groups
 from outrider.engine.options import Speculation
+from outrider.errors import OutriderError
 from outrider.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -49,9 +51,6 @@ def command(
     """Serve a web page that runs plain and speculative decoding side by side, token by token."""
     from rich.text import Text
 
-    from outrider.cli.console import err, waiting
-    from outrider.types import OutriderError
-
     try:
         import uvicorn
 
@@ -82,7 +81,6 @@ def command(
 
 def load_track(models: ModelOptions, methods: str | None) -> Track:
     """Load the target once, and every available method."""
-    from outrider.cli.console import waiting
     from outrider.cli.session import auto_method, load, resolve
     from outrider.engine.methods import methods_in
     from outrider.registry import DEFAULT_METHOD, PROPOSERS

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from outrider.cli.console import show_notices
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, with_groups
 from outrider.registry import AUTO
 
@@ -33,7 +34,6 @@ def command(
     sampling: SamplingOptions,
 ) -> int:
     """Check whether a draft fits its target: vocabulary, context, memory, then acceptance and speed on a few prompts."""
-    from outrider.cli.console import show_notices
     from outrider.cli.session import auto_method, loading, resolve
     from outrider.doctor import Patient, check_up
     from outrider.doctor.checkup import all_candidates

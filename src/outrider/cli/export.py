@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from outrider.cli.console import err
 from outrider.cli.options import MethodOptions, ModelOptions, flag, with_groups
 
 EXAMPLES = """Examples:
@@ -30,7 +31,6 @@ def command(
     methods: MethodOptions,
 ) -> None:
     """Write the launch command, config and converted heads for running a plan on vLLM, SGLang or transformers."""
-    from outrider.cli.console import err
     from outrider.cli.serve import joined
     from outrider.cli.session import check_source
     from outrider.engine.plan import Plan

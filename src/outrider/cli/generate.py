@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.console import waiting
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, with_groups
+from outrider.errors import OutriderError
 from outrider.options import SAMPLING
 
 if TYPE_CHECKING:
@@ -70,8 +72,6 @@ def command(
 
 def read_schema(file: Path) -> dict[str, Any]:
     """Read a JSON schema. Raises ``OutriderError`` if the file is not a JSON object."""
-    from outrider.types import OutriderError
-
     try:
         schema = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -83,8 +83,6 @@ def read_schema(file: Path) -> dict[str, Any]:
 
 def grammar_of(schema: dict[str, Any], llm: LLM) -> Grammar:
     """Compile a JSON schema for the tokenizer. Raises ``OutriderError`` for an unsupported schema."""
-    from outrider.types import OutriderError
-
     try:
         from outrider.server.grammar import GrammarCompiler
         from outrider.server.prompts import tools
@@ -129,7 +127,6 @@ def stream_to_screen(
 
 def _document(llm: LLM, prompt: str, params: SamplingParams) -> dict[str, Any]:
     """Return one completion as JSON-ready data; after Ctrl-C a partial one with ``finish_reason`` "abort"."""
-    from outrider.cli.console import waiting
     from outrider.engine import GenerationInterrupted
 
     with waiting("generating"):

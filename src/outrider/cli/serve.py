@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
+from outrider.cli.console import waiting
 from outrider.cli.options import MethodOptions, ModelOptions, flag, given, values_given, with_groups
+from outrider.errors import OutriderError
 from outrider.options import LISTEN, declared, flag_name
 from outrider.runner.config import RunnerConfig
 from outrider.server.config import KEYS_VARIABLE, KeyRing, ServerConfig
@@ -100,7 +102,6 @@ def command(
     """Run an OpenAI-compatible server with lossless speculative decoding."""
     from outrider.cli.bench_documents import check_writable
     from outrider.engine.plan import Plan
-    from outrider.types import OutriderError
 
     passed = list(engine_options or ())
     if plan is not None and str(plan).startswith("-"):  # these are arguments after --, and there is no plan
@@ -134,7 +135,6 @@ def command(
 
 def prepared(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
     """Load the model and compile its passes, unless disabled, so that no request waits for it or changes because of it."""
-    from outrider.cli.console import waiting
     from outrider.cli.session import load
 
     llm = load(models, methods, **more)
@@ -159,7 +159,6 @@ def serve_elsewhere(
     from outrider.export.engines import ENGINES
     from outrider.export.launch import become, find_command, working_folder
     from outrider.export.wanted import wanted
-    from outrider.types import OutriderError
 
     shared = {"host", "port", "name", "max_batch", "kv_memory"}
     for name in {**values_given(listening), **values_given(limits)}:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from outrider.cli.console import show_notices, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, read_option, values_given
 from outrider.engine.options import Speculation
+from outrider.errors import OutriderError
 from outrider.options import declared
 from outrider.registry import AUTO, PROPOSERS, VERIFIERS
 from outrider.runner.config import RunnerConfig
@@ -37,8 +38,6 @@ def start() -> None:
 
 def read_prompt(argument: str | None) -> str:
     """Return the given prompt, or standard input for ``-`` or a pipe."""
-    from outrider.types import OutriderError
-
     if argument in (None, "-"):
         if argument is None and sys.stdin.isatty():
             raise OutriderError(
@@ -94,8 +93,6 @@ def check_machine(models: ModelOptions) -> None:
     """Raise ``OutriderError`` for a device that does not exist."""
     import torch
 
-    from outrider.types import OutriderError
-
     if models.device in (None, "auto"):
         return
     try:
@@ -107,8 +104,6 @@ def check_machine(models: ModelOptions) -> None:
 
 def check_source(model: str | None) -> None:
     """Raise ``OutriderError`` unless ``model`` is a folder or a hub id. A local folder disables hub access."""
-    from outrider.types import OutriderError
-
     if model is None:
         return
     path = Path(model).expanduser()

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.console import show_notices
 from outrider.cli.options import flag, parse_list, with_groups
+from outrider.errors import OutriderError
 
 if TYPE_CHECKING:
     from outrider.train.runs import Bench, HeadPlan
@@ -111,7 +113,6 @@ def eagle(  # noqa: PLR0913 - one parameter an option
     """Train an EAGLE head."""
     from outrider.heads.eagle_formats import FORMATS
     from outrider.train.runs import EagleRun, train_eagle
-    from outrider.types import OutriderError
 
     check(steps=steps, draft_vocab=draft_vocab)
     if generation not in (1, 3):
@@ -164,7 +165,6 @@ def dflash(
 ) -> None:
     """Train a block drafter, which drafts a block in one pass; written in z-lab's format."""
     from outrider.train.runs import BlockRun, train_block
-    from outrider.types import OutriderError
 
     check(layers=layers)
     if block_size < 2:
@@ -198,7 +198,6 @@ def draft(  # noqa: PLR0913 - one parameter an option
     from outrider.train.draft_model import DraftShape
     from outrider.train.model_runs import DraftRun, train_draft
     from outrider.train.parallel import Parallel
-    from outrider.types import OutriderError
 
     check(layers=layers, width=width, parallel=parallel)
     check_source(start)
@@ -226,7 +225,6 @@ def early_exit(
     """Fine-tune a model so that its first layers can draft for it (LayerSkip), and write it as a Hugging Face folder."""
     from outrider.train.layer_skip import LayerSkip
     from outrider.train.model_runs import train_early_exit
-    from outrider.types import OutriderError
 
     check(rotation=rotation)
     if not 0 <= max_drop < 1 or exit_scale < 0:
@@ -242,8 +240,6 @@ COMMANDS = {"medusa": medusa, "eagle": eagle, "mtp": mtp, "dflash": dflash, "dra
 
 def check(**numbers: int | None) -> None:
     """Raise ``OutriderError`` for numbers below 1, before loading."""
-    from outrider.types import OutriderError
-
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise OutriderError(f"invalid --{name.replace('_', '-')} {number}: expected at least 1")
@@ -257,7 +253,6 @@ def given(options: Any, *names: str) -> dict[str, Any]:
 def plan_of(length: LengthOptions, rates: dict[str, float] | None = None) -> HeadPlan:
     """Return the training plan. ``rates``: default learning rates."""
     from outrider.train.runs import HeadPlan
-    from outrider.types import OutriderError
 
     found = given(length, "minutes", "epochs", "batch_tokens", "muon_lr", "adam_lr", "compiled")
     for name, number in found.items():
@@ -268,10 +263,8 @@ def plan_of(length: LengthOptions, rates: dict[str, float] | None = None) -> Hea
 
 def bench_of(text: TextOptions, out: Path) -> Bench:
     """Check the options, then load the target."""
-    from outrider.cli.console import show_notices
     from outrider.cli.session import check_source, loading
     from outrider.train.runs import Bench, Source
-    from outrider.types import OutriderError
 
     if not text.text:
         raise OutriderError("no training text: give --text file.txt or --text file.jsonl")

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.cli.bench_documents import check_outputs
+from outrider.cli.console import err
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, given, parse_list, with_groups
 from outrider.cli.progress import progress
 from outrider.engine.options import Speculation
+from outrider.errors import OutriderError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,8 +78,6 @@ class OutputOptions:
 
     def check(self) -> None:
         """Check output files before measuring. Raises ``OutriderError`` instead of overwriting a plan by default."""
-        from outrider.types import OutriderError
-
         if self.out is None and self.plan.exists():
             raise OutriderError(f"{self.plan} already exists: give --out {self.plan} to replace it, or another name")
         if self.report is not None and self.report.suffix.lower() not in (".html", ".htm"):
@@ -110,7 +110,6 @@ def command(
     from outrider.search import Search
     from outrider.search.journal import Journal
     from outrider.search.traffic import encoded
-    from outrider.types import OutriderError
 
     output.check()
     question = read_question(asked)
@@ -137,8 +136,6 @@ def command(
             search = Search(llm, proposers, texts, question, journal, report, reasons)
             chosen = search.run()
     except KeyboardInterrupt:
-        from outrider.cli.console import err
-
         err.print(f"intermediate results are in {output.journal}; repeat the command with --resume to continue")
         raise
     finish(search, chosen, models, output)
@@ -194,7 +191,6 @@ def _findable(source: str) -> str:
 def read_question(asked: SearchOptions) -> Question:
     """Return the search space. Raises ``OutriderError`` for invalid lengths and batch sizes."""
     from outrider.search import Question
-    from outrider.types import OutriderError
 
     batches = parse_list("--batch", asked.batch, int)
     lengths = (
@@ -210,7 +206,6 @@ def read_question(asked: SearchOptions) -> Question:
 def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[Asked]:
     """Read the prompts before a model is loaded, so that errors are reported early."""
     from outrider.search.traffic import read_builtin, read_file
-    from outrider.types import OutriderError
 
     defaults = sampling.params(max_tokens=MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens)
     if (traffic.traffic is None) == (traffic.workloads is None):
