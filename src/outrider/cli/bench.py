@@ -73,14 +73,6 @@ class OutputOptions:
     out: Path | None = flag("Also write the JSON document to this file.", panel=OUTPUT)
     html: Path | None = flag("Write a report with plots as one HTML file.", panel=OUTPUT)
 
-    def check(self) -> None:
-        """Check that the output files can be written before measuring."""
-        check_outputs({"--out": self.out, "--html": self.html})
-        if self.html is not None:
-            from outrider.bench.html import check_installed
-
-            check_installed()
-
 
 @with_groups
 def command(
@@ -97,7 +89,7 @@ def command(
     from outrider.bench.grid import Plan, run_grid
     from outrider.cli.session import load, resolve
 
-    outputs.check()
+    check_outputs({"--out": outputs.out, "--html": outputs.html}, report=outputs.html)
     given = resolve(models, MethodOptions())
     chosen = parse_contenders(grid, models, given.get("drafts", {}))
     temperatures = parse_list("--temperature", grid.temperature, float)

@@ -63,13 +63,17 @@ def write_or_say(path: Path | None, text: Callable[[], str], more: str = "") -> 
         say_error(f"cannot write {path}: {error.strerror}{more}")
 
 
-def check_outputs(paths: Mapping[str, Path | None]) -> None:
-    """Check that output files (option -> file) can be written and differ, before measuring."""
+def check_outputs(paths: Mapping[str, Path | None], report: Path | None = None) -> None:
+    """Check before measuring that output files (option -> file) can be written and differ, and that ``report`` can be made."""
     seen: dict[Path, str] = {}
     for option, path in paths.items():
         check_writable(option, path)
         if path is not None and (other := seen.setdefault(path.resolve(), option)) != option:
             raise OutriderError(f"{other} and {option} are both {path}: give two different files")
+    if report is not None:
+        from outrider.bench.html import check_installed
+
+        check_installed()
 
 
 def check_writable(option: str, path: Path | None) -> None:

@@ -82,11 +82,7 @@ class OutputOptions:
             raise OutriderError(f"{self.plan} already exists: give --out {self.plan} to replace it, or another name")
         if self.report is not None and self.report.suffix.lower() not in (".html", ".htm"):
             raise OutriderError(f"invalid --report {self.report}: expected a name that ends in .html")
-        check_outputs({"--out": self.plan, "--json": self.journal, "--report": self.report})
-        if self.report is not None:
-            from outrider.bench.html import check_installed
-
-            check_installed()
+        check_outputs({"--out": self.plan, "--json": self.journal, "--report": self.report}, report=self.report)
 
 
 @with_groups
