@@ -55,7 +55,7 @@ def audited(rig: Rig, drafts: TableDraft) -> Certificate:
     return certificate(rig, Way(drafts, RejectionVerifier(), 2))
 
 
-def test_a_right_verifier_is_certified_and_every_wrong_one_is_caught(audited: Certificate) -> None:
+def test_a_correct_verifier_is_certified_and_every_wrong_one_caught(audited: Certificate) -> None:
     assert audited.verdict == "certified", (audited.findings, audited.doubts)
     told = document(audited)
     controls = told["sampling"]["controls"]
@@ -117,7 +117,7 @@ def test_a_control_that_is_not_caught_makes_it_void(audited: Certificate) -> Non
     assert found.verdict == "void" and "leaky" in found.doubts[0]
 
 
-def test_rare_bonus_tokens_are_told_and_rare_accepted_ones_make_it_void(audited: Certificate) -> None:
+def test_rare_bonus_tokens_give_a_remark_and_rare_accepted_ones_void(audited: Certificate) -> None:
     assert audited.sampling is not None
 
     def without(origin: str) -> Certificate:
@@ -135,7 +135,7 @@ def test_a_method_that_does_not_draft_is_refused(rig: Rig) -> None:
         make_plan(rig, Way(PlainProposer(), RejectionVerifier(), 2), QUESTION, quiet)
 
 
-def test_what_would_take_too_long_is_refused(rig: Rig, drafts: TableDraft) -> None:
+def test_audits_with_too_many_samples_are_refused(rig: Rig, drafts: TableDraft) -> None:
     with pytest.raises(OutriderError, match="--max-samples"):
         make_plan(rig, Way(drafts, RejectionVerifier(), 2), replace(QUESTION, tv=0.002), quiet)
 
@@ -152,7 +152,7 @@ def test_a_failing_proposer_makes_it_void(rig: Rig, plan: Plan) -> None:
     assert outcome.faults > 0
 
 
-def test_the_target_told_by_plain_decoding_is_the_table(rig: Rig) -> None:
+def test_follow_reports_the_targets_distributions(rig: Rig) -> None:
     laws: dict[tuple[int, ...], torch.Tensor] = {}
 
     def show(prefixes: list[tuple[int, ...]], probs: torch.Tensor) -> None:
@@ -164,7 +164,7 @@ def test_the_target_told_by_plain_decoding_is_the_table(rig: Rig) -> None:
     assert torch.allclose(laws[5,], wanted, atol=1e-6)
 
 
-def test_replaced_drafts_say_what_they_were_drawn_from(rig: Rig) -> None:
+def test_replaced_drafts_have_correct_probabilities(rig: Rig) -> None:
     stressed, seen = Stressed(ScriptedProposer.of_chains(lambda context, k: [[4] * k for _ in context.requests]), seed=1), []
     way = Way(_Spy(stressed, seen), RejectionVerifier(), 2)
     for _ in rig.sample(way, [3, 1, 4], SamplingParams(temperature=1.0), 600, 3, seed=2):
@@ -200,7 +200,7 @@ class _Coins:
 
 
 @pytest.mark.parametrize("parents", [None, [[-1, -1, 0]]], ids=["chain", "tree"])
-def test_wrong_verifiers_are_wrong_in_the_way_they_say(parents: list[list[int]] | None) -> None:
+def test_wrong_verifiers_have_the_documented_distributions(parents: list[list[int]] | None) -> None:
     tree = None if parents is None else torch.tensor(parents)
     proposal = Proposal(torch.tensor([[0, 1, 2]]), torch.tensor([3]), None, tree)
     target = torch.full((1, 4, 4), 0.1)
@@ -228,7 +228,7 @@ def test_a_gap_within_rounding_is_a_tie_and_a_larger_one_a_defect() -> None:
 
 
 @pytest.mark.parametrize(("rounding", "resolution"), [(0.5, 1e-6), (1.5, 0.2)])
-def test_runs_further_apart_than_rounding_explains_are_no_ties(rounding: float, resolution: float) -> None:
+def test_differences_beyond_rounding_are_not_ties(rounding: float, resolution: float) -> None:
     """A cache that is wrong moves every score: with that for a measure any difference would be a tie."""
     result = GreedyResult(4, 100, rounding, resolution, [Difference(0, 3, 1, 2, (-1.0, -1.2), None, 0.2, is_tie=True)])
     found = Certificate("m", "v", True, replace(QUESTION, params=SamplingParams()), result)
@@ -237,7 +237,7 @@ def test_runs_further_apart_than_rounding_explains_are_no_ties(rounding: float, 
     assert found.verdict == "certified"
 
 
-def test_the_score_of_a_token_that_cannot_be_is_none_in_json() -> None:
+def test_the_score_of_an_impossible_token_is_null_in_json() -> None:
     result = GreedyResult(1, 9, 0.0, 1e-6, [Difference(0, 3, 1, 2, (-0.5, -math.inf), None, math.inf, is_tie=False)])
     told = document(Certificate("m", "v", True, replace(QUESTION, params=SamplingParams()), result))
     assert told["greedy"]["differences"][0]["plain_logprobs"] == [-0.5, None]

@@ -28,7 +28,7 @@ def timings(seconds: np.ndarray) -> Timings:
     return Timings(np.full(seconds.shape, 64.0), seconds)
 
 
-def test_what_slows_both_contenders_down_cancels() -> None:
+def test_common_slowdowns_cancel() -> None:
     machine = np.random.default_rng(1).uniform(1, 4, size=(5, 6))  # a machine four times slower at times, prompts that differ
     base, fast = timings(machine), timings(machine / 2)
     low, high = speedup_interval(fast, base) or (0.0, 0.0)
@@ -45,14 +45,14 @@ def test_a_speedup_that_depends_on_the_prompt_has_a_wide_interval() -> None:
     assert low < 1.6 and high > 2.5
 
 
-def test_nothing_is_said_of_a_single_measurement() -> None:
+def test_a_single_measurement_has_no_interval() -> None:
     one = timings(np.ones((1, 1)))
     assert speedup_interval(one, one) is None and speed_interval(one) is None
     assert change([10.0], [11.0, 12.0]) is None
     assert change([], []) is None
 
 
-def test_95_percent_intervals_hold_the_truth_nearly_that_often() -> None:
+def test_95_percent_intervals_have_nearly_their_nominal_coverage() -> None:
     """Noise by repeat and by prompt; with so few of them percentile intervals are a little narrow, which docs/bench.md says."""
     generator, hits = np.random.default_rng(7), 0
     for _ in range(100):
@@ -64,7 +64,7 @@ def test_95_percent_intervals_hold_the_truth_nearly_that_often() -> None:
     assert 0.86 <= hits / 100 <= 1.0
 
 
-def test_a_change_is_told_from_noise() -> None:
+def test_a_change_is_distinguished_from_noise() -> None:
     generator, alarms, found = np.random.default_rng(3), 0, 0
     for _ in range(200):
         same = [100 * generator.lognormal(0, 0.03, size=5) for _ in range(2)]

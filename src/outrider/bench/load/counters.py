@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 import httpx
 
-Key = TypeVar("Key", int, str)
 LINE = re.compile(r"^(vllm|outrider):(\w+?)(?:_total)?(?:\{([^}]*)\})?\s+([0-9.eE+-]+)\s*$", re.MULTILINE)
 NAMES = {
     "spec_decode_num_drafts": "rounds",
@@ -29,7 +28,7 @@ class Counters:
     phases: dict[str, float] = field(default_factory=dict)  # seconds
 
     def __add__(self, other: Counters, sign: int = 1) -> Counters:
-        def added(own: dict[Key, float], others: dict[Key, float]) -> dict[Key, float]:
+        def added(own: dict[Any, float], others: dict[Any, float]) -> dict[Any, float]:
             return {key: own.get(key, 0.0) + sign * others.get(key, 0.0) for key in sorted({*own, *others})}
 
         return Counters(
