@@ -12,6 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.console import err
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, given, parse_k, parse_list, with_groups
 from outrider.engine.options import Speculation
@@ -81,7 +82,6 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     Deliberately wrong verifiers run in the same way and must be caught, otherwise the certificate is void. --same-text tests
     that every method, draft length and batch size emits the same tokens.
     """
-    from outrider.cli.bench_documents import check_outputs
     from outrider.cli.session import auto_method, load, resolve
     from outrider.engine.config import build_verifiers
     from outrider.engine.methods import ALL, chosen_methods, fitting_proposers, methods_in
@@ -95,11 +95,7 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
         raise OutriderError("invalid --batch: expected integers of at least 1")
     if not models.same_text and (len(lengths) > 1 or len(batches) > 1 or output.resume):
         raise OutriderError("--resume, and several values of --num-draft-tokens or --batch, require --same-text")
-    params = sampling.params(
-        max_tokens=64 if sampling.max_tokens is None else sampling.max_tokens,
-        seed=sampling.seed or 0,
-        temperature=(0.8 if models.same_text else 1.0) if sampling.temperature is None else sampling.temperature,
-    )
+    params = sampling.params(max_tokens=64, seed=0, temperature=0.8 if models.same_text else 1.0)
     drafts = resolve(models, MethodOptions()).get("drafts") or {}
     names = methods_in(asked.method or AUTO, lambda: auto_method(models, drafts))
     methods = chosen_methods(names)
@@ -257,7 +253,6 @@ class Run:
         from rich.console import Console
 
         from outrider.audit.page import page
-        from outrider.cli.bench_documents import write_or_say
 
         write_or_say(self.output.out, lambda: json.dumps(result, indent=1) + "\n")
         write_or_say(self.output.html, lambda: page(result))

@@ -17,6 +17,8 @@ from outrider.cli.options import MethodOptions, ModelOptions, flag, given, parse
 from outrider.cli.progress import progress
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
+from outrider.method_text import split_method
+from outrider.registry import AUTO, DEFAULT_METHOD, PROPOSERS
 from outrider.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -162,8 +164,6 @@ def parse_contenders(grid: GridOptions, models: ModelOptions, drafts: Mapping[st
     from outrider.bench.contenders import Contender
     from outrider.cli.session import auto_method
     from outrider.engine.methods import methods_in
-    from outrider.method_text import split_method
-    from outrider.registry import AUTO, DEFAULT_METHOD, PROPOSERS
 
     lengths = parse_list("--num-draft-tokens", grid.num_draft_tokens, parse_k)
     methods = methods_in(grid.method or f"{AUTO},{DEFAULT_METHOD}", lambda: auto_method(models, drafts))
@@ -227,8 +227,6 @@ def inflate_heads(
         return {}
     from outrider.bench.inflate_heads import inflated_head
     from outrider.heads.checkpoint import MODEL, kind_of
-    from outrider.method_text import split_method
-    from outrider.registry import PROPOSERS
 
     draft, drafts = given.get("draft"), dict(given.get("drafts", {}))
     used: list[object] = []

@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.bench_documents import check_writable, write_or_say
+from outrider.cli.bench_target import inflate_target
 from outrider.cli.console import err, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, flag, given, parse_list, with_groups
+from outrider.cli.progress import progress
+from outrider.cli.serve import joined
+from outrider.engine.plan import Plan
 from outrider.errors import OutriderError
+from outrider.family import DRAFT
 from outrider.runner.config import RunnerConfig
 from outrider.sampling_params import SamplingParams
 
@@ -86,8 +92,6 @@ def command(
         from outrider.bench.load.sweep import Sweep
     except ModuleNotFoundError as error:
         raise OutriderError(f"bench serve requires {error.name}: pip install 'outrider[serve]'") from error
-    from outrider.cli.bench_documents import check_writable
-
     check_writable("--out", result.out)
     traffic, loads = read_traffic(load), read_loads(load)
     with address(server, plan, models, methods) as url:
@@ -143,9 +147,6 @@ def read_loads(load: LoadOptions) -> list[Load]:
 def address(server: ServerOptions, plan: Path | None, models: ModelOptions, methods: MethodOptions) -> Iterator[str]:
     """Yield the server's address: the given one, or a server started for the measurement."""
     from outrider.bench.load.own_server import own_server
-    from outrider.cli.bench_target import inflate_target
-    from outrider.cli.serve import joined
-    from outrider.engine.plan import Plan
 
     if server.url is not None:
         own = (plan, server.inflate, server.max_batch)
@@ -177,8 +178,6 @@ def root(url: str) -> str:
 
 def embedded_draft(plan: Any) -> dict[str, Any]:
     """Return the plan's values with the embedded draft, because an inflated target comes without drafts."""
-    from outrider.family import DRAFT
-
     needs_draft = plan.given("target") is None and plan.given("draft") is None
     return {**({"draft": str(DRAFT)} if needs_draft else {}), **plan.values}
 
@@ -215,8 +214,6 @@ def measure(sweep: Sweep) -> bool:
     """Run the sweep and show progress. Returns whether Ctrl-C ended it; finished measurements are kept."""
     import httpx
 
-    from outrider.cli.progress import progress
-
     try:
         with progress() as report:
             asyncio.run(sweep.run(report))
@@ -231,7 +228,6 @@ def finish(sweep: Sweep, options: ResultOptions, extra: dict[str, Any]) -> None:
     """Write the document to its file and stdout, and the table to stderr. Does nothing without measurements."""
     from outrider.bench.load.cells import Objective
     from outrider.bench.load.report import document, table, verdict
-    from outrider.cli.bench_documents import write_or_say
 
     if not sweep.groups:
         return

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outrider.cli.generate import stream_to_screen
 from outrider.cli.interrupts import Terminated
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, with_groups
 from outrider.errors import OutriderError
@@ -96,8 +97,6 @@ def _answer(
     llm: LLM, history: list[dict[str, str]], question: str, params: SamplingParams, show: bool
 ) -> KeyboardInterrupt | None:
     """Answer a question and append both to the history. Returns the interrupt that ended the answer early, or None."""
-    from outrider.cli.generate import stream_to_screen
-
     history.append({"role": "user", "content": question})
     text, interrupt = stream_to_screen(llm, _fitting_prompt(llm, history, params.max_tokens), params, show)
     history.append({"role": "assistant", "content": text})

@@ -9,6 +9,7 @@ from outrider.cli.console import err, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, flag, given, with_groups
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
+from outrider.registry import DEFAULT_METHOD, PROPOSERS
 from outrider.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -83,7 +84,6 @@ def load_track(models: ModelOptions, methods: str | None) -> Track:
     """Load the target once, and every available method."""
     from outrider.cli.session import auto_method, load, resolve
     from outrider.engine.methods import methods_in
-    from outrider.registry import DEFAULT_METHOD, PROPOSERS
     from outrider.server.demo.track import Track
 
     drafts = resolve(models, MethodOptions()).get("drafts", {})

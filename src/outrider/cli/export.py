@@ -9,6 +9,9 @@ import typer
 
 from outrider.cli.console import err
 from outrider.cli.options import MethodOptions, ModelOptions, flag, with_groups
+from outrider.cli.serve import joined
+from outrider.engine.plan import Plan
+from outrider.export.engines import ENGINES
 
 EXAMPLES = """Examples:
 
@@ -31,11 +34,8 @@ def command(
     methods: MethodOptions,
 ) -> None:
     """Write the launch command, config and converted heads for running a plan on vLLM, SGLang or transformers."""
-    from outrider.cli.serve import joined
     from outrider.cli.session import check_source
-    from outrider.engine.plan import Plan
     from outrider.export.engine import SCRIPT, write
-    from outrider.export.engines import ENGINES
     from outrider.export.wanted import wanted
 
     engine = ENGINES.get(to)()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.console import waiting
+from outrider.cli.console import err, legend, painter_for, say_error, summary, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, with_groups
 from outrider.errors import OutriderError
 from outrider.options import SAMPLING
@@ -95,7 +95,6 @@ def stream_to_screen(
     llm: LLM, prompt: str | list[int], params: SamplingParams, show: bool = False
 ) -> tuple[str, KeyboardInterrupt | None]:
     """Stream to stdout, then print a summary to stderr. Returns the text, and the interrupt that ended it early or None."""
-    from outrider.cli.console import err, legend, painter_for, say_error, summary
     from outrider.cli.session import streamed
 
     painter = painter_for(llm) if show else None

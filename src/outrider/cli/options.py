@@ -97,10 +97,10 @@ class SamplingOptions:
             return self
         return replace(self, temperature=READABLE_TEMPERATURE, top_p=READABLE_TOP_P if self.top_p is None else self.top_p)
 
-    def params(self, **more: Any) -> SamplingParams:
-        """Return ``SamplingParams`` with the given values. Raises ``OutriderError`` for a value out of range."""
+    def params(self, **defaults: Any) -> SamplingParams:
+        """Return ``SamplingParams`` of the given values, else ``defaults``. Raises ``OutriderError`` for an invalid value."""
         named = {each.name: getattr(self, each.name) for each in fields(self)} | {"stop": self.stop or None}
-        return SamplingParams(**{name: value for name, value in (named | more).items() if value is not None})
+        return SamplingParams(**defaults | {name: value for name, value in named.items() if value is not None})
 
 
 def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
+from outrider.cli.bench_documents import check_writable
 from outrider.cli.console import waiting
 from outrider.cli.options import MethodOptions, ModelOptions, flag, given, values_given, with_groups
+from outrider.engine.plan import KEYS, Plan, served_name
 from outrider.errors import OutriderError
+from outrider.export.engines import ENGINES
 from outrider.options import LISTEN, declared, flag_name
 from outrider.runner.config import RunnerConfig
 from outrider.server.config import KEYS_VARIABLE, KeyRing, ServerConfig
@@ -19,7 +22,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from outrider.engine import LLM
-    from outrider.engine.plan import Plan
 
 Options = TypeVar("Options", bound="DataclassInstance")
 
@@ -100,9 +102,6 @@ def command(
     methods: MethodOptions,
 ) -> None:
     """Run an OpenAI-compatible server with lossless speculative decoding."""
-    from outrider.cli.bench_documents import check_writable
-    from outrider.engine.plan import Plan
-
     passed = list(engine_options or ())
     if plan is not None and str(plan).startswith("-"):  # these are arguments after --, and there is no plan
         plan, passed = None, [str(plan), *passed]
@@ -154,9 +153,7 @@ def serve_elsewhere(
 ) -> NoReturn:
     """Replace this process by another engine's server. Raises ``OutriderError`` if it is missing or lacks an option."""
     from outrider.cli.session import check_source
-    from outrider.engine.plan import Plan
     from outrider.export.engine import write
-    from outrider.export.engines import ENGINES
     from outrider.export.launch import become, find_command, working_folder
     from outrider.export.wanted import wanted
 
@@ -179,8 +176,6 @@ def serve_elsewhere(
 
 def server_config(models: ModelOptions, listening: ListenOptions, limits: LimitOptions) -> ServerConfig:
     """Return the server's configuration. The default model name is the target's folder or hub id."""
-    from outrider.engine.plan import served_name
-
     given = {**asdict(listening), **asdict(limits)}
     named = {name: value for name, value in given.items() if name in declared(ServerConfig) and value is not None}
     return ServerConfig(**({"name": served_name(models.target)} | named))
@@ -188,15 +183,11 @@ def server_config(models: ModelOptions, listening: ListenOptions, limits: LimitO
 
 def filled(options: Options, plan: Plan) -> Options:
     """Return the options, with the plan's values for those not given."""
-    from outrider.engine.plan import KEYS
-
     left = KEYS.keys() & {each.name for each in fields(options)} - values_given(options).keys()
     return replace(options, **{name: plan.given(name) for name in left if plan.given(name) is not None})
 
 
 def joined(plan: Plan, *groups: Any) -> Plan:
     """Return the plan, with the command line's values replacing its own."""
-    from outrider.engine.plan import KEYS, Plan
-
     given = {name: value for group in groups for name, value in values_given(filled(group, plan)).items()}
     return Plan({name: KEYS[name].read(flag_name(name), value) for name, value in given.items() if name in KEYS})

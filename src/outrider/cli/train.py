@@ -11,6 +11,7 @@ import typer
 from outrider.cli.console import show_notices
 from outrider.cli.options import flag, parse_list, with_groups
 from outrider.errors import OutriderError
+from outrider.family import TARGET
 
 if TYPE_CHECKING:
     from outrider.train.runs import Bench, HeadPlan
@@ -284,7 +285,6 @@ def bench_of(text: TextOptions, out: Path) -> Bench:
     source = Source(tuple(text.text), **given(text, *names))
     with loading(f"loading {text.target or 'the embedded model'}"):
         from outrider.engine.config import load_tokenizer
-        from outrider.family import TARGET
         from outrider.runner import ModelRunner, RunnerConfig
 
         target = text.target or TARGET

@@ -12,7 +12,10 @@ from outrider.cli.console import err
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, given, parse_list, with_groups
 from outrider.cli.progress import progress
 from outrider.engine.options import Speculation
+from outrider.engine.plan import Plan
 from outrider.errors import OutriderError
+from outrider.method_text import split_method, split_methods, with_drafts
+from outrider.registry import PROPOSERS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,7 +105,6 @@ def command(
     from outrider.cli.session import auto_method, load, resolve
     from outrider.engine.config import build_verifiers
     from outrider.engine.methods import chosen_methods, fitting_proposers, methods_in
-    from outrider.method_text import split_methods
     from outrider.search import Search
     from outrider.search.journal import Journal
     from outrider.search.traffic import encoded
@@ -141,7 +143,6 @@ def finish(search: Search, chosen: Choice, models: ModelOptions, output: OutputO
     """Write plan, document and report to their files and the table to the screen."""
     from rich.console import Console
 
-    from outrider.engine.plan import Plan
     from outrider.search import report
 
     found = report.result(search, chosen, models.target or "embedded")
@@ -163,9 +164,6 @@ def finish(search: Search, chosen: Choice, models: ModelOptions, output: OutputO
 
 def plan_values(models: ModelOptions, chosen: Choice, search: Search) -> dict[str, Any]:
     """Return the plan's values: the chosen method, and the options of the models."""
-    from outrider.method_text import split_method, with_drafts
-    from outrider.registry import PROPOSERS
-
     contender, known = chosen.chosen, search.llm.speculation.drafts
     takes_draft = not contender.is_plain and PROPOSERS.get(split_method(contender.method)[0]).takes_draft
     given = asdict(models) | {
@@ -203,7 +201,7 @@ def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[Ask
     """Read the prompts before a model is loaded, so that errors are reported early."""
     from outrider.search.traffic import read_builtin, read_file
 
-    defaults = sampling.params(max_tokens=MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens)
+    defaults = sampling.params(max_tokens=MAX_TOKENS)
     if (traffic.traffic is None) == (traffic.workloads is None):
         raise OutriderError("no traffic: give either --traffic FILE, or --workloads code,edit,... for built-in prompts")
     if traffic.traffic is not None:
@@ -215,7 +213,6 @@ def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[Ask
 def check_drafts(asked: SearchOptions) -> None:
     """Raise ``OutriderError`` for an invalid draft folder, before loading."""
     from outrider.cli.session import check_source
-    from outrider.method_text import split_method, split_methods
 
     for method in split_methods(asked.method):
         for option, value in split_method(method)[1].items():
