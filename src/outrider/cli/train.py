@@ -152,21 +152,15 @@ def mtp(
 class PairOptions:
     """Options of what makes a draft of a block depend on the one before."""
 
-    markov_rank: Annotated[
-        int,
-        typer.Option(
-            help="DSpark: rank of a bias on the logits by the token before, such as 256; a block then has one draft more.",
-            rich_help_panel=WHAT,
-        ),
-    ] = 0
-    selector_rank: Annotated[
-        int,
-        typer.Option(
-            help="DFlash 2: rank of a path selector over the 16 likeliest tokens of each draft, such as 256; adds short"
-            " convolutions to the layers.",
-            rich_help_panel=WHAT,
-        ),
-    ] = 0
+    markov_rank: int = flag(
+        "DSpark: rank of a bias on the logits by the token before, such as 256; a block then has one draft more.", 0, panel=WHAT
+    )
+    selector_rank: int = flag(
+        "DFlash 2: rank of a path selector over the 16 likeliest tokens of each draft, such as 256; adds short convolutions to"
+        " the layers.",
+        0,
+        panel=WHAT,
+    )
 
 
 @with_groups
