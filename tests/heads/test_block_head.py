@@ -281,11 +281,11 @@ WRONG = {
     "recurrent Markov head": (configured(markov_head_type="rnn"), "has markov_head_type 'rnn', which is not supported"),
     "a selector that the config lacks": (
         changed(lambda t: t.update({"candidate_selector.predecessor_codebook": torch.zeros(61, 4)})),
-        "config.json says selector_rank=None: expected a whole number",
+        "config.json lacks selector_rank and selector_top_k",
     ),
     "convolutions that the config lacks": (
         changed(lambda t: t.update({"layers.0.attention_conv.base_kernel": torch.zeros(2, 2, 32)})),
-        "config.json says conv_kernel_size=None: expected a whole number",
+        "config.json lacks conv_kernel_size and conv_group_size",
     ),
     "no selector": (configured(config=second_config), r"lacks 11 tensors of the head, the first layers.0.attention_conv.base"),
     "half a selector": (

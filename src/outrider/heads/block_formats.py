@@ -170,13 +170,21 @@ def _second(
 ) -> dict[str, int]:
     """Return the fields of a shape that describe DFlash 2's convolutions and path selector, if the head has them."""
     found: dict[str, int] = {}
-    if said.get("conv_kernel_size") or any("_conv." in name for name in tensors):
+    for part, mark, keys in (
+        ("short convolutions", "_conv.", ("conv_kernel_size", "conv_group_size")),
+        ("path selector", "candidate_selector.", ("selector_rank", "selector_top_k")),
+    ):
+        name = next((name for name in tensors if mark in name), None)
+        missing = [key for key in keys if not said.get(key)]
+        if name is not None and missing:
+            raise OutriderError(f"{source} has DFlash 2's {part} ({name}), but config.json lacks {' and '.join(missing)}")
+    if said.get("conv_kernel_size"):
         found = {"conv_taps": _number(said, "conv_kernel_size", source), "conv_group": _number(said, "conv_group_size", source)}
         if hidden_size % found["conv_group"]:
             raise OutriderError(
                 f"{source}: config.json says conv_group_size={found['conv_group']}: expected a divisor of {hidden_size}"
             )
-    if said.get("selector_rank") or any(name.startswith("candidate_selector.") for name in tensors):
+    if said.get("selector_rank"):
         found |= {
             "selector_rank": _number(said, "selector_rank", source),
             "num_candidates": _number(said, "selector_top_k", source, most=num_tokens),
