@@ -86,7 +86,7 @@ README_ROWS = (
     Row("1B, `low-bit`, K = 5, HumanEval", "1b-self", "low-bit", 5),
     Row('1B, `suffix`, K = 15, "fill this JSON"', "1b-repeating", "suffix", 15, workload="json"),
     Row('1B, `suffix`, K = 15, "edit this file"', "1b-repeating", "suffix", 15, workload="edit"),
-    Row("embedded 7M, `draft`, K = 4, HumanEval", "family-humaneval", "draft", 4),
+    Row("embedded 13M, `draft`, K = 4, HumanEval", "family-humaneval", "draft", 4),
 )
 
 
