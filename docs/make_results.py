@@ -80,10 +80,13 @@ class Row:
 
 README_ROWS = (
     Row("1B, `draft`, K auto, HumanEval", "1b-humaneval", "draft", "auto"),
-    Row("1B, `draft`, K = 12, HumanEval, temperature 0.8", "1b-humaneval", "draft", 12, 0.8),
-    Row("1B, `eagle` (EAGLE-1, 8 bits), K = 12, HumanEval", "1b-heads", "eagle:draft=eagle1:bits=8", 12),
-    Row("1B, `eagle` (EAGLE-3, 8 bits), K = 12, HumanEval", "1b-heads", "eagle:bits=8", 12),
-    Row("1B, `low-bit`, K = 5, HumanEval", "1b-self", "low-bit", 5),
+    Row("1B, `draft`, K auto, HumanEval, temperature 0.8", "1b-humaneval", "draft", "auto", 0.8),
+    Row("1B, `eagle` (EAGLE-1, 8 bits), K = 8, HumanEval", "1b-heads", "eagle:draft=eagle1:bits=8", 8),
+    Row("1B, `eagle` (EAGLE-3, 8 bits), K = 8, HumanEval", "1b-heads", "eagle:bits=8", 8),
+    Row("1B, `eagle` (EAGLE-3, 8 bits), K = 8, HumanEval, temperature 1", "1b-heads", "eagle:bits=8", 8, 1.0),
+    Row("1B, `medusa` (8 bits), K = 8, HumanEval", "1b-heads", "medusa:bits=8", 8),
+    Row("1B, `low-bit`, K = 4, HumanEval", "1b-self", "low-bit", 4),
+    Row("1B, `early-exit`, K = 4, HumanEval", "1b-self", "early-exit", 4),
     Row('1B, `suffix`, K = 15, "fill this JSON"', "1b-repeating", "suffix", 15, workload="json"),
     Row('1B, `suffix`, K = 15, "edit this file"', "1b-repeating", "suffix", 15, workload="edit"),
     Row("embedded 13M, `draft`, K = 4, HumanEval", "family-humaneval", "draft", 4),
