@@ -259,7 +259,7 @@ def facts_table(document: Document) -> str:
 
 EARLIER = (
     "# Measured with earlier embedded models\n\nNot measured again since the embedded models were trained anew. The greedy text"
-    " of those models falls into loops, which are easy to draft: expect less of drafts. Speeds without drafts still hold."
+    " of those models falls into loops, which are easy to draft: expect less of drafts. Speeds at 1B without drafts still hold."
 )
 TOPICS = {
     "Methods": "Tokens per second after the first token; of the tokens before loops where the file records loops.",

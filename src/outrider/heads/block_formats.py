@@ -30,6 +30,7 @@ from outrider.heads.checkpoint import (
     made,
     offsets_to_ids,
     read_folder,
+    refuse_quantised,
     write_folder,
 )
 from outrider.heads.own_tables import has_own_table
@@ -117,9 +118,7 @@ def _check_weights(tensors: Mapping[str, Tensor], source: str) -> None:
             raise OutriderError(f"{source} is not a block drafter: {name} is missing")
         if tensors[name].dim() != num_dims:
             raise OutriderError(f"{source}: {name} has shape {list(tensors[name].shape)}, expected {num_dims} dimensions")
-    for name, tensor in tensors.items():
-        if name not in MAPPINGS and (not tensor.is_floating_point() or tensor.element_size() < 2):
-            raise OutriderError(f"{source} is quantised: {name} is {str(tensor.dtype).removeprefix('torch.')}")
+    refuse_quantised(tensors, source, MAPPINGS)
 
 
 def _shape(
