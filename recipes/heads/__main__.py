@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.options import with_groups
+from outrider.cli.options import flag, with_groups
 from outrider.train.runs import Bench, BlockRun, EagleRun, HeadPlan, MtpRun, train_block, train_eagle, train_medusa, train_mtp
 from recipes import run
 from recipes.family.config import SEED
@@ -28,13 +28,13 @@ NAMES = ("medusa", "eagle1", "eagle3", "mtp", "dflash")
 class Options:
     """Of both commands."""
 
-    minutes: Annotated[float, typer.Option(help="of training a head")] = 28.0
-    rows: Annotated[int, typer.Option(help=f"rows of {SEQ_LEN} tokens, begun by the corpus and written by the target")] = COUNT
-    target: Annotated[Path, typer.Option(help="the target's folder")] = PACKAGE / "target"
-    tokens: Annotated[Path, typer.Option(help="the family recipe's tokenised text")] = Path("build/family/tokens")
-    package: Annotated[Path, typer.Option(help="folder that gets a folder for each head")] = PACKAGE
-    work: Annotated[Path, typer.Option(help="folder for rows, features and checkpoints")] = Path("build/heads")
-    hardware: Annotated[str | None, typer.Option(help="what the card says it was trained on")] = None
+    minutes: float = flag("Minutes of training per head.", 28.0)
+    rows: int = flag(f"Rows of {SEQ_LEN} tokens, begun by the corpus and continued by the target.", COUNT)
+    target: Path = flag("Folder of the target.", PACKAGE / "target")
+    tokens: Path = flag("Tokenised text of the family's recipe.", Path("build/family/tokens"))
+    package: Path = flag("Folder that gets one folder per head.", PACKAGE)
+    work: Path = flag("Folder for rows, features and checkpoints.", Path("build/heads"))
+    hardware: str | None = flag("Hardware named in the card.")
 
 
 def hidden_states(num_layers: int) -> tuple[int, int, int]:
