@@ -56,7 +56,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer of a folder or hub id, or return a given one; None for None and for a model object.
 
-    Raises ``OutriderError`` if there is no tokenizer in the folder.
+    Raises ``OutriderError`` if there is no tokenizer in the folder, or it cannot encode text.
     """
     if not isinstance(source, (str, Path)):
         return cast("PreTrainedTokenizerBase", source) if is_tokenizer(source) else None
@@ -66,7 +66,10 @@ def load_tokenizer(
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             **tokenizer_arguments(source), trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # broken files can raise anything
+        tokenizer.decode(tokenizer.encode("Text."))
+    except BaseException as error:  # broken files can raise anything; the Rust library's panics are not Exceptions
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
         if find(source) is not None or not isinstance(error, (OSError, ValueError, KeyError)):
             load_config(source, trust_remote_code)  # AutoTokenizer reads the config too: report an error in the config first
         raise OutriderError(f"cannot load a tokenizer from {str(source)!r}: {first_line(error)}") from error
