@@ -26,26 +26,26 @@ NAMES = ("medusa", "eagle1", "eagle3")
 
 @dataclass(frozen=True)
 class Options:
-    """Of both commands."""
+    """Options of both commands."""
 
-    minutes: Annotated[float, typer.Option(help="of training a head")] = 28.0
-    rows: Annotated[int, typer.Option(help=f"rows of {SEQ_LEN} tokens, begun by the corpus and written by the target")] = COUNT
-    target: Annotated[Path, typer.Option(help="the target's folder")] = PACKAGE / "target"
+    minutes: Annotated[float, typer.Option(help="minutes of training per head")] = 28.0
+    rows: Annotated[int, typer.Option(help=f"rows of {SEQ_LEN} tokens: the target's continuations of text")] = COUNT
+    target: Annotated[Path, typer.Option(help="folder of the target")] = PACKAGE / "target"
     tokens: Annotated[Path, typer.Option(help="the family recipe's tokenised text")] = Path("build/family/tokens")
-    package: Annotated[Path, typer.Option(help="folder that gets a folder for each head")] = PACKAGE
+    package: Annotated[Path, typer.Option(help="output folder, with a subfolder for each head")] = PACKAGE
     work: Annotated[Path, typer.Option(help="folder for rows, features and checkpoints")] = Path("build/heads")
-    hardware: Annotated[str | None, typer.Option(help="what the card says it was trained on")] = None
+    hardware: Annotated[str | None, typer.Option(help="hardware description in the model card")] = None
 
 
 def hidden_states(num_layers: int) -> tuple[int, int, int]:
-    """What EAGLE-3 reads: as its authors, but for the highest: three layers below the end is early in a target of eight."""
+    """Return EAGLE-3's hidden states: the paper's, but the last one is later, because the target has only eight layers."""
     return 2, num_layers // 2, num_layers - 1
 
 
 def train(name: str, at: Bench, package: Path, minutes: float, on: str) -> bool:
-    """One head; False if interrupted."""
+    """Train one head. Returns False if interrupted."""
     layers = hidden_states(at.runner.num_layers)
-    at.features([*layers, at.runner.num_layers])  # what all three read, captured once
+    at.features([*layers, at.runner.num_layers])  # captured once for all three heads
     how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=2048, muon_lr=0.01, adam_lr=0.001, seed=SEED, compiled=True)
     out = package / name
     if name == "medusa":
@@ -60,7 +60,7 @@ def train(name: str, at: Bench, package: Path, minutes: float, on: str) -> bool:
 
 
 def train_all(names: Sequence[str], how: Options) -> None:
-    """Heads in order, each to its end; ends the process where one is interrupted."""
+    """Train heads in order, each to its end. Exits if one is interrupted."""
     at = bench(how.target, how.tokens, how.work, how.rows)
     for name in names:
         if not train(name, at, how.package, how.minutes, how.hardware or hardware()):
@@ -70,16 +70,16 @@ def train_all(names: Sequence[str], how: Options) -> None:
 @app.command()
 @with_groups
 def one(*, name: Annotated[str, typer.Argument()], how: Options) -> None:
-    """Train one of medusa, eagle1, eagle3; run again to resume."""
+    """Train one of medusa, eagle1, eagle3. Run again to resume."""
     if name not in NAMES:
-        raise typer.BadParameter(f"unknown head {name!r}; known: {', '.join(NAMES)}")
+        raise typer.BadParameter(f"unknown head {name!r}; expected {', '.join(NAMES)}")
     train_all([name], how)
 
 
 @app.command(name="all")
 @with_groups
 def everything(*, how: Options) -> None:
-    """Text, features and the three heads in order; run again to go on where it stopped."""
+    """Prepare text and features and train the three heads in order. Run again to resume."""
     train_all(NAMES, how)
 
 
