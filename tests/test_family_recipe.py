@@ -181,7 +181,7 @@ def test_no_prompt_is_ever_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert found.held_out, name
         assert not set(found.train) & set(found.held_out)
         assert "SECRET" not in "".join(found.train + found.held_out)
-    with pytest.raises(ValueError, match="never for training"):
+    with pytest.raises(ValueError, match="must not be used for training"):
         corpus.read_documents(prompts / "books_en.txt.xz")
 
 

@@ -82,7 +82,7 @@ def digest(text: str) -> int:
 def read_documents(path: Path) -> list[str]:
     """Return the documents of an xz file, which are separated by lines that contain only the end marker."""
     if "prompts" in path.resolve().parts:
-        raise ValueError(f"{path}: prompts are for measurements and must not be used for training")
+        raise ValueError(f"{path}: prompts for measuring must not be used for training")
     with lzma.open(path, "rt", encoding="utf-8") as lines:
         text = lines.read()
     parts = re.split(rf"^{re.escape(END)}$", text, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""A sample of ``make sweep``: whatever the architecture, every method gives the greedy text of transformers' generate."""
+"""A sample of ``make sweep``: every method gives the greedy output of transformers' generate for any architecture."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_sampled_architectures_match_generate(name, monkeypatch):
     result = compare(name, ("plain", "draft"))
     assert (result.verdict, result.reason) == ("runs", "")
     accepted, drafted = map(int, re.findall(r"\d+", result.cells["draft"]))
-    assert 0 < accepted < drafted  # both kinds of round are in the comparison
+    assert 0 < accepted < drafted  # accepted and rejected drafts are both covered
 
 
 def test_early_exit_before_a_skipped_layer_is_refused():

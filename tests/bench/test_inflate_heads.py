@@ -1,4 +1,4 @@
-"""A head inflated with its target drafts what the small one drafts for the small target."""
+"""A head inflated with its target drafts the same tokens as the original."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KINDS += ["eagle3", "norm_before_fc", "fc_norm", "3.1"]
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory):
-    """A small target and its inflated forms, by name."""
+    """Create a small target and inflated versions, by name."""
     folder = tmp_path_factory.mktemp("family")
     small = make_folder(
         folder / "small", hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS, tie_word_embeddings=False,
@@ -57,8 +57,8 @@ def write(kind: str, folder: Path) -> None:
 
 
 def drafted(target: Path, head: Path) -> list[object]:
-    """Every proposal of greedy and of sampled generations, and their texts."""
-    method = "medusa:max_nodes=6" if kind_of(head) == MEDUSA else "eagle:max_nodes=6"  # not what pays: the two cost differently
+    """Return the proposals and outputs of greedy and sampled generations."""
+    method = "medusa:max_nodes=6" if kind_of(head) == MEDUSA else "eagle:max_nodes=6"  # the default depends on costs
     llm = LLM(str(target), draft=str(head), method=method, num_draft_tokens=4, compile="never", device="cpu")
     seen: list[object] = []
     propose = llm.proposer.propose
@@ -81,7 +81,7 @@ def drafted(target: Path, head: Path) -> list[object]:
 
 @pytest.fixture(scope="module")
 def small_head(family, tmp_path_factory):
-    """``small_head(kind)`` -> its folder, and what it drafts for the small target."""
+    """Return ``small_head(kind)`` -> its folder and its proposals for the small target."""
 
     @cache
     def made(kind):
