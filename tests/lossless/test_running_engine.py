@@ -52,7 +52,7 @@ def tiny_model(seed: int, vocab_size: int = VOCAB, sharpness: float = 12.0, laye
 
 
 TARGET, DRAFT = tiny_model(1), tiny_model(2, layers=1)
-PARALLEL = tiny_model(3, vocab_size=VOCAB + 1, layers=1)  # drafts in one pass, with a mask token of its own
+PARALLEL = tiny_model(3, vocab_size=VOCAB + 1, layers=1)  # drafts in one pass, with a mask token
 PARALLEL.config.pard_token = VOCAB
 
 
@@ -186,7 +186,7 @@ def test_samples_of_combined_methods_coupled_noise_and_uneven_k_follow_the_targe
 @pytest.mark.parametrize("markov_rank", [0, 3])
 @pytest.mark.parametrize("name", ["temperature 1", "top-p"])
 def test_samples_of_a_block_drafter_follow_the_target(name: str, markov_rank: int) -> None:
-    """Drafts depend on the previous draft or do not."""
+    """With and without dependence of drafts on the previous draft."""
     samples = sample(SETTINGS[name], method="dflash", draft=block_head(TARGET, markov_rank))
     assert excess(samples, exact_law(SETTINGS[name])) < 1
 
@@ -211,7 +211,7 @@ def test_self_drafting_targets_emit_the_same_text_with_coupled_noise(method: str
 
 
 class WithoutResidual(RejectionVerifier):
-    """Wrong on purpose: after a rejection it samples from the target, not from the residual."""
+    """A wrong verifier: after a rejection it samples from the target instead of the residual."""
 
     def verify(self, proposal: Proposal, target: torch.Tensor, random: Randomness) -> Verdict:
         verdict = super().verify(proposal, target, random)
@@ -220,7 +220,7 @@ class WithoutResidual(RejectionVerifier):
 
 
 class Untempered(DraftModelProposer):
-    """Wrong on purpose: its probabilities are flatter than the distribution of its drafts."""
+    """A wrong proposer: its probabilities are flatter than the distribution of its drafts."""
 
     def propose(self, context: Context, k: int) -> Proposal:
         proposal = super().propose(context, k)
