@@ -150,9 +150,7 @@ def gptq(
 
 def awq(group: int = 64):
     """Return the quantisation config and the layer writer of an AWQ checkpoint (gemm)."""
-    places = tuple(
-        [0, 2, 4, 6, 1, 3, 5, 7].index(i) for i in range(8)
-    )  # nibble k contains output [0, 2, 4, 6, 1, 3, 5, 7][k]
+    places = tuple([0, 2, 4, 6, 1, 3, 5, 7].index(i) for i in range(8))  # nibble k contains output [0, 2, 4, 6, 1, 3, 5, 7][k]
 
     def write_layer(weight: Tensor, rng: np.random.Generator) -> Stored:
         size = weight.shape[1] if group == -1 else group

@@ -215,9 +215,7 @@ def test_constrained_samples_follow_the_targets_distribution(method: str, name: 
 @pytest.mark.parametrize("k", [0, 1, 4, "auto"])
 @pytest.mark.parametrize("same_text", [False, True])
 @pytest.mark.parametrize("method", METHODS)
-def test_constrained_and_free_requests_in_a_batch_equal_plain_decoding(
-    method: str, same_text: bool, k: int | str
-) -> None:
+def test_constrained_and_free_requests_in_a_batch_equal_plain_decoding(method: str, same_text: bool, k: int | str) -> None:
     """Greedy without same-text mode, and sampled with it: two samples of each kind, with prompts of different lengths."""
     temperatures = (0.0, 1.0) if same_text else (0.0,)
     params = [
