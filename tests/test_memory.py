@@ -73,7 +73,7 @@ def test_weights_on_a_failing_disk_are_rejected(
     if refused:
         with pytest.raises(OutriderError, match=r"^cannot read .*model\.safetensors: the disk reports an error$"):
             loading.check_readable(folder)
-    else:  # a kernel that does not know the request
+    else:  # a kernel without this request
         loading.check_readable(folder)
 
 
