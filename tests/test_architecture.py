@@ -138,7 +138,7 @@ def test_imports_go_one_way(path):
     room = room_of(path)
     if room in TOP:
         return
-    assert room in BELOW, f"the room {room} is not in docs/structure.md's order of imports"
+    assert room in BELOW, f"the package {room} is not in docs/structure.md's order of imports"
     forbidden = {room_of(MODULES[module]) for module in imported_modules(path)} - BELOW[room] - {room}
     assert not forbidden, f"{path.relative_to(ROOT)} imports {forbidden}"
 

@@ -15,7 +15,7 @@ from outrider.disk_cache import cache_dir, find, lasting_dir, store
 from outrider.types import OutriderError
 
 is_root = hasattr(os, "getuid") and os.getuid() == 0
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has rights of another kind")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX file permissions")
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def test_links_and_files_writable_by_others_are_not_returned(built: Path, tmp_pa
     assert find("kernels", "cpu-1", ".so") is None and built.exists()
 
 
-@pytest.mark.skipif(not is_root, reason="only root gives files away")
+@pytest.mark.skipif(not is_root, reason="needs root, to change owners")
 @pytest.mark.parametrize("which", ["kernels", "kernels/file"])
 def test_files_of_another_user_are_not_used(which: str, cache: Path, built: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = store(built, "kernels", "cpu-1", ".so")

@@ -75,8 +75,8 @@ def test_a_user_error_in_a_recipe_is_one_line(capsys: pytest.CaptureFixture[str]
 
     @app.command()
     def wrong() -> None:
-        raise OutriderError("no such folder: name another")
+        raise OutriderError("folder missing: give another")
 
     with pytest.raises(SystemExit, match="2"), patch.object(sys, "argv", ["recipe"]):
         recipes.run(app)
-    assert capsys.readouterr().err == "error: no such folder: name another\n"
+    assert capsys.readouterr().err == "error: folder missing: give another\n"

@@ -66,7 +66,7 @@ def test_weights_on_a_failing_disk_are_rejected(
 ) -> None:
     class Mapped(loading.mmap.mmap):
         def madvise(self, *_: int) -> None:
-            raise OSError(number, "what the kernel says")
+            raise OSError(number, "Bad address")
 
     folder = make_folder(tmp_path / "target")
     monkeypatch.setattr(loading.mmap, "mmap", Mapped)

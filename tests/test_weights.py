@@ -104,7 +104,7 @@ PROMPTS = [[7, 3, 9], [(5 * i * i + i) % 60 + 1 for i in range(45)], [(3 * i) % 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_drafts_do_not_change_the_output(weights, method, batch, k):
     if method == "low-bit" and weights == "int4":
-        pytest.skip("refused, see below")
+        pytest.skip("not supported: see the test below")
     model = make_model(wide_config())
     options = {"weights": weights, "compile": "never", "max_batch": batch}
     expected = tokens_of(LLM(model, method="plain", **options | {"max_batch": 1}))

@@ -63,7 +63,7 @@ def test_plain_and_contenders_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPat
     assert plan.num_runs == len(order)
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts processes as Linux shows them")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc (Linux)")
 def test_busy_processes_run_only_during_the_measurement(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     running: list[int] = []
     real = grid.generate
@@ -181,7 +181,7 @@ def test_a_failing_target_ends_the_measurement(llm: LLM, monkeypatch: pytest.Mon
     assert not llm.engine.has_work
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="this system does not tell the peak")
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="this system does not report peak memory")
 def test_peak_memory_counts_from_the_start_of_the_measurement() -> None:
     import torch
 

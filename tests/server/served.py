@@ -65,7 +65,7 @@ def until(holds: Callable[[], Any], seconds: float = 30.0) -> None:
     """Poll until a condition holds that another thread causes."""
     deadline = monotonic() + seconds
     while not holds():
-        assert monotonic() < deadline, "it did not come about"
+        assert monotonic() < deadline, "the condition did not hold in time"
         sleep(0.005)
 
 

@@ -150,7 +150,7 @@ def test_a_second_signal_ends_the_server_at_once_with_one_line(target: Path) -> 
         assert [json.loads(line)["event"] for line in server.log] == ["second signal received: exiting immediately"]
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes as Linux shows them")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc (Linux)")
 def test_no_worker_outlives_its_server(target: Path) -> None:
     with serving_process(target) as server:
         attack(server, 3)

@@ -101,7 +101,7 @@ def test_a_job_over_its_time_limit_is_killed_and_the_next_runs(plain: LLM) -> No
     run(work())
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is limited where the system says what is held")
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc (Linux)")
 def test_a_job_over_its_memory_limit_is_killed_and_the_next_runs(plain: LLM) -> None:
     async def work() -> None:
         async with started(schema_pool(plain, memory=64 << 20)) as pool:
@@ -117,7 +117,7 @@ def children() -> list[int]:
     return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes as Linux shows them")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc (Linux)")
 def test_a_killed_worker_loses_no_answer(plain: LLM) -> None:
     async def work() -> None:
         others = set(children())

@@ -382,7 +382,7 @@ def test_unexpected_errors_have_openais_form_and_a_request_id(
 def test_early_refusals_precede_tokenization(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     llm = load(max_batch=1)
     with serving(llm, max_queue=2) as server:
-        monkeypatch.setattr(server.service._prompts, "encode", lambda *_: pytest.fail("it was read"))
+        monkeypatch.setattr(server.service._prompts, "encode", lambda *_: pytest.fail("the prompt was tokenised"))
         assert server.post("/v1/completions", prompt=PROMPT, model="gpt-9").status_code == 404
         never = server.post("/v1/completions", prompt=PROMPT, n=4)
         assert never.status_code == 400 and "the limit is 3" in never.json()["error"]["message"]
@@ -498,7 +498,7 @@ def test_the_bridge_gets_no_emissions_after_a_request_ended(load: Callable[..., 
     assert not llm.engine.has_work
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc (Linux)")
 def test_loading_leaves_no_openmp_threads() -> None:
     def num_threads() -> int:
         return len(list(Path("/proc/self/task").iterdir()))

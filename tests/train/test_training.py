@@ -410,7 +410,7 @@ def test_a_run_ends_by_the_clock_with_any_step_time_and_pauses_do_not_count():
 
 def test_invalid_training_is_reported_before_the_target_generates_text(runner, tmp_path, monkeypatch):
     def never(*_):
-        raise AssertionError("text was asked for")
+        raise AssertionError("text was generated")
 
     monkeypatch.setattr(Bench, "training_rows", never)
     bench = Bench(runner, None, tmp_path / "work", Source(seq_len=SEQ))

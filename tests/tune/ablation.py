@@ -88,10 +88,10 @@ def speeds(cells: Mapping[grid.Key, Cell]) -> dict[grid.Key, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="all cells, not a third")
+    parser.add_argument("--all", action="store_true", help="simulate all cells instead of a third")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", default=",".join(NEUTRAL))
-    parser.add_argument("--together", action="store_true", help="all of --only at once, not one at a time")
+    parser.add_argument("--together", action="store_true", help="neutralise all constants of --only at once")
     args = parser.parse_args()
     chosen = [(grid.cells if args.all else grid.sample)(seed) for seed in range(args.seeds)]
     before = [speeds(cells) for cells in chosen]

@@ -52,7 +52,7 @@ def test_the_value_of_a_choice_is_tokens_per_second(nodes, padded):
             assert shares.speed(lens) == pytest.approx(speed(lens, worths, made, nodes, reading, priced))
 
 
-@pytest.mark.parametrize("row", [0.02, 0.3, 2.0], ids=["cheap rows", "rows", "dear rows"])
+@pytest.mark.parametrize("row", [0.02, 0.3, 2.0], ids=["cheap rows", "rows", "costly rows"])
 def test_the_best_of_all_choices_is_found(row):
     """If every request certainly has drafts, the best choice is among the candidates; otherwise a close one is."""
     for seed in range(20):

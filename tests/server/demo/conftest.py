@@ -107,5 +107,5 @@ def until(holds: Callable[[], object], seconds: float = 30.0) -> None:
     """Poll until a condition holds that another thread causes."""
     deadline = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < deadline, "it never came about"
+        assert time.monotonic() < deadline, "the condition did not hold in time"
         time.sleep(0.01)
