@@ -1,9 +1,9 @@
-"""The running engine, real models and all: its samples follow the target's law, and its greedy text is plain decoding's.
+"""The running engine with real models: samples follow the target's distribution, and greedy output equals plain decoding.
 
-The law of three tokens over a vocabulary of eight is enumerated with the target's plain forward and the slow reference sampler.
-4096 samples at a time are held against it by Pearson's chi-square at p = 1e-4, with fixed seeds. A law that is off evenly by
-a total variation of 0.07 is caught with a power of 99% at 30 cells, one of 0.12 at the full 512 (noncentral chi-square,
-Sankaran's approximation). The wrong verifiers at the end must be caught by the same test.
+The distribution of three tokens over a vocabulary of eight is enumerated with the target's plain forward pass and the slow
+reference sampler. 4096 samples at a time are compared with it by Pearson's chi-square at p = 1e-4, with fixed seeds. A
+deviation of total variation 0.07, evenly spread, is detected with a power of 99% at 30 cells, and one of 0.12 at the full 512
+(noncentral chi-square, Sankaran's approximation). The wrong verifiers at the end must be detected by the same test.
 """
 
 from __future__ import annotations
