@@ -103,7 +103,7 @@ def write(
             writer.add_tensor(name, array)
             continue
         kind = kind_of(name)
-        if turned:  # llama.cpp rotates adjacent pairs, so rows of a head are interleaved
+        if turned:  # llama.cpp interleaves the two halves of a head
             array = array.reshape(turned, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
         data = random_codes(array.shape, kind, rng) if kind in SCALES else gguf.quants.quantize(array, kind)
         writer.add_tensor(name, data, raw_dtype=kind)

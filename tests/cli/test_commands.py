@@ -469,7 +469,7 @@ def test_bench_inflates(outrider: Run, target: Path, draft: Path, tmp_path: Path
     from outrider.bench.shapes import SIZES, Shape
 
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    # the source's head counts are 16 and 2
+    # the source has hidden size 16 and 2 layers
     monkeypatch.setitem(SIZES, "1b", Shape(hidden=256, layers=5, heads=16, kv_heads=4, ffn=256))
     code, out, err = outrider(
         "bench", *models(target, draft), "--inflate", "1b", "--method", "draft", "-k", 2, "--workloads", "code",

@@ -44,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_folder(folder / "draft", num_hidden_layers=1)
     make_folder(folder / "parallel", num_hidden_layers=1, pard_token=7, spd_type="pard")
     make_folder(folder / "foreign", tokenizer=letter_tokenizer(60, 3), num_hidden_layers=1)
-    writers.write_eagle3(folder / "eagle3", VOCAB, 64)  # its config has one of the two numberings of layers
+    writers.write_eagle3(folder / "eagle3", VOCAB, 64)  # its config numbers layers in one of the two ways only
     writers.write_speculators(folder / "speculators", VOCAB, 64)
     writers.write_eagle1(folder / "eagle1", VOCAB)
     writers.write_medusa(folder / "medusa", VOCAB, 3)

@@ -134,7 +134,7 @@ def test_a_head_made_for_shorter_texts_is_suspicious(target, tmp_path):
     assert level_of(found, "context") == "suspicious" and "made for 128 tokens" in text_of(found, "context")
 
 
-def test_memory_traffic_includes_the_targets_output_head_if_it_is_used(target, tmp_path):
+def test_the_size_includes_the_targets_output_head_if_it_is_used(target, tmp_path):
     weights = write_eagle1(tmp_path, VOCAB)
     own = sum(tensor.numel() for name, tensor in weights.items() if "embed" not in name) + VOCAB * HIDDEN
     assert f"reads {own / 1e6:.1f} M weights" in text_of(examined(target, "eagle", tmp_path), "size")

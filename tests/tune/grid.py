@@ -40,7 +40,7 @@ MIXED = {
     "one in four is not": (Text((0.2,)), (Text((0.9,)),) * 3),
     "one in four is a copy": (Text((0.98,)), (Text((0.3,), (0.2,)),) * 3),
 }
-# A server with alternating requests of the same kind; before drafting, each prompt must be prefilled for 64 tokens' time.
+# A server: requests of the same kind follow one another; drafting for each must pay for the prefill of its prompt in 64 tokens.
 SERVED = {
     "embedded, served": Machine(1.6, 0.12, 0.3, 0.6, 0.06, 0.7, crowd=0.1, cold=0.2, unsteady=True),
     "embedded in cache, served": Machine(
@@ -59,7 +59,8 @@ def cells(seed: int = 0) -> dict[Key, Cell]:
         for text, batch in product(texts, BATCHES)
     }
     mixed = {
-        # Prompts cost the same with and without drafts; in the simulation they would blur the end of a run.
+        # Prompts cost the same with and without drafts. They are free here, because a prompt just before or after the last counted
+        # token would distort the result.
         (family, text, batch): Cell(replace(machine, prompt=0.0), first, batch, 2 * LENGTHS, seed, others=others)
         for family, (machine, _) in FAMILIES.items()
         for (text, (first, others)), batch in product(MIXED.items(), BATCHES[1:])

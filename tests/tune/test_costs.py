@@ -27,7 +27,7 @@ def test_a_temporarily_slow_pass_does_not_affect_others():
     assert costs.pass_seconds(5, 1, 0) == 1.2 and costs.pass_seconds(1, 1, 0) == 1.0
 
 
-def test_the_first_pass_of_another_kind_scales_the_costs_of_that_kind():
+def test_the_first_pass_after_a_renewal_scales_all_costs():
     costs = CostBook()
     for first_layer in (0, 3):
         costs.record_pass(1, 1, 0, 1.0, first_layer)
@@ -208,7 +208,7 @@ def test_the_width_of_a_pass_is_tokens_per_request():
     assert CostBook(is_padded=True).width([0, 2, 0, 4]) == 5
 
 
-def test_scores_have_the_costs_of_single_widths():
+def test_scores_equal_the_costs_of_single_widths():
     costs = CostBook()
     assert costs.scores(4, 0)(5.0) == 0.0
     for width, seconds in ((1, 1.0), (1.5, 1.2), (5, 2.0)):
