@@ -70,7 +70,7 @@ class TableHead:
 
 
 class Believing(Calibration):
-    """A calibration that returns the confidences."""
+    """A calibration that returns confidences unchanged."""
 
     def chances(self, confidences: Floats) -> Floats:
         return confidences.copy()

@@ -59,8 +59,8 @@ def cells(seed: int = 0) -> dict[Key, Cell]:
         for text, batch in product(texts, BATCHES)
     }
     mixed = {
-        # Prompts cost the same with and without drafts. They are free here, because a prompt just before or after the last counted
-        # token would distort the result.
+        # Prompts cost the same with and without drafts. They are free here, because a prompt just before or after the last
+        # counted token would distort the result.
         (family, text, batch): Cell(replace(machine, prompt=0.0), first, batch, 2 * LENGTHS, seed, others=others)
         for family, (machine, _) in FAMILIES.items()
         for (text, (first, others)), batch in product(MIXED.items(), BATCHES[1:])
