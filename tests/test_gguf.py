@@ -268,7 +268,7 @@ def test_a_truncated_file_is_rejected_wherever_it_is_cut(unread, tmp_path):
     data = whole.read_bytes()
     for length in (4, 20, 24, 100, 1000, 5000, 20_000, len(data) // 2, len(data) - 1000):
         cut.write_bytes(data[:length])
-        assert "cut.gguf: the file is cut or damaged" in refusal(cut), length
+        assert "cut.gguf: the file is truncated or damaged" in refusal(cut), length
 
 
 def test_tensors_that_do_not_belong_to_the_model_are_named(tmp_path):

@@ -27,8 +27,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> object:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("audit_check", ["--audits", "0"], "'0' is no number from 1 on"),
-        ("grammar_check", ["--answers", "none"], "'none' is no number from 1 on"),
+        ("audit_check", ["--audits", "0"], "invalid number '0': expected an integer of at least 1"),
+        ("grammar_check", ["--answers", "none"], "invalid number 'none': expected an integer of at least 1"),
         ("audit_check", ["--out", "file/x.json"], "cannot write --out"),
         ("tune_check", ["--out", "file/x.json"], "cannot write --out"),
     ],

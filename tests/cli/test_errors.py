@@ -77,7 +77,7 @@ WRONG_CONFIGS: list[tuple[Any, str]] = [
     ({"num_attention_heads": 3}, "not a multiple of the number of attention heads"),
     ({"num_attention_heads": 8}, "o_proj.weight is [16, 32], expected [16, 64]"),
     ({"num_key_value_heads": 4}, "k_proj.weight is [16, 16], expected [32, 16]"),
-    ({"num_hidden_layers": 1}, "is of no layer, expected 1 layers"),
+    ({"num_hidden_layers": 1}, "belongs to no layer, expected 1 layers"),
     ({"num_hidden_layers": -1}, "num_hidden_layers=-1"),
     ({"num_hidden_layers": 10**20}, "from 1 to 10000"),
     ({"num_hidden_layers": 3}, "lacks 9 tensors"),

@@ -96,7 +96,7 @@ def test_weights_of_another_shape(broken):
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"intermediate_size": 32}))
     assert (
-        f"the weights in {broken} are not its config's: model.layers.0.mlp.down_proj.weight is [16, 24], expected [16, 32]"
+        f"the weights in {broken} do not match its config: model.layers.0.mlp.down_proj.weight is [16, 24], expected [16, 32]"
         in (refusal(broken))
     )
 
@@ -114,10 +114,10 @@ def test_weights_of_another_shape(broken):
         ({"num_attention_heads": "4"}, "'num_attention_heads' expected int, got str"),
         ({"hidden_size": 16.5}, "hidden_size=16.5: expected"),
         ({"max_position_embeddings": -5}, "max_position_embeddings=-5: expected"),
-        ({"num_hidden_layers": 1}, "not its config's: model.layers.1.*is of no layer, expected 1 layers"),
+        ({"num_hidden_layers": 1}, "do not match its config: model.layers.1.*belongs to no layer, expected 1 layers"),
         ({"num_hidden_layers": 3}, "lacks 9 tensors of the model, the first model.layers.2"),
         ({"vocab_size": 400}, r"model.embed_tokens.weight is \[320, 16\], expected \[400, 16\]"),
-        ({"hidden_act": "nope"}, "describes no model: unknown value 'nope'"),
+        ({"hidden_act": "nope"}, "is not valid for a model: unknown value 'nope'"),
         ({"model_type": ["llama"]}, "cannot read the config"),
         ([1, 2], "config.json must be an object, not a list"),
     ],
@@ -155,7 +155,7 @@ def test_models_of_other_kinds_are_rejected_before_weights_are_read(model_type, 
 
 def test_unsupported_attention_is_rejected():
     refused = refusal(make_model(small_config("bigbird_pegasus", **DECODER)))
-    assert "needs to see both ways in attention, which Outrider's cache does not support; run it with transformers'" in refused
+    assert "needs bidirectional attention, which Outrider's cache does not support; run it with transformers'" in refused
 
 
 def test_objects_other_than_language_models_are_rejected():

@@ -122,7 +122,7 @@ def test_without_a_cache_folder_loading_continues_with_one_warning(folder, tmp_p
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file" / "cache"))
     first = logits(ModelRunner.load(folder, INT4))
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(warnings) == 1 and "the weights are rounded again at the next start" in caplog.text
+    assert len(warnings) == 1 and "the weights are quantised again at the next start" in caplog.text
     assert torch.equal(logits(ModelRunner.load(folder, INT4)), first) and len(read) == 2
 
 

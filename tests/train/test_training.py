@@ -466,7 +466,7 @@ def test_invalid_training_gives_a_one_line_error(runner, llm, rows, tmp_path):
         (lambda: train_block(from_rows, tmp_path, how, BlockRun(40)), "too short for blocks of 40"),
         (
             lambda: train_block(from_rows, tmp_path, how, BlockRun(4, hidden_states=(0, 2))),
-            "reads outputs of layers, from 1 on",
+            "reads outputs of layers: expected at least 1",
         ),
         (lambda: train_block(from_rows, tmp_path, how, BlockRun(4, hidden_states=(1, 9))), "invalid hidden states"),
         (lambda: train_block(from_rows, tmp_path, how, BlockRun(1)), "invalid block size"),

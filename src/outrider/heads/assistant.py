@@ -204,7 +204,7 @@ def load(source: str | Path, target: ModelRunner) -> AssistantHead:
     config = load_config(folder)
     own, other = text_config(config).model_type, text_config(target.model).model_type
     if not hasattr(config, "backbone_hidden_size") or own != other:
-        raise OutriderError(f"{source} drafts over the KV cache of {own}, but {target.name} is {other}")
+        raise OutriderError(f"{source} reads the KV cache of a {own} model, but {target.name} is a {other} model")
     if target.cache.shape.by_request:
         raise OutriderError(f"{target.name} has its own attention code, whose KV cache an assistant cannot read")
     places = {kind: target.cache.shape.places[layer] for kind, layer in sources_of(target).items()}

@@ -66,7 +66,7 @@ class Body:
             assert out.shape == decoder.norm(hidden).shape
         except Exception as error:  # model code raises many kinds of exceptions
             raise OutriderError(
-                f"the layers of {self.model.config.model_type} cannot be those of a head: {first_line(error)}"
+                f"the layers of {self.model.config.model_type} cannot be used in a head: {first_line(error)}"
             ) from error
 
     def layer_for(self, with_experts: bool) -> int:
