@@ -225,7 +225,7 @@ def test_a_failing_engine_loses_only_its_own_cells_and_resuming_measures_only_th
     before = conditions | {"cells": list(first.values()), "bandwidth": []}
     kept = peers.compare.kept_cells(before, conditions)
     assert len(kept) == 5
-    with pytest.raises(peers.prompts.BadInput, match="cannot resume: its threads is 1, now it is 2"):
+    with pytest.raises(peers.prompts.BadInput, match="cannot resume: threads was 1 and is now 2"):
         peers.compare.kept_cells(before, conditions | {"threads": 2})
     with pytest.raises(peers.prompts.BadInput, match="not a result of this script"):
         peers.compare.kept_cells([1], conditions)

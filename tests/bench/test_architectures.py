@@ -37,14 +37,14 @@ RUN = (
     "whisper",
 )
 REFUSED = {
-    "bigbird_pegasus": "both ways",
+    "bigbird_pegasus": "bidirectional attention",
     "cpmant": "gives different logits with Outrider's cache than without a cache",
-    "deepseek_v4": "a cache of their own (heavily_compressed_attention)",
-    "deepseek_v32": "an index of their own",
+    "deepseek_v4": "their own cache (heavily_compressed_attention)",
+    "deepseek_v32": "a separate index",
     "inkling_text": "position_bias",
-    "openai-gpt": "attention code of its own",
+    "openai-gpt": "its own attention code",
     "rwkv": "a recurrent state",
-    "unlimited_ocr": "a cache of their own (reference_sliding_attention)",
+    "unlimited_ocr": "their own cache (reference_sliding_attention)",
 }
 
 

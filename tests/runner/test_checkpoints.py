@@ -188,7 +188,7 @@ WRONG = {
                 "model.embed_tokens.weight_scale": torch.ones(320, 1),
             }
         ),
-        "model.embed_tokens is quantised, and LlamaForCausalLM has no linear layer of its own for it",
+        "model.embed_tokens is quantised, and LlamaForCausalLM has no separate linear layer for it",
     ),
 }
 

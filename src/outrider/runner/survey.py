@@ -196,7 +196,7 @@ def survey_without_weights(config: PreTrainedConfig, model_class: Any) -> CacheS
 def _not_attending(name: str) -> str:
     return (
         f"{name} does not attend by transformers' attention interface in every layer"
-        f" (it has attention code of its own, or a recurrent state): {INSTEAD}"
+        f" (it has its own attention code, or a recurrent state): {INSTEAD}"
     )
 
 
