@@ -1,4 +1,4 @@
-"""What ``fuzz.py`` mutates: one class for each kind of input, with valid inputs to start from."""
+"""Fuzzing targets: one class for each kind of input, with valid seeds."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ import httpx
 from mutations import Mutate, of_bytes, of_gguf, of_json, of_safetensors, of_toml
 
 ROOT = Path(__file__).resolve().parent.parent
-SEEDS = ROOT / "tests" / "fuzz_seeds"  # inputs that were findings once, by target
-MAX_MESSAGE = 700  # characters of a refusal
+SEEDS = ROOT / "tests" / "fuzz_seeds"  # former findings, by target
+MAX_MESSAGE = 700  # characters of an error message
 START_SECONDS, ANSWER_SECONDS = 180.0, 240.0
 
 
 class Finding(Exception):
-    """An outcome that is wrong, in one line."""
+    """A wrong outcome, in one line."""
 
 
 def check_refusal(message: str) -> None:
-    """Raises ``Finding`` for a message that is not one short line without Python's insides."""
+    """Raise ``Finding`` unless the message is one short line without Python internals."""
     if not message.strip() or len(message) > MAX_MESSAGE or "\n" in message.strip():
-        raise Finding(f"a refusal of {len(message)} characters, {len(message.splitlines())} lines: {message[:80]!r}")
+        raise Finding(f"an error message of {len(message)} characters, {len(message.splitlines())} lines: {message[:80]!r}")
     for inside in ("Traceback", " object at 0x", "<class '", "<function"):
         if inside in message:
-            raise Finding(f"a refusal shows Python's insides: {message[:160]!r}")
+            raise Finding(f"the error message shows Python internals: {message[:160]!r}")
 
 
 class Target:
-    """One kind of input. ``run`` raises ``Finding``, or anything unexpected, where an input is not handled well."""
+    """One kind of input. ``run`` raises ``Finding`` or an unexpected exception if an input is handled wrongly."""
 
     name: str
 
     def mutate(self, data: bytes, choose: random.Random) -> bytes:
-        """Return the bytes with a change."""
+        """Return mutated bytes."""
         return of_bytes(data, choose)
 
     def __init__(self) -> None:
@@ -55,20 +55,20 @@ class Target:
 
     @cache  # noqa: B019 - as long as the process
     def seeds(self) -> list[bytes]:
-        """Valid inputs, and those that were findings once."""
+        """Return valid inputs and former findings."""
         kept = [file.read_bytes() for file in sorted((SEEDS / self.name).glob("*")) if file.is_file()]
         return [*self.valid(), *kept]
 
     def valid(self) -> list[bytes]:
-        """Valid inputs."""
+        """Return valid inputs."""
         raise NotImplementedError
 
     def run(self, data: bytes) -> None:
-        """Handle an input as a user's."""
+        """Process an input as Outrider would for a user."""
         raise NotImplementedError
 
     def memory(self) -> int:
-        """Bytes that the process holds which handles inputs."""
+        """Return the resident bytes of the process that handles inputs."""
         return resident("self")
 
     def close(self) -> None:
@@ -76,14 +76,14 @@ class Target:
 
 
 def resident(pid: int | str) -> int:
-    """Bytes of memory that a process holds."""
+    """Return the resident bytes of a process."""
     import resource
 
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def refusing(work: Callable[[], object]) -> None:
-    """Calls ``work``, whose ``OutriderError`` must be a clear line."""
+    """Call ``work``. If it raises ``OutriderError``, check the message."""
     from outrider.types import OutriderError
 
     try:
@@ -93,7 +93,7 @@ def refusing(work: Callable[[], object]) -> None:
 
 
 class PlanTarget(Target):
-    """Plans of ``outrider serve``, as far as to the model: options are checked and merged."""
+    """Plans of ``outrider serve``: options are checked and merged; no model is loaded."""
 
     name = "plan"
 
@@ -128,7 +128,7 @@ class PlanTarget(Target):
                 kind(**{name: given[name] for name in declared(kind) if name in given})
             plan.write(self.folder / "again.toml")
             if Plan.read(self.folder / "again.toml").values != plan.values:
-                raise Finding("a plan changes where it is written and read")
+                raise Finding("a plan changes when it is written and read again")
 
         refusing(read)
 
@@ -362,7 +362,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 
 class BodyTarget(Target):
-    """Bodies of completions: the path and a line break, then the body. A server of its own answers them."""
+    """Bodies of completion requests: the path, a line break, the body. Sent to a separate server process."""
 
     name = "body"
     words: tuple[str, ...] = (
@@ -380,7 +380,7 @@ class BodyTarget(Target):
         command = [sys.executable, "-m", "outrider", "serve", "--port", str(port), "--compile", "never", *limits]
         self._server = subprocess.Popen(command, stderr=self._log, stdout=subprocess.DEVNULL)
         self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=ANSWER_SECONDS)
-        self._seen = 0  # bytes of the log
+        self._seen = 0  # bytes of the log that were read
         started = time.monotonic()
         while not self._is_ready():
             if self._server.poll() is not None or time.monotonic() - started > START_SECONDS:
@@ -405,7 +405,7 @@ class BodyTarget(Target):
         self.ask(path.decode(), body)
 
     def ask(self, path: str, body: bytes) -> None:
-        """Ask the server. Raises ``Finding`` for anything but an answer or a refusal of the client's mistake."""
+        """Send a request. Raises ``Finding`` unless it is answered or rejected as a client error."""
         try:
             answer = self._http.post(path, content=body, headers={"content-type": "application/json"})
         except httpx.HTTPError as error:
@@ -437,7 +437,7 @@ class BodyTarget(Target):
 
 
 class SchemaTarget(BodyTarget):
-    """JSON schemas of answers, asked of a server."""
+    """JSON schemas of requested answers, sent to a server."""
 
     name = "schema"
     words = (

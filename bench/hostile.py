@@ -21,7 +21,7 @@ HELD_SECONDS = 20.0  # that a connection is held open, unless the server closes 
 
 
 def letters(choose: random.Random, count: int) -> str:
-    """Characters of which few tokenizers have many in one token."""
+    """Return characters for which most tokenizers need more than one token each."""
     return "".join(chr(choose.randrange(0x4E00, 0x9000)) for _ in range(count))
 
 
@@ -33,12 +33,12 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 def patterns(choose: random.Random) -> dict[str, Any]:
-    """Whether some text has all of these characters takes exponentially long to say."""
+    """Return a schema of patterns whose intersection takes exponential time to compute."""
     return {"type": "string", "allOf": [{"pattern": f".*{each}.*"} for each in letters(choose, choose.choice((20, 60, 300)))]}
 
 
 def either(choose: random.Random, count: int = 14) -> dict[str, Any]:
-    """Twice as many combinations with each of the lists."""
+    """Return a schema whose number of combinations doubles with each list."""
     names = letters(choose, count)
     return {"allOf": [{"anyOf": [{"properties": {name: {"type": kind}}} for kind in ("integer", "string")]} for name in names]}
 
@@ -72,7 +72,7 @@ SCHEMAS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
 
 
 def schema(choose: random.Random) -> tuple[str, bytes]:
-    """The kind of a call, and its body."""
+    """Return the kind and the body of a request."""
     kind = choose.choice(list(SCHEMAS))
     form = {"type": "json_schema", "json_schema": {"schema": SCHEMAS[kind](choose)}}
     return f"schema {kind}", json.dumps({"prompt": "x", "max_tokens": 400, "response_format": form}).encode()
@@ -80,9 +80,9 @@ def schema(choose: random.Random) -> tuple[str, bytes]:
 
 @cache
 def texts() -> list[tuple[str, bytes]]:
-    """Kinds and bodies: as large as a body may be, and just as large as a context could hold.
+    """Return kinds and bodies of requests: the largest permitted body, and texts that just fit the context.
 
-    Made once, before the clients start: a second spent on making one would count as the server's delay of all others.
+    Called once, before the clients start, because the time to build them would count as server delay.
     """
     choose = random.Random(0)
     prompts = {
@@ -98,7 +98,7 @@ def texts() -> list[tuple[str, bytes]]:
 
 
 def text(choose: random.Random) -> tuple[str, bytes]:
-    """The kind of a call, and its body."""
+    """Return the kind and the body of a request."""
     return choose.choice(texts())
 
 

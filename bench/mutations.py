@@ -24,7 +24,7 @@ ODD_TOML = (
 
 
 def of_bytes(data: bytes, choose: random.Random) -> bytes:
-    """Flip, insert, remove, repeat or cut bytes."""
+    """Flip, insert, remove, repeat or truncate bytes."""
     found = bytearray(data)
     for _ in range(choose.randint(1, MAX_CHANGES)):
         at, end = sorted(choose.randrange(len(found) + 1) for _ in range(2))
@@ -48,14 +48,14 @@ def of_bytes(data: bytes, choose: random.Random) -> bytes:
 
 
 def of_value(value: Any, choose: random.Random, words: tuple[str, ...] = ()) -> Any:
-    """Change some values of a JSON document; ``words`` are keys that its readers look for."""
+    """Change some values of a JSON document; ``words`` are keys that its readers use."""
     for _ in range(choose.randint(1, MAX_CHANGES)):
         value = _changed(value, choose, words)
     return value
 
 
 def _changed(value: Any, choose: random.Random, words: tuple[str, ...]) -> Any:
-    """Descend to a random place and change it, in place where it is inside."""
+    """Descend to a random position and change the value there in place."""
     if not isinstance(value, (dict, list)) or not value or choose.random() < 0.02:
         return _odd(value, choose)
     parent = value
@@ -84,7 +84,7 @@ def _changed(value: Any, choose: random.Random, words: tuple[str, ...]) -> Any:
 
 
 def _odd(value: Any, choose: random.Random) -> Any:
-    """Another value: a near one where it is a number, so that sizes stop fitting together, else an odd one."""
+    """Return another value: for numbers often a near one, so that sizes no longer match, otherwise an unusual one."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and choose.random() < 0.4:
         return choose.choice((value + 1, value - 1, value * 2, -value, value / 2, str(value)))
     if isinstance(value, str) and choose.random() < 0.3:
@@ -93,7 +93,7 @@ def _odd(value: Any, choose: random.Random) -> Any:
 
 
 def of_json(words: tuple[str, ...] = ()) -> Mutate:
-    """A mutation of JSON texts: mostly of their values, sometimes of their bytes."""
+    """Return a mutation of JSON texts: mostly of values, sometimes of bytes."""
 
     def mutate(data: bytes, choose: random.Random) -> bytes:
         if choose.random() < 0.15:
@@ -129,7 +129,7 @@ def of_toml(data: bytes, choose: random.Random) -> bytes:
 
 
 def of_safetensors(data: bytes, choose: random.Random) -> bytes:
-    """Change the header of a safetensors file, which is JSON after eight bytes of length, or any bytes."""
+    """Change the header of a safetensors file (JSON after an 8-byte length), or any bytes."""
     if choose.random() < 0.2:
         return of_bytes(data, choose)
     size = int.from_bytes(data[:8], "little")

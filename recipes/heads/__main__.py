@@ -26,7 +26,7 @@ NAMES = ("medusa", "eagle1", "eagle3", "mtp", "dflash")
 
 @dataclass(frozen=True)
 class Options:
-    """Of both commands."""
+    """Options of both commands."""
 
     minutes: float = flag("Minutes of training per head.", 28.0)
     rows: int = flag(f"Rows of {SEQ_LEN} tokens, begun by the corpus and continued by the target.", COUNT)
@@ -38,12 +38,12 @@ class Options:
 
 
 def hidden_states(num_layers: int) -> tuple[int, int, int]:
-    """What EAGLE-3 reads: as its authors, but for the highest: three layers below the end is early in a target of eight."""
+    """Return EAGLE-3's hidden states: the paper's, but the last one is later, because the target has only eight layers."""
     return 2, num_layers // 2, num_layers - 1
 
 
 def train(name: str, at: Bench, package: Path, minutes: float, on: str) -> bool:
-    """One head; False if interrupted."""
+    """Train one head. Returns False if interrupted."""
     layers = hidden_states(at.runner.num_layers)
     at.features([*layers, at.runner.num_layers])  # what all of them read, captured once
     how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=2048, muon_lr=0.01, adam_lr=0.001, seed=SEED, compiled=True)
@@ -64,7 +64,7 @@ def train(name: str, at: Bench, package: Path, minutes: float, on: str) -> bool:
 
 
 def train_all(names: Sequence[str], how: Options) -> None:
-    """Heads in order, each to its end; ends the process where one is interrupted."""
+    """Train heads in order, each to its end. Exits if one is interrupted."""
     at = bench(how.target, how.tokens, how.work, how.rows)
     for name in names:
         if not train(name, at, how.package, how.minutes, how.hardware or hardware()):
@@ -76,7 +76,7 @@ def train_all(names: Sequence[str], how: Options) -> None:
 def one(*, name: Annotated[str, typer.Argument()], how: Options) -> None:
     """Train one head of medusa, eagle1, eagle3, mtp, dflash; run again to resume."""
     if name not in NAMES:
-        raise typer.BadParameter(f"unknown head {name!r}; known: {', '.join(NAMES)}")
+        raise typer.BadParameter(f"unknown head {name!r}; expected {', '.join(NAMES)}")
     train_all([name], how)
 
 

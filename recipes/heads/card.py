@@ -1,4 +1,4 @@
-"""The card of a head: what it is, what it saw, how often the target agrees with it."""
+"""Model card of a head: method, training data, and acceptance."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WHAT = {
 
 
 def publish(name: str, head: Path, rows: int, machine: str) -> None:
-    """Writes ``README.md`` beside the head and moves its curve beside this recipe."""
+    """Write ``README.md`` next to the head, and move its curve next to this recipe."""
     curve = json.loads((head / f"{name}_curve.json").read_text())
     for kind in ("json", "png"):
         shutil.move(head / f"{name}_curve.{kind}", Path(__file__).parent / f"{name}_curve.{kind}")
@@ -49,7 +49,7 @@ def publish(name: str, head: Path, rows: int, machine: str) -> None:
 
 
 def card(name: str, measured: dict[str, Any], end: dict[str, Any], rows: int, size: int, machine: str) -> str:
-    """The card's text."""
+    """Return the card's text."""
     what, method = WHAT[name]
     minutes = end["seconds"] / 60
     parts = [
@@ -90,6 +90,6 @@ def card(name: str, measured: dict[str, Any], end: dict[str, Any], rows: int, si
 
 
 def table(header: tuple[object, ...], rows: list[tuple[object, ...]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [header, ("---",) * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"

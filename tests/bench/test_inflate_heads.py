@@ -1,4 +1,4 @@
-"""A head inflated with its target drafts what the small one drafts for the small target."""
+"""A head inflated with its target drafts the same tokens as the original."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BLOCKS = {"dflash": {}, "dspark": {"markov_rank": 3}, "dflash2": {"selector_rank
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory):
-    """A small target and its inflated forms, by name."""
+    """Create a small target and inflated versions, by name."""
     folder = tmp_path_factory.mktemp("family")
     small = make_folder(
         folder / "small", hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS, tie_word_embeddings=False,
@@ -102,7 +102,7 @@ def drafted(target: Path, head: Path) -> list[object]:
 
 @pytest.fixture(scope="module")
 def small_head(family, tmp_path_factory):
-    """``small_head(kind)`` -> its folder, and what it drafts for the small target."""
+    """Return ``small_head(kind)`` -> its folder and its proposals for the small target."""
 
     @cache
     def made(kind):

@@ -1,4 +1,4 @@
-"""The heads that come with the embedded target: they load, leave the text alone and are right about some of it."""
+"""Heads of the embedded target: they load, do not change the output, and have a minimum acceptance."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def test_a_shipped_head_drafts_for_the_embedded_target(method, least, plain):
 
 
 @pytest.mark.parametrize("method", ["medusa:bits=4", "eagle:bits=3"])
-def test_a_head_comes_in_8_bits_or_as_it_is(method):
+def test_a_head_has_8_bits_or_its_own_precision(method):
     with pytest.raises(OutriderError, match="expected 8 or none"):
         LLM(method=method, **OPTIONS)
 
 
-def test_every_shipped_head_has_a_card_with_what_was_measured():
+def test_every_shipped_head_has_a_card_with_measurements():
     heads = {name: folder for name, folder in family.drafts().items() if name != "draft"}
     assert set(heads) == {"medusa", "eagle1", "eagle3", "mtp"}
     for folder in heads.values():
