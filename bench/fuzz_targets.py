@@ -108,8 +108,8 @@ class PlanTarget(Target):
     def valid(self) -> list[bytes]:
         return [
             b'target = "model"\ndraft = "model"\nnum_draft_tokens = 4\nverifier = "exact"\nsame_text = true\n',
-            b'# a plan\n\nmethod = "suffix+draft:draft.draft=model"\nnum_draft_tokens = "auto"\nmax_batch = 4\nkv_memory = 0.5\n',
-            b'method = "eagle:hidden_states=2,4,6:draft=model"\ndtype = "float32"\ncompile = "never"\nmax_len = 2048 # tokens\n',
+            b'# plan\nmethod = "suffix+draft:draft.draft=model"\nnum_draft_tokens = "auto"\nmax_batch = 4\nkv_memory = 0.5\n',
+            b'method = "eagle:hidden_states=2,4,6:draft=model"\ndtype = "float32"\ncompile = "never"\nmax_len = 99 # tokens\n',
         ]
 
     def run(self, data: bytes) -> None:
