@@ -97,14 +97,19 @@ class PlanTarget(Target):
 
     name = "plan"
 
+    def __init__(self) -> None:
+        super().__init__()
+        (self.folder / "model").mkdir()  # plans name folders relative to their own
+        (self.folder / "model" / "config.json").write_text("{}")
+
     def mutate(self, data: bytes, choose: random.Random) -> bytes:
         return of_toml(data, choose)
 
     def valid(self) -> list[bytes]:
         return [
-            b'target = "/nowhere/model"\ndraft = "owner/name"\nnum_draft_tokens = 4\nverifier = "exact"\nsame_text = true\n',
-            b'# a plan\n\nmethod = "suffix+draft:draft=/no"\nnum_draft_tokens = "auto"\nmax_batch = 4\nkv_memory = 0.5\n',
-            b'method = "combined:ngram,draft"\ndtype = "float32"\ndevice = "cpu"\ncompile = "never"\nmax_len = 2048 # tokens\n',
+            b'target = "model"\ndraft = "model"\nnum_draft_tokens = 4\nverifier = "exact"\nsame_text = true\n',
+            b'# plan\nmethod = "suffix+draft:draft.draft=model"\nnum_draft_tokens = "auto"\nmax_batch = 4\nkv_memory = 0.5\n',
+            b'method = "eagle:hidden_states=2,4,6:draft=model"\ndtype = "float32"\ncompile = "never"\nmax_len = 99 # tokens\n',
         ]
 
     def run(self, data: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
@@ -89,7 +90,7 @@ def _odd(value: Any, choose: random.Random) -> Any:
         return choose.choice((value + 1, value - 1, value * 2, -value, value / 2, str(value)))
     if isinstance(value, str) and choose.random() < 0.3:
         return choose.choice((value + "x", value[: len(value) // 2], value.upper(), value * 50))
-    return choose.choice(ODD)
+    return copy.deepcopy(choose.choice(ODD))  # later changes are made in place
 
 
 def of_json(words: tuple[str, ...] = ()) -> Mutate:

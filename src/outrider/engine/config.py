@@ -27,7 +27,7 @@ from outrider.registry import (
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.gguf import find, tokenizer_arguments
 from outrider.runner.loading import load_config, text_config
-from outrider.runner.tokenizers import DifferentVocabulary
+from outrider.runner.tokenizers import DifferentVocabulary, check_merges
 from outrider.types import OutriderError, first_line
 
 if TYPE_CHECKING:
@@ -62,13 +62,16 @@ def load_tokenizer(
         return cast("PreTrainedTokenizerBase", source) if is_tokenizer(source) else None
     from transformers import AutoTokenizer
 
+    folder = on_this_machine(source)
+    if folder is not None:
+        check_merges(folder)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             **tokenizer_arguments(source), trust_remote_code=trust_remote_code
         )
-        tokenizer.decode(tokenizer.encode("Text."))
-    except BaseException as error:  # broken files can raise anything; the Rust library's panics are not Exceptions
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        tokenizer.decode(tokenizer.encode("Text."))  # some errors in the files show only here
+    except BaseException as error:  # broken files can raise anything
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # a panic in the tokenizers library
             raise
         if find(source) is not None or not isinstance(error, (OSError, ValueError, KeyError)):
             load_config(source, trust_remote_code)  # AutoTokenizer reads the config too: report an error in the config first

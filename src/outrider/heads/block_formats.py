@@ -35,7 +35,7 @@ from outrider.heads.checkpoint import (
 )
 from outrider.heads.own_tables import has_own_table
 from outrider.runner.loading import check_sizes
-from outrider.types import OutriderError
+from outrider.types import OutriderError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ def _layers(layer: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab_size:
     try:
         return Qwen3Config(**given, attention_dropout=0.0)
     except Exception as error:  # transformers raises many kinds of exceptions
-        raise OutriderError(f"{source}: its config is not valid for Qwen3 layers: {' '.join(str(error).split())}") from error
+        raise OutriderError(f"{source}: its config is not valid for Qwen3 layers: {first_line(error)}") from error
 
 
 def _windows(layer: Mapping[str, Any], num_layers: int, source: str) -> tuple[int, ...]:

@@ -228,7 +228,10 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
         raise OutriderError(f"cannot read the config of {source}{hint}: {reason(error)}") from error
     if not trust_remote_code and model_class(config) is None:
         raise OutriderError(f"{source} is a {config.model_type} model, not a causal language model")
-    check_sizes(str(source), vars(text_config(config)))
+    text = text_config(config)
+    if not isinstance(text, PreTrainedConfig):
+        raise OutriderError(f"the config of {source} has a text_config, which {config.model_type} models do not have")
+    check_sizes(str(source), vars(text))
     refuse_encoders(config)
     return config
 
