@@ -230,7 +230,7 @@ def test_constrained_and_free_requests_of_a_batch_have_the_texts_of_plain_decodi
     def texts(method: str, k: int | str) -> list[list[int]]:
         llm = engine(method, max_batch=3, num_draft_tokens=k, same_text=same_text)
         found = [completion.token_ids for completion in outputs_of(llm.generate(prompts, params))]
-        assert llm.stats.faults == 0 and (llm.stats.num_forced > 0) == uses_grammar_drafts(llm.speculation, llm.proposer)
+        assert llm.stats.faults == 0 and (llm.stats.num_forced > 0) == uses_grammar_drafts(llm.speculation)
         return found
 
     assert texts(method, k) == texts("plain", 0)

@@ -66,15 +66,15 @@ def test_a_hopeless_draft_is_hardly_ever_asked():
     assert 1 <= sum(k > 0 for k in policy.asked) < 0.04 * len(policy.asked)
 
 
-@pytest.mark.parametrize("forced", [(0, 4), (3, 0, 0, 12), (5,)])
+@pytest.mark.parametrize("forced", [(6, 4), (1, 3), (3, 1, 12, 20)])
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("machine", [EMBEDDED, LARGE, LOOKUP])
 def test_forced_tokens_speak_neither_for_drafts_nor_against_them(machine, batch, forced):
-    """What a grammar forces comes with any K: the baseline has it too. Where it is much, good drafts can lose against none."""
+    """They belong to the text, as many with any K, so that good drafts pay as much as elsewhere and bad ones as little."""
     good = Cell(machine, Text((0.9,)), forced=forced, batch=batch)
-    assert automatic(good) > 0.87 * best_fixed(good)
+    assert automatic(good) > 0.9 * best_fixed(good)
     bad = Cell(machine, Text((0.02,)), forced=forced, batch=batch)
-    assert automatic(bad) > 0.9 * plain(bad)
+    assert automatic(bad) > 0.93 * plain(bad)
     assert sum(k > 0 for k in recorded(bad).asked) <= 15
 
 

@@ -69,9 +69,7 @@ class Ledger:
         is_cold = not any(lens) and self._num_cold > 0
         drafted_with_model = self._drafts_with_model and result.k > 0
         self._num_cold = NUM_COLD if drafted_with_model else max(self._num_cold - 1, 0)
-        depths = path_depths(proposal, lens)
-        if forced is not None:  # they are on every path
-            depths = [depth - n for depth, n in zip(depths, forced, strict=True)]
+        depths = path_depths(proposal, is_forced)
         round_ = Round(result.k, lens, depths, accepted, times, result.scores.first_layer, is_cold, judged, forced)
         self._clock(result, round_, is_prefill)
         return round_, origins
@@ -94,15 +92,16 @@ class Ledger:
         self.total.clock(round_, is_prefill, num_emitted / len(requests), plain)
 
 
-def path_depths(proposal: Proposal, lens: list[int]) -> list[int]:
-    """The longest path of each request's drafts."""
+def path_depths(proposal: Proposal, is_forced: Sequence[Sequence[bool]]) -> list[int]:
+    """Return the most drafts on a path of each request, without those that are forced."""
+    lens = proposal.lens.tolist()
     if proposal.parents is None:
-        return lens
+        return [length - sum(forced) for length, forced in zip(lens, is_forced, strict=True)]
     longest = []
-    for parents, length in zip(proposal.parents.tolist(), lens, strict=True):
+    for parents, length, forced in zip(proposal.parents.tolist(), lens, is_forced, strict=True):
         depths: list[int] = []
-        for parent in parents[:length]:
-            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        for parent, is_skipped in zip(parents[:length], forced, strict=False):
+            depths.append((depths[parent] if parent >= 0 else 0) + (not is_skipped))
         longest.append(max(depths, default=0))
     return longest
 

@@ -53,8 +53,8 @@ def check(proposal: object, limits: Sequence[int], k: int, vocab_size: int) -> C
 
 
 def useful(checked: Checked, context: Context) -> Checked:
-    """Drop drafts that cannot survive: those that break a request's grammar or follow its end or a dead end, and those of a tree
-    that are deeper than the request's own K.
+    """Drop drafts that cannot survive: those that break a request's grammar or follow its end or a dead end, and those of a
+    tree that are deeper than the request's own K.
 
     The target never takes such a point mass, and rejecting it does not change what comes next, so leaving it out changes no
     distribution. Drafts with probabilities were drawn by the sampler, which applies the grammar, up to the end of the text. A

@@ -221,7 +221,7 @@ class MethodCosts:
     def prices(self, batch: int, cache_len: int, forced: Sequence[float] = ()) -> RoundPrices | None:
         """Seconds of rounds of this batch, by the drafts in them; None until a round of this batch size ran.
 
-        ``forced``: drafts per request that every round scores, with other drafts and without.
+        ``forced``: drafts of a grammar per request that every round scores, with other drafts and without.
         """
         plain_pass = self._book.pass_seconds(1, batch, cache_len)
         is_known = batch in self._outside or self._book.plain_outside(batch, self._is_greedy) is not None
