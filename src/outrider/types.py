@@ -171,6 +171,7 @@ class Proposal:
     parents: Tensor | None = None  # [B, N] int64; None: a chain
     partial_pass: PartialPass | None = None  # where the target's own first layers drafted
     forced: Tensor | None = None  # [B, N] bool, on the CPU: drafts that a grammar determines; set by the engine only
+    own: Tensor | None = None  # [B, N] bool, on the CPU: drafts that are the proposer's; given with ``forced``
 
     @staticmethod
     def empty(batch: int, device: torch.device | str = "cpu") -> Proposal:
@@ -224,8 +225,8 @@ class Proposal:
     def _with(self, change: Callable[[Tensor], Tensor], lens: Tensor) -> Proposal:
         probs = None if self.probs is None else change(self.probs)
         parents = None if self.parents is None else change(self.parents)
-        forced = None if self.forced is None else change(self.forced)
-        return replace(self, token_ids=change(self.token_ids), lens=lens, probs=probs, parents=parents, forced=forced)
+        forced, own = (None if mask is None else change(mask) for mask in (self.forced, self.own))
+        return replace(self, token_ids=change(self.token_ids), lens=lens, probs=probs, parents=parents, forced=forced, own=own)
 
 
 @dataclass(frozen=True)
@@ -300,6 +301,7 @@ class Round:
     is_cold: bool = False  # a plain round with cold CPU caches, soon after a model drafted
     judged: list[int] | None = None  # steps of depth reached; given for trees, whose accepted path may end at a leaf early
     forced: list[int] | None = None  # drafts per request, among ``lens``, that a grammar left no choice about; None: no such
+    reaches: list[int] | None = None  # the longest path of the proposer's drafts, forced ones included; None: ``depths``
 
     @property
     def num_judged(self) -> list[int]:

@@ -108,7 +108,7 @@ class _Row:
         at = first + run
         wanted = min(k, self.left - run - 1)
         if wanted <= 0 or self.makes[at] >= text.at(text.made, at):
-            return _Drafts(run, run, 0, 0)
+            return _Drafts(run, run, 0, 0, 0)
         free = [not self.is_forced(at + i) for i in range(wanted)]
         count = depth = 0
         for is_free in free:
@@ -118,7 +118,7 @@ class _Row:
             count += 1
         tail = self._run(at + wanted, min(MAX_FORCED - run - wanted, self.left - run - wanted - 1))
         num_forced, num_taken = wanted - sum(free), count - depth
-        return _Drafts(run + num_forced + tail, run + num_taken + (tail if count == wanted else 0), sum(free), depth)
+        return _Drafts(run + num_forced + tail, run + num_taken + (tail if count == wanted else 0), sum(free), depth, wanted)
 
     def is_forced(self, position: int) -> bool:
         position %= sum(self.stretches) or 1
@@ -142,6 +142,11 @@ class _Drafts:
     forced_accepted: int
     num_drafts: int
     num_accepted: int
+    reach: int  # the method's drafts, forced ones included
+
+    @property
+    def num_emitted(self) -> int:
+        return self.forced_accepted + self.num_accepted + 1
 
 
 def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) -> float:
@@ -168,8 +173,8 @@ def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) ->
         context = Context(requests, tuple(row.left - 1 for row in rows), None)  # type: ignore[arg-type]
         asked_lengths = policy.next_lengths(context)
         drafts = [row.draft(k) for row, k in zip(rows, asked_lengths, strict=True)]
-        depths, accepted = [each.num_drafts for each in drafts], [each.num_accepted for each in drafts]
-        forced = [each.num_forced for each in drafts]
+        accepted, depths = [each.num_accepted for each in drafts], [each.num_drafts for each in drafts]
+        forced, reaches = [each.num_forced for each in drafts], [each.reach for each in drafts]
         lens = [made + run for made, run in zip(depths, forced, strict=True)]
         asked = context.limited(asked_lengths)
         drafted_for = [row for row, limit in zip(rows, asked.limits, strict=True) if limit > 0]
@@ -185,18 +190,16 @@ def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) ->
         if cell.machine.unsteady and noise.random() < times.total * 1e3 / DWELL:
             slowness = SLOW + 1 - slowness
         times = _as_measured(times, slowness, noise)
+        num_tokens += sum(each.num_emitted for each in drafts)
         for row, each in zip(rows, drafts, strict=True):
-            num_emitted = each.forced_accepted + each.num_accepted + 1
-            row.request.token_ids.extend([0] * num_emitted)
-            num_tokens += num_emitted
+            row.request.token_ids.extend([0] * each.num_emitted)
             if row in drafted_for:
                 seen[row] = len(row.request.token_ids)
         if costs is not None and not fresh:
             outside = times.verify + times.host
             costs.record_round(lens, NUM_PROMPT_TOKENS, times.score, outside, cell.temperature == 0, is_cold=is_cold)
-        found = Round(
-            max(asked_lengths), lens, depths, accepted, times, is_cold=is_cold, forced=forced if any(forced) else None
-        )
+        about = (forced, reaches) if any(forced) else ()
+        found = Round(max(asked_lengths), lens, depths, accepted, times, 0, is_cold, None, *about)
         policy.observe(asked, found, bool(fresh))
         ended = [row.request.request_id for row in rows if row.left <= 0]
         if ended:

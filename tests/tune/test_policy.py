@@ -72,7 +72,7 @@ def test_a_hopeless_draft_is_hardly_ever_asked():
 def test_forced_tokens_speak_neither_for_drafts_nor_against_them(machine, batch, forced):
     """They belong to the text, as many with any K, so that good drafts pay as much as elsewhere and bad ones as little."""
     good = Cell(machine, Text((0.9,)), forced=forced, batch=batch)
-    assert automatic(good) > 0.9 * best_fixed(good)
+    assert automatic(good) > (0.84 if machine is EMBEDDED else 0.95) * best_fixed(good)  # 0.9 of it without a grammar
     bad = Cell(machine, Text((0.02,)), forced=forced, batch=batch)
     assert automatic(bad) > 0.93 * plain(bad)
     assert sum(k > 0 for k in recorded(bad).asked) <= 15

@@ -192,7 +192,7 @@ def _joined(rows: Sequence[_Row | None], proposal: Proposal) -> Proposal:
     lens = [len(run) + n + len(tail) for run, n, tail in zip(before, own, after, strict=True)]
     batch, width = len(rows), max(lens)
     token_ids = proposal.token_ids.new_zeros(batch, width)
-    forced = torch.zeros(batch, width, dtype=torch.bool)
+    forced, is_own = torch.zeros(2, batch, width, dtype=torch.bool)
     probs = parents = None
     if proposal.probs is not None:
         probs = proposal.probs.new_zeros(batch, width, proposal.probs.shape[2])
@@ -207,7 +207,7 @@ def _joined(rows: Sequence[_Row | None], proposal: Proposal) -> Proposal:
                 probs[b, torch.arange(start, start + len(tokens)), token_ids[b, places]] = 1.0
             if parents is not None:
                 parents[b, places] = torch.arange(start - 1, start - 1 + len(tokens))
-        row = rows[b]
+        row, is_own[b, first:stop] = rows[b], True
         if row is not None:
             forced[b, first:stop] = torch.tensor(row.own, dtype=torch.bool)
         token_ids[b, first:stop] = proposal.token_ids[b, :n]
@@ -216,4 +216,4 @@ def _joined(rows: Sequence[_Row | None], proposal: Proposal) -> Proposal:
         if parents is not None and proposal.parents is not None:
             parents[b, first:stop] = proposal.parents[b, :n] + first  # the root is the last token before
     joined = replace(proposal, token_ids=token_ids, lens=torch.tensor(lens), probs=probs, parents=parents)
-    return replace(joined, forced=forced)
+    return replace(joined, forced=forced, own=is_own)

@@ -70,7 +70,8 @@ class Ledger:
         drafted_with_model = self._drafts_with_model and result.k > 0
         self._num_cold = NUM_COLD if drafted_with_model else max(self._num_cold - 1, 0)
         depths = path_depths(proposal, is_forced)
-        round_ = Round(result.k, lens, depths, accepted, times, result.scores.first_layer, is_cold, judged, forced)
+        reaches = None if proposal.own is None else path_depths(proposal, (~proposal.own).tolist())
+        round_ = Round(result.k, lens, depths, accepted, times, result.scores.first_layer, is_cold, judged, forced, reaches)
         self._clock(result, round_, is_prefill)
         return round_, origins
 
@@ -92,16 +93,16 @@ class Ledger:
         self.total.clock(round_, is_prefill, num_emitted / len(requests), plain)
 
 
-def path_depths(proposal: Proposal, is_forced: Sequence[Sequence[bool]]) -> list[int]:
-    """Return the most drafts on a path of each request, without those that are forced."""
+def path_depths(proposal: Proposal, is_skipped: Sequence[Sequence[bool]]) -> list[int]:
+    """Return the most drafts on a path of each request, without those that are skipped [B][N]."""
     lens = proposal.lens.tolist()
     if proposal.parents is None:
-        return [length - sum(forced) for length, forced in zip(lens, is_forced, strict=True)]
+        return [length - sum(skipped[:length]) for length, skipped in zip(lens, is_skipped, strict=True)]
     longest = []
-    for parents, length, forced in zip(proposal.parents.tolist(), lens, is_forced, strict=True):
+    for parents, length, skipped in zip(proposal.parents.tolist(), lens, is_skipped, strict=True):
         depths: list[int] = []
-        for parent, is_skipped in zip(parents[:length], forced, strict=False):
-            depths.append((depths[parent] if parent >= 0 else 0) + (not is_skipped))
+        for parent, is_out in zip(parents[:length], skipped, strict=False):
+            depths.append((depths[parent] if parent >= 0 else 0) + (not is_out))
         longest.append(max(depths, default=0))
     return longest
 

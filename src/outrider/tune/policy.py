@@ -54,12 +54,23 @@ class Track:
     num_seen: int = 0  # committed tokens at the last call of the proposer
     rest: int = FIRST_PAUSE  # rounds until a draft for it is tried again while others draft
     pause: int = FIRST_PAUSE  # initial value of that rest
-    forced_rows: float = 0.0  # decaying count of drafts that a grammar forced
-    free_tokens: float = 0.0  # decaying count of all other tokens of its rounds
+    # Decaying counts: rows that a grammar forced, all other tokens of these rounds; the proposer's drafts, those not forced.
+    forced_rows: float = 0.0
+    free_tokens: float = 0.0
+    num_own: float = 0.0
+    num_free: float = 0.0
 
     def worths(self, expected: Sequence[float], most: int) -> list[float]:
-        """Chances that a draft at depth 1, 2, ... survives, if there is one; 0 below ``most``. As many as ``expected``."""
+        """Return the accepted tokens that a draft at depth 1, 2, ... adds, if there is one; 0 below ``most``.
+
+        As many as ``expected``. The share of drafts that a grammar forces adds none: they come without drafts too.
+        """
         worths = list(accumulate(self.own.rates(self.shared.rates(expected)), mul))
+        if self.num_free < self.num_own:
+            share, totals = self.num_free / self.num_own, [0.0, *accumulate(worths)]
+            ends = [depth * share for depth in range(len(worths) + 1)]
+            totals = [totals[int(end)] + end % 1 * worths[min(int(end), len(worths) - 1)] for end in ends]
+            worths = [after - before for before, after in pairwise(totals)]
         most = max(most, 0)
         return worths[:most] + [0.0] * len(worths[most:])
 
@@ -71,6 +82,10 @@ class Track:
     def add_forced(self, num_forced: int, num_others: int) -> None:
         self.forced_rows = DECAY * self.forced_rows + num_forced
         self.free_tokens = DECAY * self.free_tokens + num_others
+
+    def add_own(self, num_own: int, num_free: int) -> None:
+        self.num_own = DECAY * self.num_own + num_own
+        self.num_free = DECAY * self.num_free + num_free
 
     def made_rate(self) -> float:
         return self.own.made_rate(self.shared.made_rate(1.0))
@@ -142,10 +157,11 @@ class DraftLengthPolicy:
 
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
         """Learn from a round: acceptance, cost, and gained or lost time."""
-        batch, longest, times = len(round_.depths), max(round_.depths), round_.times
+        reaches = round_.reaches or round_.depths
+        batch, longest, times = len(reaches), max(reaches), round_.times
         forced = self._learn_forced(round_, is_prefill)
         # One with nothing but forced tokens was perhaps not drafted for.
-        drafted_for = [b for b in range(batch) if context.limits[b] > 0 and (round_.depths[b] or not forced[b])]
+        drafted_for = [b for b in range(batch) if context.limits[b] > 0 and (reaches[b] or not forced[b])]
         if round_.k == 0 or self._is_plain:
             if not is_prefill and not round_.is_cold and not any(forced):
                 self._num_unchecked = 0
@@ -239,11 +255,15 @@ class DraftLengthPolicy:
     def _learn(self, drafted_for: Sequence[int], round_: Round) -> None:
         self._num_drafted += 1
         self._num_unchecked += 1
-        self._reach = max(self._reach, *round_.depths)
+        reaches = round_.reaches or round_.depths
+        self._reach = max(self._reach, *reaches)
         for b in drafted_for:
             track = self._batch[b]
             track.num_seen = len(self._requests[b].token_ids)
             num_drafts, num_accepted = round_.depths[b], round_.num_accepted[b]
+            track.add_own(reaches[b], num_drafts)
+            if reaches[b] and not num_drafts:
+                continue
             if num_drafts:
                 track.own.fade(DECAY)
                 track.shared.fade(SHARED_DECAY)
@@ -262,7 +282,8 @@ class DraftLengthPolicy:
         if plain is None or any([request.num_draft_tokens is not None for request in self._requests]):
             return
         cache_len = len(self._requests[0].token_ids)
-        seconds = self.costs.round(round_.k, round_.lens, max(round_.depths), num_drafting, cache_len)
+        longest = max(round_.reaches or round_.depths)
+        seconds = self.costs.round(round_.k, round_.lens, longest, num_drafting, cache_len)
         if not is_prefill:
             seconds = min(round_.times.total, seconds)
         if round_.forced is not None:  # those rows would have been scored without drafts too
